@@ -21,7 +21,7 @@ import chunkplan
 from chunkplan.cost.activations import runs_of
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.memory import token_bytes
+from chunkplan.cost.held import token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
@@ -48,7 +48,8 @@ def row(name: str, shape: ModelShape, data: Path) -> str:
     cost = CostModel(shape=shape, hardware=hardware)
     tokens = np.array(LENGTHS)
     times = work_ns(cost, tokens, whole_pairs(cost, tokens)) / tokens / 1e3
-    _, _, kept, _ = token_bytes(cost, runs_of(cost, [shape.num_layers]), CHUNK_SIZE)
+    of_token = token_bytes(cost, runs_of(cost, [shape.num_layers]), CHUNK_SIZE)
+    kept = of_token.kv + of_token.kv_gradients
     chosen = chunkplan.tune(data, TuneOptions(shape=shape, hardware=hardware, dp=2, pp=4)).recommended
     assert chosen is not None
     layers = ",".join(map(str, chosen.config.layers(shape.num_layers)))

@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from lengths import lengths
 
+from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.durations import attention_pairs_of, chunk_times, split_layers
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
+from chunkplan.cost.held import Held
+from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape, plain_layer
 from chunkplan.packing.packing import pack_lengths
@@ -105,14 +107,11 @@ def run_step(
 def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
     """How many tokens' activations fit the first stage beside one split sequence of `longest` tokens."""
     layers = split_layers(cost.shape.num_layers, PP)
-    no_tokens, held = [0] * PP, [longest] * PP
     memory = stage_memory(
         cost,
         dp=1,
         layers=layers,
-        retained_tokens=no_tokens,
-        stage_input_tokens=held,
-        kv_tokens=held,
+        held=[Held(inputs=longest, kv=longest, kv_gradients=longest)] * PP,
         chunk_size=chunk_size,
     )[0]
     [layer] = cost.shape.kinds

@@ -46,7 +46,7 @@ Progress = Callable[[int, int], None]
 class BuiltPlan:
     """A plan's manifest, its table `steps`, and its `chunk_frame` with the columns that a summary looks at.
 
-    `moments` int64 [pp, 4]: what each stage holds when that takes most memory of all steps and ranks, see
+    `moments` int64 [pp, 6]: what each stage holds when that takes most memory of all steps and ranks, see
     `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
     """
 

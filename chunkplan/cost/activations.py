@@ -181,9 +181,7 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
     With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole. Of layers whose inputs
     are in host memory two inputs are there: of the layer at work, and of the next one.
     """
-    shape = cost.shape
-    gradients = ((2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * shape.hidden_size) / cost.tp
-    gathered = shape.hidden_size if cost.tp > 1 else 0
+    gathered = cost.shape.hidden_size if cost.tp > 1 else 0
     again = 0.0
     if level != "none":
         everything, at_least, held = (
@@ -192,4 +190,28 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
         again = max(0.0, everything + at_least - held) + (at_least if level == "offload" else 0.0)
     # Of keys and values that are made of latents, as of their gradients, which are in float32 and in both dtypes.
     made = layer.expanded_width / cost.tp * (2 * cost.num_bytes + GRADIENT_BYTES)
-    return (gradients + gathered) * cost.num_bytes + made + again
+    return _gradients_per_token(cost, layer) + gathered * cost.num_bytes + made + again
+
+
+def page_bytes(cost: CostModel, layer: Layer, num_tokens: int, page_tokens: int) -> float:
+    """By how much a backward of attention, of `num_tokens` queries to a page of keys, needs more than that of the MLP.
+
+    That is counted in `working_bytes_per_token`. Of a query: the gradients of what goes into the layer and of the
+    output; its own, as a kernel gives it and summed in float32; those of its keys and values. Of a token of the page:
+    gradients of its keys and values for each head of queries, as kernels make them, and their sums in float32. Those of
+    latents are counted where keys and values are made of them.
+    """
+    num_bytes, key_values = cost.num_bytes, layer.key_value_width
+    of_query = (cost.shape.hidden_size + layer.output_width + layer.query_width + key_values) * num_bytes
+    of_query += layer.query_width * GRADIENT_BYTES
+    of_page = 0
+    if key_values and not layer.expanded_width:
+        of_page = (layer.query_width + layer.output_width) * num_bytes + key_values * GRADIENT_BYTES
+    gradients = num_tokens * _gradients_per_token(cost, layer)
+    return max(0.0, (num_tokens * of_query + page_tokens * of_page) / cost.tp - gradients)
+
+
+def _gradients_per_token(cost: CostModel, layer: Layer) -> float:
+    """Of what an MLP makes and of what goes in and out, see `_GRADIENTS_OF_HIDDEN`."""
+    gradients = (2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * cost.shape.hidden_size
+    return gradients * cost.num_bytes / cost.tp

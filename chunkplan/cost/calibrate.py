@@ -18,6 +18,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray
 from chunkplan.cost.durations import Float64Array, durations
 from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.held import Held
 from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel, Precision
@@ -173,9 +174,7 @@ def layers_that_fit(
             CostModel(shape=shape.first(num_layers), hardware=base, precision=precision),
             dp=1,
             layers=(num_layers,),
-            retained_tokens=(chunk_size,),
-            stage_input_tokens=(0,),
-            kv_tokens=(kv_tokens,),
+            held=[Held(chunk_size, kv=kv_tokens, kv_gradients=kv_tokens)],
             chunk_size=chunk_size,
         )
         if memory.total <= memory_bytes:

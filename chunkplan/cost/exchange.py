@@ -15,7 +15,7 @@ import numpy as np
 
 from chunkplan.arrays import IntArray
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
-from chunkplan.cost.memory import KV_GRADIENT_BYTES
+from chunkplan.cost.held import KV_GRADIENT_BYTES
 from chunkplan.cost.model import CostModel
 
 #: All-to-alls of a layer's forward: queries, keys and values are one, the output is the other.

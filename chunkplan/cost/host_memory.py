@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from chunkplan.cost.activations import runs_of
-from chunkplan.cost.memory import KV_GRADIENT_BYTES
+from chunkplan.cost.held import KV_GRADIENT_BYTES
 from chunkplan.cost.model import CostModel
 from chunkplan.layers import stage_parts
 
@@ -21,8 +21,9 @@ def stage_host_bytes(
 ) -> tuple[int, ...]:
     """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values, gradients.
 
-    What torch rounds up, as it takes page-locked memory in powers of two, is left out. The arguments are those of
-    `stage_memory`; `retained_tokens` and `kv_tokens` may be of different moments.
+    What torch rounds up, as it takes page-locked memory in powers of two, is left out. `retained_tokens`: of
+    each stage the most whose activations are there; `kv_tokens`: the most whose keys and values are. They may be of
+    different moments. Else the arguments are those of `stage_memory`.
     """
     pp = len(retained_tokens)
     stages = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.layers import stage_parts
@@ -39,27 +40,38 @@ def longest_sequences(
     Of its keys, values, their gradients and saved inputs every rank of a group has its share, beside all else: states,
     logits, fetched pages, and the activations of `k` chunks of `chunk_size`, or `activations` bytes where a plan holds
     more. One of at most `chunk_size` tokens is not split: it needs none of that.
+
+    There are three moments, see `schedule.holdings.fullest_moments`: `k` chunks before the first backward; after it all
+    gradients of keys and values; and with these a chunk that is run again.
     """
 
     def fits(num_tokens: int, num_ranks: int) -> bool:
         own, kept = -(-num_tokens // num_ranks), k * chunk_size
         if num_ranks > 1:  # of a chunk a rank has two slices at most, each of which may have a token more
             own += 2 * -(-num_tokens // (num_ranks * chunk_size))
+        chunk, kept, kv = min(chunk_size, own), min(kept, own), own if num_tokens > chunk_size else 0
+        moments = [Held(activations=kept, kv=kv)]
+        if kv:
+            moments.append(Held(activations=kept - chunk, kv=kv, kv_gradients=kv, last_layer=chunk))
+            moments.append(Held(activations=chunk if own > kept else 0, kv=kv, kv_gradients=kv))
+        return max(taken(held, own - kept, num_ranks) for held in moments) <= gpu_bytes
+
+    def taken(held: Held, saved: int, num_ranks: int) -> int:
+        """By the fullest stage, of those that hold the same, and inputs of `saved` tokens for each virtual stage."""
         stages = stage_memory(
             cost,
             dp=dp,
             layers=layers,
-            retained_tokens=[min(kept, own)] * pp,
-            stage_input_tokens=[
-                max(own - kept, 0) * sum(model_stage > 0 for model_stage in of_stage)
+            held=[
+                held._replace(inputs=saved * sum(model_stage > 0 for model_stage in of_stage))
                 for of_stage in stage_parts(range(len(layers)), pp, v_shaped)
             ],
-            kv_tokens=[own if num_tokens > chunk_size else 0] * pp,
             chunk_size=chunk_size,
             shared_by=num_ranks,
             v_shaped=v_shaped,
         )
-        return max(each.total + max(activations - each.activations, 0) for each in stages) <= gpu_bytes
+        at_least = activations if pp > 1 or not held.kv_gradients else 0  # a pipeline holds other chunks at any moment
+        return max(each.total + max(at_least - each.activations, 0) for each in stages)
 
     found = []
     for num_ranks in (1 << power for power in range(dp.bit_length()) if dp % (1 << power) == 0):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -19,26 +18,33 @@ from chunkplan.cost.activations import (
     Run,
     activation_bytes_per_token,
     around_of_stages,
-    pending_bytes_per_token,
+    page_bytes,
     runs_of,
     working_bytes_per_token,
 )
 from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.held import (
+    KV_GRADIENT_BYTES,
+    Held,
+    TokenBytes,
+    kv_elements_per_token,
+    state_bytes,
+    token_bytes,
+    widest_kv,
+    without_levels,
+)
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
-from chunkplan.cost.shape import Layer, Layers
+from chunkplan.cost.shape import Layer
 from chunkplan.cost.states import held_states, product_gradient_bytes
 from chunkplan.cost.sums import tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
 
-#: Gradients of keys and values are sums over all later chunks, kept in float32.
-KV_GRADIENT_BYTES = 4
-
-#: States of recurrent layers are float32, as the kernels leave them.
-_STATE_BYTES = 4
-
-#: Where keys and values are in host memory, each layer has room for two blocks of ChunkSize: at work, and on its way.
-_OFFLOAD_BLOCKS = 2
+#: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. A page
+#: has room for four chunks. Of recurrent states it has those that a chunk begins with and those that it makes.
+_OFFLOAD_PAGES = 2
+_PAGE_CHUNKS = 4
+_OFFLOAD_STATES = 2
 
 #: Of a logit: itself, its softmax in float32 and its gradient in bf16; or both in float32, the latter in one place.
 _LOGIT_BYTES = 8
@@ -74,9 +80,7 @@ def stage_memory(
     *,
     dp: int,
     layers: Sequence[int],
-    retained_tokens: Sequence[int],
-    stage_input_tokens: Sequence[int],
-    kv_tokens: Sequence[int],
+    held: Sequence[Held],
     chunk_size: int,
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
@@ -86,46 +90,49 @@ def stage_memory(
 
     Args:
         layers: of each model stage, see `stage_parameters`.
-        retained_tokens: of each stage, the most tokens whose activations are held at once, counted once for each
-            virtual stage that holds them. There are as many stages as it has entries.
-        stage_input_tokens: of each stage, the most tokens at once of chunks whose KV and input alone are held, counted
-            likewise.
-        kv_tokens: of each stage, the most tokens at once of split sequences whose KV is held. Where it is offloaded, a
-            layer holds two blocks of ChunkSize, whatever the sequences. A layer with a window keeps all of them too,
-            and a recurrent one a state for each ChunkSize of them, which is offloaded too on one stage only.
+        held: of each stage; there are as many as it has entries. Where keys and values are offloaded, a GPU holds two
+            pages of one layer, whatever the sequences; on one stage states of recurrent layers are offloaded too.
         shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
         v_shaped: where model stages lie, see `model_stage_of`.
     """
-    shape, pp = cost.shape, len(retained_tokens)
+    shape, pp = cost.shape, len(held)
     stages = []
-    for stage, own in enumerate(_stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped)):
-        held = kv_tokens[stage]
-        pages = min(chunk_size, held), min(max(held - chunk_size, 0), chunk_size)
+    for tokens, own in zip(held, _stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped), strict=True):
+        pages = min(chunk_size, tokens.kv), min(max(tokens.kv - chunk_size, 0), chunk_size)
         exchanged = max(
             exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
             for by_heads in ({1} if shape.keeps_latents else {1, shared_by})
         )
-        state_bytes = held / chunk_size * own.state_bytes
+        of_states = tokens.kv / chunk_size * own.state_bytes
+        kv_elements = tokens.kv * own.kv_elements
+        gradients = tokens.kv_gradients * own.kv_elements + (tokens.kv - tokens.kv_gradients) * own.widest_kv
         if cost.kv_offload:
-            held = min(held, _OFFLOAD_BLOCKS * chunk_size)
+            kv_elements = gradients = _OFFLOAD_PAGES * _PAGE_CHUNKS * chunk_size * own.widest_kv
             if pp == 1:
-                state_bytes = min(state_bytes, _OFFLOAD_BLOCKS * own.state_bytes)
-        kv_elements = held * own.kv_elements
-        retained_bytes, input_bytes, *_ = own.token_bytes
+                of_states = min(of_states, _OFFLOAD_STATES * own.state_bytes)
+        page_tokens = min(tokens.kv, _PAGE_CHUNKS * chunk_size)
+        of_page = max(page_bytes(cost, layer, chunk_size, page_tokens) for layer in own.kinds) if tokens.kv else 0.0
+        of_token = own.token_bytes
+        activations = tokens.activations * of_token.activations + tokens.last_layer * of_token.last_layer
         found = StageMemory(
             weights=own.weights,
             gradients=own.gradients,
             optimizer=own.optimizer,
-            activations=ceil(retained_tokens[stage] * retained_bytes + own.working_bytes),
-            stage_inputs=ceil(stage_input_tokens[stage] * input_bytes),
-            kv=ceil(kv_elements * cost.num_bytes + state_bytes),
-            kv_gradients=ceil(kv_elements * kv_gradient_bytes),
+            activations=ceil(activations + own.working_bytes) + ceil(tokens.pending * of_token.pending),
+            stage_inputs=ceil(tokens.inputs * of_token.inputs),
+            kv=ceil(kv_elements * cost.num_bytes + of_states),
+            kv_gradients=ceil(gradients * kv_gradient_bytes + of_page),
             exchanged=ceil(exchanged),
             logits=own.logits,
             reserved=cost.hardware.reserved_bytes,
         )
-        given_back = found.total - found.weights - found.gradients - found.optimizer - found.reserved
+        # The first page of a sequence is there until all of its chunks are done.
+        of_pages = found.kv + found.kv_gradients
+        if not cost.kv_offload:
+            of_pages = ceil(page_tokens * own.kv_elements * (cost.num_bytes + kv_gradient_bytes))
+        states = found.weights + found.gradients + found.optimizer + found.reserved
+        given_back = found.total - states - of_pages
         stages.append(replace(found, gradients=max(found.gradients, own.at_end - given_back)))
     return tuple(stages)
 
@@ -135,7 +142,8 @@ class _Stage(NamedTuple):
 
     `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
     `held_states`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
-    token. `state_bytes`: of states where a part of a sequence ends.
+    token; `widest_kv`: of the layer that keeps most. `state_bytes`: of states where a part of a sequence ends.
+    `kinds`: of layers.
     """
 
     weights: int
@@ -144,9 +152,11 @@ class _Stage(NamedTuple):
     optimizer: int
     working_bytes: float
     logits: int
-    token_bytes: tuple[float, float, float, float]
+    token_bytes: TokenBytes
     kv_elements: float
+    widest_kv: float
     state_bytes: float
+    kinds: tuple[Layer, ...]
 
 
 @lru_cache(maxsize=1 << 12)  # `tune` asks for the memory of a few thousand configurations, of each dozens of times
@@ -158,7 +168,7 @@ def _stages_of(
     around = stage_parts(around_of_stages(cost, layers), pp, v_shaped)
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
-        on_stage = _without_levels(own)
+        on_stage = without_levels(own)
         working_bytes = chunk_size * _working_bytes(cost, own) + product_gradient_bytes(cost, dp, on_stage)
         logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, v_shaped) else 0.0
         states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
@@ -173,8 +183,10 @@ def _stages_of(
                 working_bytes=working_bytes,
                 logits=ceil(logits_bytes),
                 token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
-                kv_elements=_kv_elements_per_token(cost, on_stage),
-                state_bytes=_state_bytes(cost, on_stage),
+                kv_elements=kv_elements_per_token(cost, on_stage),
+                widest_kv=widest_kv(cost, on_stage),
+                state_bytes=state_bytes(cost, on_stage),
+                kinds=tuple({layer for layer, _ in on_stage}),
             )
         )
     return tuple(stages)
@@ -230,36 +242,10 @@ def exchange_bytes(
     return max(by_heads, by_pages)
 
 
-def token_bytes(
-    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None
-) -> tuple[float, float, float, float]:
-    """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`: of activations, for each of them
-    that retains it, with what each holds `around` its layers (None: nothing); of a saved input, likewise; of keys,
-    values and their gradients (0 where they are offloaded), and of the states that recurrent layers keep for each
-    ChunkSize; and between the halves of a backward, by how much it is more than activations at most: the half for
-    inputs comes to the last layers first."""
-    activations = [
-        [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
-    ]
-    stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
-    on_stage = _without_levels(own)
-    kv = _kv_elements_per_token(cost, on_stage) * (cost.num_bytes + KV_GRADIENT_BYTES)
-    pending = 0.0
-    for layers, held in zip(own, activations, strict=True):
-        more = [
-            count * pending_bytes_per_token(cost, layer) - of_run
-            for (layer, _, count), of_run in zip(layers, held, strict=True)
-        ]
-        pending = max(pending, *accumulate(reversed(more)))
-    kept = (0.0 if cost.kv_offload else kv) + _state_bytes(cost, on_stage) / chunk_size
-    retained = (sum(held) + more for held, more in zip(activations, around or [0.0] * len(own), strict=True))
-    return max(retained), stage_input, kept, pending
-
-
 def stage_token_bytes(
     cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
 ) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 4]; `layers` and `v_shaped` as in `stage_parameters`."""
+    """The `token_bytes` of each of `pp` stages, [pp, 6]; `layers` and `v_shaped` as in `stage_parameters`."""
     stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
     return np.array([each.token_bytes for each in stages])
 
@@ -276,17 +262,3 @@ def _working_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> float:
     """What the backward of any layer holds for each token of its chunk."""
     several = {(layer, level) for layers in own for layer, level, _ in layers}
     return max(working_bytes_per_token(cost, layer, level) for layer, level in several)
-
-
-def _without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
-    return [(layer, count) for layers in own for layer, _, count in layers]
-
-
-def _kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
-    """What pages keep of some layers, on one GPU."""
-    return sum(count * layer.cached_width for layer, count in layers) / cost.tp
-
-
-def _state_bytes(cost: CostModel, layers: Layers) -> float:
-    """Of the states of some layers where a part of a sequence ends, on one GPU."""
-    return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp

@@ -55,7 +55,7 @@ class Dataset:
 class Planned:
     """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
 
-    `chunks`: those of the table. `moments` int64 [pp, 4]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    `chunks`: those of the table. `moments` int64 [pp, 6]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
     step x dp + rank.
     """
 
@@ -181,7 +181,7 @@ def predict_block(
     )
     token_bytes = stage_token_bytes(
         cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped
-    )  # [pp, 4]
+    )  # [pp, 6]
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
     tables = {
         "steps": steps,

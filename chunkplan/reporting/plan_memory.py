@@ -76,7 +76,7 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
 
 
 def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: CostModel) -> PlanMemory:
-    """The memory of a plan whose stages hold `moments` int64 [pp, 4] at most, on `ranks`, as `BuiltPlan` has them."""
+    """The memory of a plan whose stages hold `moments` int64 [pp, 6] at most, on `ranks`, as `BuiltPlan` has them."""
     memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
     gpu_bytes = cost.hardware.memory_bytes
@@ -95,7 +95,7 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
 def _fullest_moments(
     plan: Plan, chunks: Chunks, config: PlanConfig, token_bytes: Float64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 4], and step * dp + rank of
+    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 6], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
     moments = fullest_moments(chunks, actions, token_bytes)

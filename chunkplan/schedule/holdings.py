@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import Float64Array
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import Actions, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, end_of_unit
 
-#: What is held, in tokens: those whose activations are; those of saved inputs; those whose keys and values are; those
-#: between the halves of their backward. The latter have what their weight half needs in place of their activations, and
-#: count as tokens whose activations are held besides.
-ACTIVATIONS, INPUTS, KV, PENDING = range(4)
+#: What is held, in tokens, in the order of `cost.held.Held`: those whose activations are; those of saved inputs; those
+#: whose keys and values are; those between the halves of their backward. The latter have what their weight half needs
+#: in place of their activations, and count as tokens whose activations are held besides. In `fullest_moments` alone:
+#: tokens for whose keys and values all layers have gradients, and those of a chunk of whose activations only one
+#: layer's are left.
+ACTIVATIONS, INPUTS, KV, PENDING, KV_GRADIENTS, LAST_LAYER = range(6)
 
 #: When it changes.
 START, END = range(2)
@@ -101,34 +103,63 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 @compiled
 def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array) -> Int64Array:
-    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 4].
+    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 6].
 
-    `token_bytes` [pp, 4]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`) takes on each stage.
+    The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
+    back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
+
+    `token_bytes` [pp, 6]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`, `KV_GRADIENTS`,
+    `LAST_LAYER`) takes on each stage.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, token_bytes.shape[0]
     kv = kv_tokens(chunks)
-    moments = np.zeros((num_ranks, pp, 4), np.int64)
+    moments = np.zeros((num_ranks, pp, 6), np.int64)
+    moment = np.zeros(6, np.int64)
     for rank in range(num_ranks):
+        first_chunk = chunks.rank_chunks[rank]
         for stage in range(pp):
+            first_action = actions.stages[rank * pp + stage]
             held = stage_holdings(chunks, kv, actions, rank, stage, pp)
-            most = -1.0
+            has_gradients = np.zeros(chunks.rank_chunks[rank + 1] - first_chunk, np.bool_)
+            num_gradients, most = np.int64(0), -1.0
             for action in range(held.shape[0]):
-                num_bytes = (
-                    held[action, START, ACTIVATIONS] * token_bytes[stage, ACTIVATIONS]
-                    + held[action, START, INPUTS] * token_bytes[stage, INPUTS]
-                    + held[action, START, KV] * token_bytes[stage, KV]
-                    + held[action, START, PENDING] * token_bytes[stage, PENDING]
-                )
-                if num_bytes > most:
-                    most = num_bytes
-                    moments[rank, stage] = held[action, START]
+                op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
+                is_backward = op in (BACKWARD, BACKWARD_INPUT)
+                is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
+                moment[:4] = held[action, START]
+                for is_end in range(1 + is_first):
+                    if is_end:
+                        in_group = _mark_group(kv[:, first_chunk:], chunk, has_gradients)
+                        num_gradients += in_group
+                        if op == BACKWARD:
+                            moment[ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
+                            moment[LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
+                    moment[KV_GRADIENTS] = num_gradients
+                    num_bytes = 0.0
+                    for kind in range(6):
+                        num_bytes += moment[kind] * token_bytes[stage, kind]
+                    if num_bytes > most:
+                        most = num_bytes
+                        moments[rank, stage] = moment
+                moment[LAST_LAYER] = 0
+                num_gradients -= held[action, START, KV] - held[action, END, KV]
     return moments
 
 
-def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
-    """Of `moments` int64 [n, pp, 4], see `fullest_moments`, the one that takes most bytes on each stage.
+@compiled
+def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
+    """Mark the chunks of the group whose last one is `last`; returns their tokens. `kv`: see `kv_tokens`."""
+    first = last
+    while first > 0 and kv[END, first] == 0:
+        first -= 1
+    is_marked[first : last + 1] = True
+    return int(kv[END, first])
 
-    Returns it, int64 [pp, 4], and which of the n it is, int64 [pp].
+
+def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
+    """Of `moments` int64 [n, pp, 6], see `fullest_moments`, the one that takes most bytes on each stage.
+
+    Returns it, int64 [pp, 6], and which of the n it is, int64 [pp].
     """
     most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
     return moments[most, np.arange(most.size)], most

@@ -192,7 +192,7 @@ def _run(
 def _simulate(
     steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
-    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 4].
+    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 6].
 
     Groups of `cp` ranks share every micro-batch evenly: one rank of each is simulated.
     """
@@ -213,7 +213,7 @@ def _simulate(
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str, num_groups, meeting=meeting)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
-    moments = np.stack([retained, *[0 * retained] * 3], axis=1)
+    moments = np.stack([retained, *[0 * retained] * 5], axis=1)
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
 
 

@@ -31,7 +31,7 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
-from chunkplan.schedule.holdings import ACTIVATIONS, PENDING, fullest
+from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
 from chunkplan.tuning.levels import fits
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -94,7 +94,7 @@ def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: 
 
 
 def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int, sample: Sample) -> str | None:
-    """The levels of all layers that fit `moments` int64 [n, pp, 4] of stages and run least again; None: none fit.
+    """The levels of all layers that fit `moments` int64 [n, pp, 6] of stages and run least again; None: none fit.
 
     Of the layers of a stage, those with the strongest levels come first: a backward comes to them last, when what the
     others held is free. `sample`: what chunks are like.
@@ -177,9 +177,9 @@ def _programs_of(
         kinds = order[stop - layers[model_stage] : stop]
         on_stage = np.concatenate([order[stops[each] - layers[each] : stops[each]] for each in parts[stage]])
         tokens = moments[:, stage]
-        held = tokens[:, ACTIVATIONS, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(
-            waiting - of_layer, 0.0
-        )
+        # What the first layer has left is no more than the mean, as the strongest level comes first.
+        retained = tokens[:, ACTIVATIONS] + tokens[:, LAST_LAYER] / kinds.size  # [n]
+        held = retained[:, None, None] * of_layer + tokens[:, PENDING, None, None] * np.maximum(waiting - of_layer, 0.0)
         product = product_gradient_bytes(cost, config.dp, [(shape.kinds[kind], 1) for kind in np.unique(on_stage)])
         room = room_on[:, stage] - int(np.ceil(config.chunk_size * working[on_stage].max() + product)) - 2
         room = room - np.ceil(tokens[:, ACTIVATIONS] * max(around[each] for each in parts[stage])).astype(np.int64)
@@ -191,7 +191,7 @@ def fitted(
 ) -> list[Outcome] | None:
     """Try levels layer by layer on `samples` until they fit all of these; None where none is found.
 
-    `moments` int64 [n, pp, 4]: what stages hold in trials with other levels. `cost` says all but the levels.
+    `moments` int64 [n, pp, 6]: what stages hold in trials with other levels. `cost` says all but the levels.
     """
     for _ in range(_ROUNDS):
         levels = mixture(config, cost, moments, gpu_memory, samples[0])

@@ -10,6 +10,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.held import Held
 from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.longest import LongestSequence, longest_sequences
 from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory, stage_token_bytes
@@ -19,7 +20,7 @@ from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.holdings import KV, PENDING, fullest, fullest_moments
+from chunkplan.schedule.holdings import KV, fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -29,7 +30,7 @@ class Outcome:
 
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
-    step, over all stages. `moments` int64 [2, num_steps, pp, 4]: what each stage holds at its fullest moment on any
+    step, over all stages. `moments` int64 [2, num_steps, pp, 6]: what each stage holds at its fullest moment on any
     rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded. `retained`
     int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
     """
@@ -70,27 +71,22 @@ def _total(memory: StageMemory) -> int:
 
 
 def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
-    """Memory of each stage that holds `moments` int64 [pp, 4], see `fullest_moments`."""
-    retained, inputs, kv, pending = moments.T.tolist()
+    """Memory of each stage that holds `moments` int64 [pp, 6], see `fullest_moments`."""
     stages = stage_memory(
         cost,
         dp=config.dp,
         layers=config.layers(cost.shape.num_layers),
-        retained_tokens=retained,
-        stage_input_tokens=inputs,
-        kv_tokens=kv,
+        held=[Held(*moment) for moment in moments.tolist()],
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
         v_shaped=config.v_shaped,
     )
-    more = np.ceil(pending * token_bytes_of(config, cost)[:, PENDING]).astype(np.int64).tolist()
-    whole = (0,) * config.pp
-    if config.splits_backwards:
-        layers = config.layers(cost.shape.num_layers)
-        whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
+    if not config.splits_backwards:
+        return stages
+    layers = config.layers(cost.shape.num_layers)
+    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
     return tuple(
-        replace(each, activations=each.activations + own, gradients=each.gradients + gradients)
-        for each, own, gradients in zip(stages, more, whole, strict=True)
+        replace(each, gradients=each.gradients + gradients) for each, gradients in zip(stages, whole, strict=True)
     )
 
 
@@ -149,14 +145,14 @@ def try_out(
 def _moments(
     chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
-    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 4]."""
+    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 6]."""
     token_bytes = token_bytes_of(config, replace(cost, kv_offload=offloaded))
     moments = fullest_moments(chunked.chunks, scheduled.actions, token_bytes)
-    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 4)])
+    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 6)])
 
 
 def token_bytes_of(config: PlanConfig, cost: CostModel) -> Float64Array:
-    """What a token of each kind takes on each stage, [pp, 4], see `stage_token_bytes`."""
+    """What a token of each kind takes on each stage, [pp, 6], see `stage_token_bytes`."""
     return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped)
 
 

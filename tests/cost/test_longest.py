@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import chunkplan
+from chunkplan.cost.held import Held
 from chunkplan.cost.longest import longest_sequences
 from chunkplan.cost.memory import StageMemory, exchange_bytes, stage_memory
 from chunkplan.cost.model import CostModel
@@ -77,9 +78,7 @@ def test_ranks_that_share_sequences_have_room_for_the_pages_of_a_layer_with_thei
             CostModel(),
             dp=8,
             layers=(28,),
-            retained_tokens=(4096,),
-            stage_input_tokens=(0,),
-            kv_tokens=(kv_tokens,),
+            held=[Held(4096, kv=kv_tokens, kv_gradients=kv_tokens)],
             chunk_size=4096,
             **options,
         )
@@ -110,15 +109,15 @@ def test_where_keys_and_values_are_offloaded_on_one_stage_no_sequence_is_too_lon
 
 @pytest.mark.parametrize("kv_offload", [False, True])
 def test_a_sequence_that_is_not_split_fits_wherever_the_plan_does(kv_offload: bool, tmp_path: Path) -> None:
-    """Also where there is no room for the keys of a longer one."""
+    """Also where there is no room for the keys of a longer one; if they are offloaded, no sequence needs more."""
     np.save(tmp_path / "lengths.npy", np.full(8, 4096, np.int32))
     config = chunkplan.PlanConfig(chunk_size=4096, k=1, global_batch=8)
     cost = CostModel(kv_offload=kv_offload)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, cost=cost)
     memory = chunkplan.plan_report(plan).memory
-    assert memory is not None and memory.memory.kv == 0
+    assert memory is not None and (memory.memory.kv > 0) == kv_offload
     sizes: dict[str, Any] = {"dp": 1, "pp": 1, "layers": (28,), "chunk_size": 4096, "k": 1}
     [found] = longest_sequences(cost, **sizes, activations=memory.memory.activations, gpu_bytes=memory.memory.total)
-    assert found.num_tokens == 4096
+    assert found.num_tokens == (None if kv_offload else 4096)
     [found] = longest_sequences(cost, **sizes, activations=memory.memory.activations, gpu_bytes=memory.memory.total - 1)
     assert found.num_tokens is not None and found.num_tokens < 4096

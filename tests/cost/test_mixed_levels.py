@@ -10,6 +10,7 @@ import pytest
 from chunkplan.cost.activations import around_of_stages
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, checkpointing_words, levels_of, shown_levels
 from chunkplan.cost.durations import attention_pairs_of, durations, work_ns
+from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory, stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
@@ -114,14 +115,11 @@ def test_what_waits_between_halves_counts_at_its_most():
 def test_the_backward_of_any_layer_that_runs_again_has_room():
     def working(checkpointing):
         cost = replace(COST, checkpointing=checkpointing)
-        tokens = [0] * 4
         stages = stage_memory(
             cost,
             dp=1,
             layers=LAYERS,
-            retained_tokens=tokens,
-            stage_input_tokens=tokens,
-            kv_tokens=tokens,
+            held=[Held()] * 4,
             chunk_size=8192,
         )
         return [stage.activations for stage in stages]

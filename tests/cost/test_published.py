@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.activations import runs_of
+from chunkplan.cost.activations import page_bytes, runs_of
 from chunkplan.cost.durations import attention_pairs_of, whole_pairs, work_ns
-from chunkplan.cost.memory import stage_memory, token_bytes
+from chunkplan.cost.held import Held, token_bytes
+from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import KNOWN_TYPES, shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape, Sight, kinds_and_order
@@ -313,9 +314,7 @@ def memory_of(cost: CostModel, pp: int, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "dp": 1,
         "layers": split_layers(cost.shape.num_layers, pp),
-        "retained_tokens": [0] * pp,
-        "stage_input_tokens": [0] * pp,
-        "kv_tokens": [65536] * pp,
+        "held": [Held(kv=65536, kv_gradients=65536)] * pp,
         "chunk_size": 8192,
     }
     return stage_memory(cost, **{**values, **changes})
@@ -332,7 +331,8 @@ def test_a_stage_holds_the_weights_and_keys_of_its_own_layers() -> None:
     layers = (4, 1, 43)
     all_of_it, none, _ = memory_of(hybrid, 3, layers=layers)
     assert none.kv_gradients == 0
-    assert all_of_it.kv_gradients == 65536 * 2 * 512 * 4
+    more = page_bytes(hybrid, hybrid.shape.kinds[-1], 8192, 4 * 8192)
+    assert all_of_it.kv_gradients == 65536 * 2 * 512 * 4 + more
 
 
 def test_a_recurrent_layer_keeps_a_state_for_each_chunk_size_and_no_keys() -> None:
@@ -343,8 +343,7 @@ def test_a_recurrent_layer_keeps_a_state_for_each_chunk_size_and_no_keys() -> No
         assert (memory.kv, memory.kv_gradients) == (65536 / chunk_size * state, 0)
         [offloaded] = memory_of(replace(states, kv_offload=True), 1, chunk_size=chunk_size)
         assert offloaded.kv == 2 * state
-        _, _, of_token, _ = token_bytes(states, runs_of(states, [64]), chunk_size)
-        assert of_token == state / chunk_size
+        assert token_bytes(states, runs_of(states, [64]), chunk_size).kv == state / chunk_size
     assert states.offload_chunk_size == 1
 
 

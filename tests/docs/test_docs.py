@@ -19,6 +19,7 @@ import pytest
 
 import chunkplan
 from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.shape import Layer, ModelShape
 from chunkplan.errors import UsageError
@@ -289,9 +290,7 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
                 cost,
                 dp=1,
                 layers=(28,),
-                retained_tokens=[chunk_size],
-                stage_input_tokens=[0],
-                kv_tokens=[int(context) << 10],
+                held=[Held(chunk_size, kv=int(context) << 10, kv_gradients=int(context) << 10)],
                 chunk_size=chunk_size,
                 kv_gradient_bytes=2,
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.layers import split_layers
@@ -32,9 +33,7 @@ def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) 
         cost,
         dp=1,
         layers=split_layers(cost.shape.num_layers, 1),
-        retained_tokens=[64],
-        stage_input_tokens=[0],
-        kv_tokens=[640],
+        held=[Held(64, kv=640, kv_gradients=640)],
         chunk_size=64,
     )
     assert memory.memory == expected
@@ -54,31 +53,44 @@ def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
 
 
 def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
-    """Bytes that a stage holds after each of its forwards."""
+    """Bytes that a stage holds after each of its forwards, and around the first backward of each group."""
     pp, num_virtual, cost = plan.config.pp, plan.config.virtual_stages, CostModel()
     held: Counter[str] = Counter()
+    begun: list[int] = []
+
+    def total(last_layer: int) -> int:
+        return stage_memory(
+            cost,
+            dp=plan.config.dp,
+            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
+            held=[Held(**held, last_layer=last_layer)] * pp,
+            chunk_size=64,
+            v_shaped=plan.config.v_shaped,
+        )[stage].total
+
     for action in step.actions[rank, stage]:
         chunk = step.chunks[rank][action.chunk_id]
         is_first_part = action.virtual_stage == 0
-        held["retained"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
+        held["activations"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
         saves = stage > 0 or not is_first_part
         held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
         if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
             held["kv"] += chunk.num_tokens
-        yield stage_memory(
-            cost,
-            dp=plan.config.dp,
-            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
-            retained_tokens=[held["retained"]] * pp,
-            stage_input_tokens=[held["inputs"]] * pp,
-            kv_tokens=[held["kv"]] * pp,
-            chunk_size=64,
-            v_shaped=plan.config.v_shaped,
-        )[stage].total
-        held["retained"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
+        yield total(0)
+        if action.op in ("backward", "backward_input") and chunk.group_id not in (None, *begun):
+            begun.append(chunk.group_id)
+            held["kv_gradients"] += sum(
+                other.num_tokens for other in step.chunks[rank] if other.group_id == chunk.group_id
+            )
+            left = chunk.num_tokens if action.op == "backward" else 0
+            held["activations"] -= left
+            yield total(left)
+            held["activations"] += left
+        held["activations"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
         if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:
             group = [other for other in step.chunks[rank] if other.group_id == chunk.group_id is not None]
             held["kv"] -= sum(other.num_tokens for other in group)
+            held["kv_gradients"] -= sum(other.num_tokens for other in group)
 
 
 def test_a_plan_that_describes_no_gpu_has_no_memory(tmp_path: Path) -> None:

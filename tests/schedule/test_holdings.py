@@ -17,6 +17,8 @@ from chunkplan.schedule.holdings import (
     CHANGES,
     INPUTS,
     KV,
+    KV_GRADIENTS,
+    LAST_LAYER,
     PENDING,
     START,
     fullest_moments,
@@ -58,8 +60,31 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert held[:, START, KV].tolist() == [0, 0, 8, 13, 13, 13, 13]
     assert held[-1, 1].tolist() == [0, 0, 0, 0]
     assert peak_retained(chunks, actions).tolist() == [0, 8]
-    for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13)):
-        assert fullest_moments(chunks, actions, np.tile(np.eye(4)[kind], (2, 1)))[0, 1, kind] == most
+    for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (KV_GRADIENTS, 13), (LAST_LAYER, 5)):
+        assert fullest_moments(chunks, actions, np.tile(np.eye(6)[kind], (2, 1)))[0, 1, kind] == most
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "moment"),
+    [
+        (1, [10, 0, 25, 0, 0, 0]),  # two chunks, before the backward of the last one
+        (3, [5, 0, 25, 0, 25, 5]),  # as that one ends
+    ],
+)
+def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient_bytes: int, moment: list[int]) -> None:
+    """Five chunks of 5 tokens, K 2, after a standalone one: never are all gradients and both chunks there."""
+    done = [("forward", 0), ("backward", 0), *(("forward_kv", chunk) for chunk in (1, 2, 3)), ("forward", 4)]
+    done += [("forward", 5), ("backward", 5), ("backward", 4)]
+    done += [(op, chunk) for chunk in (3, 2, 1) for op in ("recompute", "backward")]
+    actions = Actions(
+        np.array([OPS.index(op) for op, _ in done], np.int8),
+        np.array([chunk for _, chunk in done], np.int32),
+        np.zeros(len(done), np.int32),
+        np.array([0, len(done)]),
+    )
+    chunks = chunks_without_segments([0, 6], [5] * 6, [-1, *[0] * 5], [True, False, False, False, True, True])
+    token_bytes = np.array([[10.0, 0, 1, 0, gradient_bytes, 1]])
+    assert fullest_moments(chunks, actions, token_bytes)[0, 0].tolist() == moment
 
 
 WAYS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (6, 2)]

@@ -1,0 +1,104 @@
+"""What a stage holds of tokens at a moment, and what a token of each kind takes, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from chunkplan.cost.activations import Run, activation_bytes_per_token, pending_bytes_per_token
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import Layer, Layers
+
+#: Gradients of keys and values are sums over all later chunks, kept in float32.
+KV_GRADIENT_BYTES = 4
+
+#: States of recurrent layers are float32, as the kernels leave them.
+_STATE_BYTES = 4
+
+
+class Held(NamedTuple):
+    """Tokens that a stage holds something of, in the order of `schedule.holdings`.
+
+    `activations`: whose activations are there, counted once for each virtual stage that has them. `inputs`: of chunks
+    whose KV and input alone are held, counted likewise. `kv`: of split sequences whose keys and values are held; a
+    layer with a window keeps all of them too, and a recurrent one a state for each ChunkSize of them. `pending`:
+    between the halves of their backward. `kv_gradients`: those of `kv` for which all layers have gradients; for the
+    others one layer is counted, as when the first backward of a sequence begins. `last_layer`: of whose activations one
+    layer's are left.
+    """
+
+    activations: int = 0
+    inputs: int = 0
+    kv: int = 0
+    pending: int = 0
+    kv_gradients: int = 0
+    last_layer: int = 0
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of a token on a GPU of a stage, by what is held of it, in the order of `Held`.
+
+    `activations`: for each virtual stage that retains them. `inputs`: of a saved input, likewise. `kv`: of keys and
+    values (0 where they are offloaded), of one layer's gradients, and of the states that recurrent layers keep for each
+    ChunkSize. `pending`: between the halves of a backward, by how much it is more than activations at most: the half
+    for inputs comes to the last layers first. `kv_gradients`: of those of the other layers. `last_layer`: of the
+    activations of the first layer, to which a backward comes last.
+    """
+
+    activations: float
+    inputs: float
+    kv: float
+    pending: float
+    kv_gradients: float
+    last_layer: float
+
+
+def token_bytes(
+    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None
+) -> TokenBytes:
+    """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`, with what each holds `around`
+    its layers (None: nothing)."""
+    activations = [
+        [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
+    ]
+    stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
+    on_stage = without_levels(own)
+    elements, widest = kv_elements_per_token(cost, on_stage), widest_kv(cost, on_stage)
+    kv = elements * cost.num_bytes + widest * KV_GRADIENT_BYTES
+    pending = 0.0
+    for layers, held in zip(own, activations, strict=True):
+        more = [
+            count * pending_bytes_per_token(cost, layer) - of_run
+            for (layer, _, count), of_run in zip(layers, held, strict=True)
+        ]
+        pending = max(pending, *accumulate(reversed(more)))
+    retained = (sum(held) + more for held, more in zip(activations, around or [0.0] * len(own), strict=True))
+    return TokenBytes(
+        activations=max(retained),
+        inputs=stage_input,
+        kv=(0.0 if cost.kv_offload else kv) + state_bytes(cost, on_stage) / chunk_size,
+        pending=pending,
+        kv_gradients=0.0 if cost.kv_offload else (elements - widest) * KV_GRADIENT_BYTES,
+        last_layer=max(activation_bytes_per_token(cost, layer, level) for (layer, level, _), *_ in own),
+    )
+
+
+def without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
+    """The layers of some virtual stages, and how many there are of each."""
+    return [(layer, count) for layers in own for layer, _, count in layers]
+
+
+def kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
+    """What pages keep of some layers, on one GPU."""
+    return sum(count * layer.cached_width for layer, count in layers) / cost.tp
+
+
+def widest_kv(cost: CostModel, layers: Layers) -> float:
+    """The same of the layer that keeps most."""
+    return max(layer.cached_width for layer, _ in layers) / cost.tp
+
+
+def state_bytes(cost: CostModel, layers: Layers) -> float:
+    """Of the states of some layers where a part of a sequence ends, on one GPU."""
+    return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp
