@@ -40,8 +40,8 @@ from chunkplan.tuning.trial import Outcome, memory_of_stages, token_bytes_of, tr
 #: How often a mixture is made again where what it holds does not fit.
 _ROUNDS = 4
 
-#: The levels that a stage may choose from, what is to be tried first.
-_TRIED = CHECKPOINTINGS[:-1], CHECKPOINTINGS
+#: The levels that a stage may choose from, what is to be tried first: the stronger one is, the more its backward needs.
+_TRIED = tuple(CHECKPOINTINGS[:num_levels] for num_levels in range(2, len(CHECKPOINTINGS) + 1))
 
 #: Deterministic seconds of CP-SAT; a program has some ten variables.
 _EFFORT = 1.0

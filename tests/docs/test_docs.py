@@ -236,15 +236,26 @@ def test_the_python_and_the_screens_of_the_tuning_run_as_written(
     screens = re.findall(r"```console\n\$ chunkplan (.*?)\n(.*?)```", TUNING, re.S)
     assert len(screens) == 2
     for arguments, screen in screens:
-        ran = subprocess.run(
-            [str(SCRIPTS / "chunkplan"), *shlex.split(arguments)],
-            env={"PATH": "", "COLUMNS": "100", "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        shown = ran.stdout if ran.returncode == 0 else ran.stderr
-        assert [line.rstrip() for line in shown.splitlines()] == screen.splitlines()
+        assert tuning_screen(arguments, tmp_path) == screen.splitlines()
+    [(less, *times)] = re.findall(
+        r"`(--gpu-memory \w+)`\s+a step of the example takes (\S+ s), and (\S+ s) with", TUNING
+    )
+    shown = tuning_screen(f"{screens[0][0]} {less}", tmp_path)
+    [box] = re.findall(r"```text\n(│ checkpointing.*?)```", TUNING, re.S)
+    assert set(box.splitlines()) < set(shown)
+    assert all(any(time in line for line in shown) for time in times)
+
+
+def tuning_screen(arguments: str, folder: Path) -> list[str]:
+    """What `chunkplan` with these arguments prints on a terminal of 100 columns: its lines, or the error."""
+    ran = subprocess.run(
+        [str(SCRIPTS / "chunkplan"), *shlex.split(arguments)],
+        env={"PATH": "", "COLUMNS": "100", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line.rstrip() for line in (ran.stdout if ran.returncode == 0 else ran.stderr).splitlines()]
 
 
 def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_layers_of_several_kinds_each_have_a_level(sample: Sample) -> None:
     assert found is not None and len(set(levels_of(found, shape.num_layers))) > 1
 
 
+def test_one_level_that_just_fits_is_found(sample: Sample) -> None:
+    """The backward of stronger levels, which hold more of a layer at work, does not count where none needs them."""
+    cost = replace(COST, checkpointing="keep-products")
+    moments = moments_of(sample, SMALL, cost)
+    needed = max(stage.total for moment in moments for stage in memory_of_stages(SMALL, cost, moment))
+    found = mixture(SMALL, COST, moments, needed + 64, sample)  # bytes of each stage are rounded up part by part
+    assert found is not None and set(levels_of(found, 28)) <= {"none", "keep-products"}
+
+
 @pytest.mark.parametrize(("schedule", "dp"), [("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 1), ("auto", 2)])
 def test_what_is_found_fits_and_is_faster_than_one_level(sample: Sample, schedule: str, dp: int) -> None:
     config = replace(SMALL, schedule=schedule, dp=dp, virtual_stages=2 if schedule == "zero-bubble-v" else 1)
