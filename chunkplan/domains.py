@@ -56,7 +56,7 @@ def whole(least: int = 0, most: int = _LARGEST, *, metavar: str = "N") -> Domain
     """A whole number from `least` to `most`."""
     return Domain(
         holds=lambda value: type(value) is int and least <= value <= most,
-        expected=f"a whole number from {least}" + ("" if most == _LARGEST else f" to {most}"),
+        expected=f"a whole number from {least}" + ("" if most == _LARGEST else f" to {most:,}"),
         read=_read_whole,
         metavar=metavar,
     )

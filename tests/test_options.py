@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     ("config", "name", "words"),
     [
         (TrainConfig, "early_stopping", "--early-stopping is 0, expected a whole number from 1"),
-        (PlanConfig, "dp", "--dp is 0, expected a whole number from 1 to 65536"),
+        (PlanConfig, "dp", "--dp is 0, expected a whole number from 1 to 65,536"),
     ],
 )
 def test_a_bound_is_said_that_anybody_could_meet(config: Any, name: str, words: str) -> None:

@@ -70,7 +70,7 @@ def _is_cp(value: Any) -> bool:
 
 CP = Domain(
     holds=_is_cp,
-    expected=f"auto, off, or a whole number from 2 to {MAX_DP}",
+    expected=f"auto, off, or a whole number from 2 to {MAX_DP:,}",
     read=_read_cp,
     metavar="auto|off|N",
     completed=("auto", "off"),
@@ -78,7 +78,7 @@ CP = Domain(
 )
 K = Domain(
     holds=lambda value: type(value) is int and 1 <= value <= MOST,
-    expected=f"a whole number from 1 to {MOST}",
+    expected=f"a whole number from 1 to {MOST:,}",
     read=read_k,
     typed="a number, or also TOKENS:K as in 8,131072:2",
     metavar="N",
