@@ -1,6 +1,7 @@
 """Adapters (LoRA, Hu et al., arXiv 2106.09685) of a layer, and what its frozen weights take in memory.
 
-They are those that the trainer makes by default: of every matrix of a layer, in the precision of the model.
+They are those that the trainer makes by default, in the precision of the model: of every matrix of a layer, but in
+models with experts of those alone that mix tokens.
 """
 
 from __future__ import annotations
@@ -51,23 +52,38 @@ class Adapted(NamedTuple):
         return _READ * self.inputs + _MADE * self.outputs
 
 
-def adapted(layer: Layer, hidden_size: int) -> Adapted:
-    """The matrices of a dense layer that adapters are of.
+def adapted(layer: Layer, shape: ModelShape) -> Adapted:
+    """The matrices of a layer of `shape` that adapters are of.
 
-    Those that mix tokens are taken to be four, each with `hidden_size` on one side, as with grouped queries; what
-    recurrent layers and latents have differs a little.
+    Those that mix tokens are taken to be four, each with the hidden size on one side, as with grouped queries; with
+    latents they are five, down to these and up from them. What recurrent layers have differs a little. MLPs of models
+    with experts have none, see `adapts_mlps`.
     """
+    hidden_size = shape.hidden_size
     count = inputs = outputs = 0
-    if layer.mixer_parameters:
+    if layer.latent_width:
+        # `normed_width` has the latents of queries and of keys; of keys each head counts with its part of a position.
+        count = _MIXER_MATRICES + 1
+        inputs = 2 * hidden_size + layer.normed_width + layer.output_width
+        outputs = layer.normed_width + layer.query_width + layer.latent_width + layer.key_value_width + hidden_size
+    elif layer.mixer_parameters:
         count = _MIXER_MATRICES
         inputs = (_MIXER_MATRICES - 1) * hidden_size + layer.output_width
         outputs = layer.mixer_parameters // hidden_size - layer.output_width + hidden_size
-    if layer.mlp_width:
+    if layer.mlp_width and adapts_mlps(shape):
         into = 1 + layer.is_gated
         count += into + 1
         inputs += into * hidden_size + layer.mlp_width
         outputs += into * layer.mlp_width + hidden_size
     return Adapted(count, inputs, outputs)
+
+
+def adapts_mlps(shape: ModelShape) -> bool:
+    """Whether MLPs have adapters: where there are experts, neither these have, nor routers, nor what is beside them.
+
+    Experts are one weight: their adapters would make all of them anew in every chunk, and keep them for its backward.
+    """
+    return not shape.has_experts
 
 
 def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
@@ -106,11 +122,11 @@ class Adapters:
         return self._mean(lambda each: each.copied)
 
     def _mean(self, of: Callable[[Adapted], int]) -> float:
-        return self.shape.mean(lambda layer: of(adapted(layer, self.shape.hidden_size))) if self.rank else 0.0
+        return self.shape.mean(lambda layer: of(adapted(layer, self.shape))) if self.rank else 0.0
 
     def own_parameters(self, layer: Layer) -> int:
         """Parameters of the adapters of a layer."""
-        return self.rank * adapted(layer, self.shape.hidden_size).width
+        return self.rank * adapted(layer, self.shape).width
 
     def trained_parameters(self, layer: Layer) -> int:
         """Those of a layer that have gradients and states of the optimizer: all of its matrices, or its adapters."""
@@ -131,25 +147,39 @@ class Adapters:
 
         Each second matrix of an adapter reads what its first one makes. Norms that are frozen do not read what they
         scale, and fused ones never do. Inputs of frozen matrices are not read for themselves, but first matrices of
-        adapters read them.
+        adapters read them. Of MLPs without adapters nothing does: neither the output of their norm, or what goes to
+        each expert, nor the product that the last projection takes, nor what a router reads.
         """
         if not self.rank:
             return 0
+        more, hidden_size = self.between_bytes(layer), self.shape.hidden_size
+        if self._is_left_out(layer):
+            inputs = layer.experts_per_token * hidden_size + layer.mlp_width
+            inputs += hidden_size * (layer.num_norms > 1 or not layer.mixer_parameters)
+            more -= inputs * self.num_bytes + (4 * layer.router_width if self.num_bytes < 4 else 0)
         if fuses_norms(self.kernels, layer):
-            return self.between_bytes(layer)
-        normalised = layer.num_norms * self.shape.hidden_size + layer.normed_width
-        return self.between_bytes(layer) - normalised * (4 if layer.wide_norms else self.num_bytes)
+            return more
+        normalised = layer.num_norms * hidden_size + layer.normed_width
+        return more - normalised * (4 if layer.wide_norms else self.num_bytes)
 
     def between_bytes(self, layer: Layer) -> int:
         """Of a token, what lies between the two matrices of each adapter of a layer."""
-        return self.rank * adapted(layer, self.shape.hidden_size).number * self.num_bytes
+        return self.rank * adapted(layer, self.shape).number * self.num_bytes
 
     def pending_bytes(self, layer: Layer) -> int:
         """By how much what a token holds between the halves of a backward is more than where all weights are trained.
 
-        Of each adapter what is between its matrices, and the gradient of that.
+        Of each adapter what is between its matrices, and the gradient of that. Of MLPs without adapters nothing is.
         """
-        return 2 * self.rank * adapted(layer, self.shape.hidden_size).number * self.num_bytes
+        more = 2 * self.between_bytes(layer)
+        if self.rank and self._is_left_out(layer):
+            in_and_out = (layer.experts_per_token + (layer.num_norms > 1)) * self.shape.hidden_size
+            more -= (2 * in_and_out + (2 + layer.is_gated) * layer.mlp_width) * self.num_bytes
+        return more
+
+    def _is_left_out(self, layer: Layer) -> bool:
+        """Whether a layer has an MLP without adapters."""
+        return bool(layer.mlp_width) and not adapts_mlps(self.shape)
 
     def with_frozen(
         self, rates: Rates, product_ns: float, chunk_ns: float, copy_bytes: float, kernel_ns: float

@@ -79,13 +79,13 @@ class CostModel(Options):
     what a chunk in flight holds of each layer (`levels_of`); the rest is run again in its backward. `kv_offload`: keys,
     values and their gradients of split sequences live in host memory; times assume that attention hides the transfers,
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
-    `lora_rank`: adapters of every matrix of the layers are trained in place of all weights. `load_in_4bit`: what they
-    adapt is kept in 4 bits, and made whole for each forward and each backward. `optimizer`: memory alone goes by it.
-    `fused_kernels`: see `cost.fused`.
+    `lora_rank`: adapters of matrices of the layers (`adapters.adapted`) are trained in place of all weights.
+    `load_in_4bit`: the layers are kept in 4 bits, and made whole for each forward and each backward. `optimizer`:
+    memory alone goes by it. `fused_kernels`: see `cost.fused`.
 
     Raises:
-        UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or
-            adapters of experts.
+        UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or of
+            experts.
     """
 
     shape: ModelShape = option(
@@ -163,10 +163,9 @@ class CostModel(Options):
             raise UsageError(
                 "weights in 4 bits cannot be trained, only adapters on them can", hint="give --lora-rank too"
             )
-        if self.lora_rank and any(layer.experts_per_token for layer in self.shape.kinds):
+        if self.load_in_4bit and self.shape.has_experts:
             raise UsageError(
-                f"what adapters of the experts of {self.shape.name} take is not known",
-                hint="leave --lora-rank out: the plan is then timed as if all weights were trained",
+                f"the experts of {self.shape.name} cannot be kept in 4 bits", hint="leave --load-in-4bit out"
             )
 
     @property

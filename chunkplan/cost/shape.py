@@ -132,6 +132,11 @@ class ModelShape:
         return len(self.order)
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(kind.experts_per_token for kind in self.kinds)
+
+    @cached_property
     def num_query_heads(self) -> int:
         """The most that query heads can be divided among in every layer with attention; 0 if none has any."""
         return math.gcd(*(kind.num_query_heads for kind in self.kinds))

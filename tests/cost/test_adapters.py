@@ -194,8 +194,8 @@ def test_adapters_are_in_the_entries_of_a_cost_model_only_where_there_are_any() 
 def test_what_cannot_be_adapted_is_refused() -> None:
     with pytest.raises(UsageError, match="weights in 4 bits cannot be trained"):
         CostModel(load_in_4bit=True)
-    with pytest.raises(UsageError, match=r"what adapters of the experts of .* take is not known"):
-        CostModel(shape=MIXTURE, lora_rank=16)
+    with pytest.raises(UsageError, match=r"the experts of .* cannot be kept in 4 bits"):
+        CostModel(shape=MIXTURE, lora_rank=16, load_in_4bit=True)
 
 
 def test_weights_in_4_bits_are_plan_only_on_several_gpus() -> None:

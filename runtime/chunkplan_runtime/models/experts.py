@@ -23,6 +23,11 @@ EXPERTS_PER_TOKEN = (
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a model of this config sends tokens to experts."""
+    return all(any(getattr(config, name, None) for name in names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
+
+
 def share_of_tokens(config: Any, name: str, weight: nn.Parameter, module: nn.Module) -> float:
     """The share of tokens that meet a weight of `module`: all of them, or of experts those that go there.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass, replace
 
@@ -9,12 +10,16 @@ import torch
 
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
+from chunkplan_runtime.models.experts import has_experts
 from chunkplan_runtime.models.hollow import hollow
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.quantized import is_quantized
 
-#: Stands for every linear layer but the head.
+#: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
 ALL_LINEAR = "all-linear"
+
+#: Parts of the names of what is no attention, nor in its place.
+_OF_MLPS = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|gate$")
 
 #: Models of whose mixers peft takes no adapter of the projection behind the scan, which kernels have in one with it.
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -64,6 +69,27 @@ def _not_linear(model: CausalLM) -> list[str] | None:
     return sorted(more) or None
 
 
+def _targets(model: CausalLM, targets: tuple[str, ...]) -> str | list[str]:
+    """What peft is to adapt.
+
+    peft counts weights of experts as linear layers too. It would make all of them anew in each chunk, with what their
+    adapters add, and keep that for the backward: as many bytes for each chunk as the experts have. It goes by the last
+    part of a name, so MLPs beside experts and in their place are left out with them.
+    """
+    if targets != (ALL_LINEAR,) or not has_experts(model.config):
+        return ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets)
+    head = model.model.get_output_embeddings()
+    linear = {
+        name for name, each in model.model.named_modules() if isinstance(each, torch.nn.Linear) and each is not head
+    }
+    of_mlps = {name for name in linear if _OF_MLPS.search(name)}
+    return sorted(_last_parts(linear - of_mlps) - _last_parts(of_mlps))
+
+
+def _last_parts(names: set[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
 def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
     """The model with adapters, in the dtype of its weights, which are frozen; of quantized ones in that of the others.
 
@@ -79,7 +105,7 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
         lora_dropout=options.dropout,
-        target_modules=ALL_LINEAR if options.targets == (ALL_LINEAR,) else list(options.targets),
+        target_modules=_targets(model, options.targets),
         exclude_modules=_not_linear(model) if options.targets == (ALL_LINEAR,) else None,
     )
     torch.manual_seed(options.seed)

@@ -125,31 +125,48 @@ def test_two_processes(
 
 
 @pytest.mark.parametrize(
-    ("dp", "sharding", "chunk_size", "level"),
+    ("model_type", "dp", "sharding", "chunk_size", "level"),
     [
-        (1, "optimizer", MANY, "none"),
-        (2, "optimizer", FEW, "none"),
-        (2, "weights", MANY, "none"),
+        ("llama", 1, "optimizer", MANY, "none"),
+        ("llama", 2, "optimizer", FEW, "none"),
+        ("llama", 2, "weights", MANY, "none"),
+        ("qwen3_moe", 1, "optimizer", MANY, "none"),
         *(
-            pytest.param(dp, sharding, chunk_size, level, marks=pytest.mark.soak)
-            for dp, sharding, chunk_size, level in (
-                (1, "optimizer", MANY, "keep-attention"),
-                (1, "optimizer", MANY, "full"),
-                (2, "optimizer", MANY, "none"),
-                (2, "gradients", MANY, "keep-products"),
-                (2, "weights", FEW, "none"),
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("llama", 1, "optimizer", MANY, "keep-attention"),
+                ("llama", 1, "optimizer", MANY, "full"),
+                ("llama", 2, "optimizer", MANY, "none"),
+                ("llama", 2, "gradients", MANY, "keep-products"),
+                ("llama", 2, "weights", FEW, "none"),
+                *(("qwen3_moe", 1, "optimizer", MANY, level) for level in CHECKPOINTINGS[1:]),
+                ("qwen3_moe", 2, "optimizer", FEW, "none"),
+                ("qwen3_moe", 2, "gradients", MANY, "keep-products"),
+                ("qwen3_moe", 2, "weights", MANY, "none"),
             )
         ),
     ],
 )
 def test_adapters(
-    pool: ProcessPool, made: Path, tmp_path: Path, dp: int, sharding: Any, chunk_size: int, level: str
+    pool: ProcessPool,
+    made: Path,
+    tmp_path: Path,
+    model_type: str,
+    dp: int,
+    sharding: Any,
+    chunk_size: int,
+    level: str,
 ) -> None:
-    """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file."""
-    config = made / "llama.json"
+    """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file.
+
+    But for those of experts, which operators put together into one weight.
+    """
+    config = made / f"{model_type}.json"
     model = AutoConfig.for_model(**json.loads(config.read_text()))
-    AutoModelForCausalLM.from_config(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    loaded = (tmp_path / "model" / "model.safetensors").stat().st_size if dp == 1 else 0
+    made_whole = AutoModelForCausalLM.from_config(model, dtype=torch.bfloat16)
+    made_whole.save_pretrained(tmp_path / "model")
+    experts = sum(weight.nbytes for name, weight in made_whole.named_parameters() if ".experts." in name)
+    loaded = (tmp_path / "model" / "model.safetensors").stat().st_size - experts if dp == 1 else 0
     more = ["--precision", "bf16", "--checkpointing", level, "--model", tmp_path / "model", "--lora-rank", 4]
     more += ["--sharding", sharding]
     found = counted(config, dp, chunk_size, lora_rank=4, checkpointing=level, sharding=sharding)

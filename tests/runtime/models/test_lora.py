@@ -22,6 +22,14 @@ from chunkplan_runtime.models.quantized import in_4bit, num_weights
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.spans import Span
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+}
+LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
 
@@ -153,10 +161,19 @@ def test_the_planner_predicts_what_layers_keep_for_a_backward_with_adapters_and_
         ({"model_type": "olmo2"}, 0),
         ({"model_type": "falcon_h1", "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, 0.1),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, 0.1),
+        ({"model_type": "qwen3_moe", **EXPERTS}, 0),
+        ({"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 24}, 0),
+        ({"model_type": "mixtral", **EXPERTS}, 0),
+        ({"model_type": "gpt_oss", **EXPERTS, "sliding_window": 8}, 0),
+        ({"model_type": "glm4_moe", **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, 0),
+        ({"model_type": "granitemoe", **EXPERTS}, 0),
+        ({"model_type": "llama4_text", **EXPERTS, "intermediate_size_mlp": 48}, 0),
+        ({"model_type": "deepseek_v3", **EXPERTS, **LATENTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, 0.15),
+        ({"model_type": "qwen3_next", **EXPERTS, "layer_types": ["linear_attention", "full_attention"]}, 0.15),
     ],
 )
 def test_the_planner_counts_the_adapters_that_the_trainer_makes(tiny_config, changes, tolerance):
-    """Exactly where queries are grouped and projected one by one."""
+    """Exactly where queries are grouped and projected one by one. With experts there are only those of attention."""
     config = AutoConfig.for_model(**tiny_config(**changes))
     model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4))
     made = sum(parameter.numel() for parameter in model.model.parameters() if parameter.requires_grad)

@@ -108,12 +108,15 @@ def test_sums_are_in_float32_and_rounded_once_to_bfloat16(made, tmp_path):
 def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config, tmp_path, kind, more):
     """Transposed weights; experts, of which a checkpoint has each by itself; recurrent layers."""
     config = AutoConfig.for_model(**tiny_config(kind, **more))
-    model = add_lora(new_model(config, torch.float64, seed=3), LoraOptions(rank=2, alpha=3.0))
+    of_experts = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    targets = of_experts if kind == "qwen3_moe" else ("all-linear",)
+    model = add_lora(new_model(config, torch.float64, seed=3), LoraOptions(rank=2, alpha=3.0, targets=targets))
     torch.manual_seed(1)
     for name, weight in model.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     held = {name: value.clone() for name, value in model.model.state_dict().items()}
+    assert any("experts" in name and "lora_B" in name for name in held) is (kind == "qwen3_moe")
     how = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     plain = AutoModelForCausalLM.from_config(config, **how)
     plain.load_state_dict({plain_name(name): held[name] for name in held if "lora_" not in name})
