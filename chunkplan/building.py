@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.memory import stage_token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import refuse_other_content, replace_folder
@@ -29,7 +28,7 @@ from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planning.batches import batch_sizes
-from chunkplan.planning.method import Dataset
+from chunkplan.planning.method import Dataset, held_bytes_of
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import TargetMask, count_parts
@@ -209,10 +208,7 @@ def _build_one(
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    most, blocks_of = fullest(
-        np.stack(moments),
-        stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped),
-    )
+    most, blocks_of = fullest(np.stack(moments), held_bytes_of(config, cost))
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 

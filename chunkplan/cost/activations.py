@@ -193,22 +193,23 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
     return _gradients_per_token(cost, layer) + gathered * cost.num_bytes + made + again
 
 
-def page_bytes(cost: CostModel, layer: Layer, num_tokens: int, page_tokens: int) -> float:
+def page_line(cost: CostModel, layer: Layer, num_tokens: int) -> tuple[float, float]:
     """By how much a backward of attention, of `num_tokens` queries to a page of keys, needs more than that of the MLP.
 
-    That is counted in `working_bytes_per_token`. Of a query: the gradients of what goes into the layer and of the
-    output; its own, as a kernel gives it and summed in float32; those of its keys and values. Of a token of the page:
-    gradients of its keys and values for each head of queries, as kernels make them, and their sums in float32. Those of
-    latents are counted where keys and values are made of them.
+    Two numbers: bytes, often below 0, and bytes of each token of the page. What an MLP needs is counted in
+    `working_bytes_per_token`. Of a query: the gradients of what goes into the layer and of the output; its own, as a
+    kernel gives it and summed in float32; those of its keys and values, likewise. Of a token of the page: gradients of
+    its keys and values for each head of queries, as kernels make them, and their sums in float32. Those of latents are
+    counted where keys and values are made of them.
     """
     num_bytes, key_values = cost.num_bytes, layer.key_value_width
     of_query = (cost.shape.hidden_size + layer.output_width + layer.query_width + key_values) * num_bytes
-    of_query += layer.query_width * GRADIENT_BYTES
+    of_query += (layer.query_width + key_values * (1 + cost.kv_offload)) * GRADIENT_BYTES
     of_page = 0
     if key_values and not layer.expanded_width:
         of_page = (layer.query_width + layer.output_width) * num_bytes + key_values * GRADIENT_BYTES
-    gradients = num_tokens * _gradients_per_token(cost, layer)
-    return max(0.0, (num_tokens * of_query + page_tokens * of_page) / cost.tp - gradients)
+    of_queries = num_tokens * (of_query / cost.tp - _gradients_per_token(cost, layer))
+    return of_queries, of_page / cost.tp
 
 
 def _gradients_per_token(cost: CostModel, layer: Layer) -> float:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from chunkplan.cost.activations import Run, activation_bytes_per_token, pending_bytes_per_token
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer, Layers
 
@@ -52,6 +53,22 @@ class TokenBytes(NamedTuple):
     pending: float
     kv_gradients: float
     last_layer: float
+
+
+class HeldBytes(NamedTuple):
+    """By how much what stages hold differs between moments, in bytes on a GPU.
+
+    `tokens` [pp, 6]: of a token of each kind, see `TokenBytes`. What k tokens of keys and values bring with them in the
+    layer at work: `pages` [pp, n, 2], of any of n kinds of layers a + b min(k, `page_tokens`) with a and b, where that
+    is above 0; and `exchanged` [3], c, or where that is more d for each of the first `chunk_size` and e for each of as
+    many more.
+    """
+
+    tokens: Float64Array
+    pages: Float64Array
+    page_tokens: int
+    exchanged: Float64Array
+    chunk_size: int
 
 
 def token_bytes(

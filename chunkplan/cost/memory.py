@@ -18,7 +18,7 @@ from chunkplan.cost.activations import (
     Run,
     activation_bytes_per_token,
     around_of_stages,
-    page_bytes,
+    page_line,
     runs_of,
     working_bytes_per_token,
 )
@@ -26,6 +26,7 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import (
     KV_GRADIENT_BYTES,
     Held,
+    HeldBytes,
     TokenBytes,
     kv_elements_per_token,
     state_bytes,
@@ -96,14 +97,8 @@ def stage_memory(
         kv_gradient_bytes: of a number in the gradients of keys and values.
         v_shaped: where model stages lie, see `model_stage_of`.
     """
-    shape, pp = cost.shape, len(held)
-    stages = []
+    pp, stages = len(held), []
     for tokens, own in zip(held, _stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped), strict=True):
-        pages = min(chunk_size, tokens.kv), min(max(tokens.kv - chunk_size, 0), chunk_size)
-        exchanged = max(
-            exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
-            for by_heads in ({1} if shape.keeps_latents else {1, shared_by})
-        )
         of_states = tokens.kv / chunk_size * own.state_bytes
         kv_elements = tokens.kv * own.kv_elements
         gradients = tokens.kv_gradients * own.kv_elements + (tokens.kv - tokens.kv_gradients) * own.widest_kv
@@ -111,8 +106,6 @@ def stage_memory(
             kv_elements = gradients = _OFFLOAD_PAGES * _PAGE_CHUNKS * chunk_size * own.widest_kv
             if pp == 1:
                 of_states = min(of_states, _OFFLOAD_STATES * own.state_bytes)
-        page_tokens = min(tokens.kv, _PAGE_CHUNKS * chunk_size)
-        of_page = max(page_bytes(cost, layer, chunk_size, page_tokens) for layer in own.kinds) if tokens.kv else 0.0
         of_token = own.token_bytes
         activations = tokens.activations * of_token.activations + tokens.last_layer * of_token.last_layer
         found = StageMemory(
@@ -122,14 +115,15 @@ def stage_memory(
             activations=ceil(activations + own.working_bytes) + ceil(tokens.pending * of_token.pending),
             stage_inputs=ceil(tokens.inputs * of_token.inputs),
             kv=ceil(kv_elements * cost.num_bytes + of_states),
-            kv_gradients=ceil(gradients * kv_gradient_bytes + of_page),
-            exchanged=ceil(exchanged),
+            kv_gradients=ceil(gradients * kv_gradient_bytes + _of_page(cost, own.kinds, chunk_size, tokens.kv)),
+            exchanged=ceil(_exchanged(cost, chunk_size, tokens.kv, shared_by, kv_gradient_bytes)),
             logits=own.logits,
             reserved=cost.hardware.reserved_bytes,
         )
         # The first page of a sequence is there until all of its chunks are done.
         of_pages = found.kv + found.kv_gradients
         if not cost.kv_offload:
+            page_tokens = min(tokens.kv, _PAGE_CHUNKS * chunk_size)
             of_pages = ceil(page_tokens * own.kv_elements * (cost.num_bytes + kv_gradient_bytes))
         states = found.weights + found.gradients + found.optimizer + found.reserved
         given_back = found.total - states - of_pages
@@ -248,6 +242,47 @@ def stage_token_bytes(
     """The `token_bytes` of each of `pp` stages, [pp, 6]; `layers` and `v_shaped` as in `stage_parameters`."""
     stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
     return np.array([each.token_bytes for each in stages])
+
+
+@lru_cache(maxsize=1 << 12)
+def held_bytes(
+    cost: CostModel, pp: int, layers: tuple[int, ...], chunk_size: int, *, shared_by: int = 1, v_shaped: bool = False
+) -> HeldBytes:
+    """See `HeldBytes`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
+    kinds = cost.shape.kinds
+    lines = {kind: page_line(cost, kind, chunk_size) for kind in kinds}
+    nothing = (0.0, 0.0)
+    stages = _stages_of(cost, 1, pp, layers, chunk_size, v_shaped)
+    by_heads = 1 if cost.shape.keeps_latents else shared_by
+    return HeldBytes(
+        tokens=np.array([stage.token_bytes for stage in stages]),
+        pages=np.array([[lines[kind] if kind in stage.kinds else nothing for kind in kinds] for stage in stages]),
+        page_tokens=_PAGE_CHUNKS * chunk_size,
+        exchanged=np.array(
+            [
+                exchange_bytes(cost, chunk_size, (0, 0), by_heads, 1),
+                exchange_bytes(cost, chunk_size, (1, 0), 1, shared_by),
+                exchange_bytes(cost, chunk_size, (0, 1), 1, shared_by),
+            ]
+        ),
+        chunk_size=chunk_size,
+    )
+
+
+def _of_page(cost: CostModel, kinds: Sequence[Layer], chunk_size: int, num_keys: int) -> float:
+    """What a backward of attention to the first page of `num_keys` takes, in the layer that needs most."""
+    lines = [page_line(cost, layer, chunk_size) for layer in kinds] if num_keys else []
+    page_tokens = min(num_keys, _PAGE_CHUNKS * chunk_size)
+    return max([0.0, *(fixed + of_token * page_tokens for fixed, of_token in lines)])
+
+
+def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, kv_gradient_bytes: int) -> float:
+    """The `exchange_bytes` of the way in which `shared_by` ranks need most."""
+    pages = min(chunk_size, num_keys), min(max(num_keys - chunk_size, 0), chunk_size)
+    return max(
+        exchange_bytes(cost, chunk_size, pages, by_heads, shared_by // by_heads, kv_gradient_bytes)
+        for by_heads in ({1} if cost.shape.keeps_latents else {1, shared_by})
+    )
 
 
 def _logits_bytes(cost: CostModel, chunk_size: int) -> float:

@@ -27,7 +27,8 @@ import pyarrow as pa
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
-from chunkplan.cost.memory import stage_token_bytes
+from chunkplan.cost.held import HeldBytes
+from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planning.batches import StepBlock, longest_first
@@ -179,13 +180,23 @@ def predict_block(
         chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )
-    token_bytes = stage_token_bytes(
-        cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped
-    )  # [pp, 6]
-    moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, token_bytes), token_bytes)
+    held = held_bytes_of(config, cost)
+    moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {
         "steps": steps,
         "chunks": chunks_table(block.first_step, config.dp, chunked.chunks, may_share=config.cp != "off"),
         "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
     }
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
+
+
+def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
+    """What stages hold with a configuration, see `HeldBytes`."""
+    return held_bytes(
+        cost,
+        config.pp,
+        config.layers(cost.shape.num_layers),
+        config.chunk_size,
+        shared_by=config.cp_sizes[-1],
+        v_shaped=config.v_shaped,
+    )

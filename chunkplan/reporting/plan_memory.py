@@ -9,9 +9,9 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.held import HeldBytes
 from chunkplan.cost.longest import LongestSequence
-from chunkplan.cost.memory import StageMemory, stage_token_bytes
+from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
 from chunkplan.operations import OPS
@@ -19,6 +19,7 @@ from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
+from chunkplan.planning.method import held_bytes_of
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.trial import longest_of, memory_of_stages
@@ -68,10 +69,7 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
     except DataError:
         return None
     config = plan.config
-    token_bytes = stage_token_bytes(
-        cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped
-    )
-    moments, ranks = _fullest_moments(plan, chunks, config, token_bytes)
+    moments, ranks = _fullest_moments(plan, chunks, config, held_bytes_of(config, cost))
     return memory_at(moments, ranks, config, cost)
 
 
@@ -92,14 +90,11 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
     )
 
 
-def _fullest_moments(
-    plan: Plan, chunks: Chunks, config: PlanConfig, token_bytes: Float64Array
-) -> tuple[Int64Array, Int64Array]:
+def _fullest_moments(plan: Plan, chunks: Chunks, config: PlanConfig, held: HeldBytes) -> tuple[Int64Array, Int64Array]:
     """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 6], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
-    moments = fullest_moments(chunks, actions, token_bytes)
-    return fullest(moments, token_bytes)
+    return fullest(fullest_moments(chunks, actions, held), held)
 
 
 def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:

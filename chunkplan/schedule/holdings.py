@@ -9,7 +9,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import Float64Array
+from chunkplan.cost.held import HeldBytes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, end_of_unit
@@ -102,16 +102,16 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 
 @compiled
-def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array) -> Int64Array:
+def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> Int64Array:
     """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 6].
 
     The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
     back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
 
-    `token_bytes` [pp, 6]: what a token of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`, `KV_GRADIENTS`,
-    `LAST_LAYER`) takes on each stage.
+    `held_bytes`: what each stage holds, by tokens of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`,
+    `KV_GRADIENTS`, `LAST_LAYER`).
     """
-    num_ranks, pp = chunks.rank_chunks.size - 1, token_bytes.shape[0]
+    num_ranks, pp = chunks.rank_chunks.size - 1, held_bytes.tokens.shape[0]
     kv = kv_tokens(chunks)
     moments = np.zeros((num_ranks, pp, 6), np.int64)
     moment = np.zeros(6, np.int64)
@@ -135,9 +135,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, token_bytes: Float64Array)
                             moment[ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
                             moment[LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
                     moment[KV_GRADIENTS] = num_gradients
-                    num_bytes = 0.0
-                    for kind in range(6):
-                        num_bytes += moment[kind] * token_bytes[stage, kind]
+                    num_bytes = _bytes_at(moment, held_bytes, stage)
                     if num_bytes > most:
                         most = num_bytes
                         moments[rank, stage] = moment
@@ -156,10 +154,43 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     return int(kv[END, first])
 
 
-def fullest(moments: Int64Array, token_bytes: Float64Array) -> tuple[Int64Array, Int64Array]:
+@compiled
+def _with_keys(num_keys: int, held_bytes: HeldBytes, stage: int) -> float:
+    """What `num_keys` tokens of keys and values bring with them, see `HeldBytes`."""
+    of_page = 0.0
+    if num_keys > 0:
+        for kind in range(held_bytes.pages.shape[1]):
+            line = held_bytes.pages[stage, kind]
+            of_page = max(of_page, line[0] + line[1] * min(num_keys, held_bytes.page_tokens))
+    first = min(num_keys, held_bytes.chunk_size)
+    following = min(num_keys - first, held_bytes.chunk_size)
+    by_pages = held_bytes.exchanged[1] * first + held_bytes.exchanged[2] * following
+    return float(of_page + max(held_bytes.exchanged[0], by_pages))
+
+
+@compiled
+def fullest(moments: Int64Array, held_bytes: HeldBytes) -> tuple[Int64Array, Int64Array]:
     """Of `moments` int64 [n, pp, 6], see `fullest_moments`, the one that takes most bytes on each stage.
 
     Returns it, int64 [pp, 6], and which of the n it is, int64 [pp].
     """
-    most = (moments * token_bytes).sum(axis=2).argmax(axis=0)
-    return moments[most, np.arange(most.size)], most
+    pp = moments.shape[1]
+    found, place = np.zeros((pp, 6), np.int64), np.zeros(pp, np.int64)
+    for stage in range(pp):
+        most = -1.0
+        for each in range(moments.shape[0]):
+            num_bytes = _bytes_at(moments[each, stage], held_bytes, stage)
+            if num_bytes > most:
+                most = num_bytes
+                place[stage] = each
+        found[stage] = moments[place[stage], stage]
+    return found, place
+
+
+@compiled
+def _bytes_at(moment: Int64Array, held_bytes: HeldBytes, stage: int) -> float:
+    """What `moment` [6] takes on a stage."""
+    num_bytes = _with_keys(moment[KV], held_bytes, stage)
+    for kind in range(moment.size):
+        num_bytes += moment[kind] * held_bytes.tokens[stage, kind]
+    return num_bytes

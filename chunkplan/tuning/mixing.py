@@ -31,11 +31,12 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
+from chunkplan.planning.method import held_bytes_of
 from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
 from chunkplan.tuning.levels import fits
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, memory_of_stages, token_bytes_of, try_out
+from chunkplan.tuning.trial import Outcome, memory_of_stages, try_out
 
 #: How often a mixture is made again where what it holds does not fit.
 _ROUNDS = 4
@@ -242,7 +243,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
 def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample) -> float:
     """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
     config, rates = outcome.config, cost.rates
-    most, _ = fullest(outcome.moments[int(cost.kv_offload)], token_bytes_of(config, outcome.cost))
+    most, _ = fullest(outcome.moments[int(cost.kv_offload)], held_bytes_of(config, outcome.cost))
     again_ns = _again_ns(config, cost, sample)
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)

@@ -13,12 +13,12 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import Held
 from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.longest import LongestSequence, longest_sequences
-from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory, stage_token_bytes
+from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.planning.method import Dataset, chunk_block, schedule_block
+from chunkplan.planning.method import Dataset, chunk_block, held_bytes_of, schedule_block
 from chunkplan.schedule.families import Scheduled
 from chunkplan.schedule.holdings import KV, fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
@@ -47,7 +47,7 @@ class Outcome:
     def memory(self, cost: CostModel) -> StageMemory:
         """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading and sharding."""
         moments = self.moments[int(cost.kv_offload)]
-        most, _ = fullest(moments, token_bytes_of(self.config, cost))
+        most, _ = fullest(moments, held_bytes_of(self.config, cost))
         return max(memory_of_stages(self.config, cost, most), key=_total)
 
     def host_bytes(self, cost: CostModel) -> int:
@@ -146,14 +146,9 @@ def _moments(
     chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
     """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 6]."""
-    token_bytes = token_bytes_of(config, replace(cost, kv_offload=offloaded))
-    moments = fullest_moments(chunked.chunks, scheduled.actions, token_bytes)
-    return np.stack([fullest(of_step, token_bytes)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 6)])
-
-
-def token_bytes_of(config: PlanConfig, cost: CostModel) -> Float64Array:
-    """What a token of each kind takes on each stage, [pp, 6], see `stage_token_bytes`."""
-    return stage_token_bytes(cost, config.pp, config.layers(cost.shape.num_layers), config.chunk_size, config.v_shaped)
+    of_held = held_bytes_of(config, replace(cost, kv_offload=offloaded))
+    moments = fullest_moments(chunked.chunks, scheduled.actions, of_held)
+    return np.stack([fullest(of_step, of_held)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 6)])
 
 
 def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:

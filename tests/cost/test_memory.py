@@ -14,7 +14,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.activations import (
     activation_bytes_per_token,
     around_of_stages,
-    page_bytes,
+    page_line,
     pending_bytes_per_token,
 )
 from chunkplan.cost.hardware import load_hardware
@@ -225,15 +225,15 @@ def test_kernels_give_gradients_of_a_page_for_each_head_of_queries() -> None:
     """What that takes beyond what the gradients of an MLP do, which are there at another time.
 
     As wide as Qwen3-8B, with h = q = 4096, kv = 1024 and i = 12288, at ChunkSize 2048: for a query the gradients of h,
-    of the output, of q and of 2 kv in bf16, and of q in float32; for a key those of 2 q in bf16 and of 2 kv in float32.
+    of the output, of q and of 2 kv in bf16, and of q and 2 kv in float32; for a key those of 2 q in bf16 and of 2 kv in float32.
     """
-    of_query, of_key = 2 * (3 * 4096 + 2 * 1024) + 4 * 4096, 2 * 2 * 4096 + 4 * 2 * 1024
+    of_query, of_key = 2 * (3 * 4096 + 2 * 1024) + 4 * (4096 + 2 * 1024), 2 * 2 * 4096 + 4 * 2 * 1024
     of_mlp = 2 * (3 * 12288 + 2 * 4096)
     widths = {"query_width": 4096, "output_width": 4096, "key_width": 1024, "value_width": 1024, "mlp_width": 12288}
     cost = CostModel(shape=replace(QWEN2_5_7B, hidden_size=4096, kinds=(replace(LAYER, **widths),)))
-    for tokens in (8192, 7000):
-        assert page_bytes(cost, cost.shape.kinds[0], 2048, tokens) == 2048 * (of_query - of_mlp) + tokens * of_key
-    assert page_bytes(cost, cost.shape.kinds[0], 2048, 100) == 0
+    assert page_line(cost, cost.shape.kinds[0], 2048) == (2048 * (of_query - of_mlp), of_key)
+    [memory] = memory_of(cost, held=Held(kv=100, kv_gradients=100), chunk_size=2048)
+    assert memory.kv_gradients == 100 * 4 * 28 * 2048
     [memory] = memory_of(cost, held=Held(kv=1 << 20, kv_gradients=1 << 20), chunk_size=2048)
     assert memory.kv_gradients - (1 << 20) * 4 * 28 * 2048 == 2048 * (of_query - of_mlp) + 8192 * of_key
 

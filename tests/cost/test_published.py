@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.activations import page_bytes, runs_of
+from chunkplan.cost.activations import page_line, runs_of
 from chunkplan.cost.durations import attention_pairs_of, whole_pairs, work_ns
 from chunkplan.cost.held import Held, token_bytes
 from chunkplan.cost.memory import stage_memory
@@ -331,7 +331,8 @@ def test_a_stage_holds_the_weights_and_keys_of_its_own_layers() -> None:
     layers = (4, 1, 43)
     all_of_it, none, _ = memory_of(hybrid, 3, layers=layers)
     assert none.kv_gradients == 0
-    more = page_bytes(hybrid, hybrid.shape.kinds[-1], 8192, 4 * 8192)
+    fixed, of_token = page_line(hybrid, hybrid.shape.kinds[-1], 8192)
+    more = fixed + of_token * 4 * 8192
     assert all_of_it.kv_gradients == 65536 * 2 * 512 * 4 + more
 
 

@@ -5,22 +5,38 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import QWEN2_5_7B, plain_layer
 from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.reporting.plan_report import plan_report
+from chunkplan.tuning.trial import memory_of_stages
 from tests.support.small_plans import CONFIGS, LENGTHS, built
 
+#: With as many heads of keys as of queries, and an MLP so narrow that attention needs most in a backward.
+WIDTHS = {"query_width": 3584, "kv_width": 3584, "mlp_width": 4096, "all_mlp_width": 4096}
+NARROW = replace(QWEN2_5_7B, kinds=(plain_layer(3584, num_query_heads=28, num_kv_heads=28, **WIDTHS),))
+COSTS = {
+    "as they come": CostModel(),
+    "keys in host memory": CostModel(shape=NARROW, lora_rank=16, kv_offload=True),
+    "narrow": CostModel(shape=NARROW, lora_rank=16, checkpointing="full"),
+}
 
-@pytest.fixture(params=CONFIGS)
+
+@pytest.fixture(params=product(CONFIGS, COSTS), ids="-".join)
 def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Plan:
-    return built(tmp_path, LENGTHS, **CONFIGS[request.param])
+    """Some of its steps have a split sequence and chunks that are full without one."""
+    config, cost = request.param
+    return built(tmp_path, LENGTHS, COSTS[cost], **CONFIGS[config])
 
 
 def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) -> None:
@@ -54,19 +70,13 @@ def test_memory_is_the_most_at_any_moment_of_any_stage(plan: Plan) -> None:
 
 def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int]:
     """Bytes that a stage holds after each of its forwards, and around the first backward of each group."""
-    pp, num_virtual, cost = plan.config.pp, plan.config.virtual_stages, CostModel()
+    pp, cost = plan.config.pp, plan.cost
     held: Counter[str] = Counter()
     begun: list[int] = []
 
     def total(last_layer: int) -> int:
-        return stage_memory(
-            cost,
-            dp=plan.config.dp,
-            layers=split_layers(cost.shape.num_layers, pp * num_virtual),
-            held=[Held(**held, last_layer=last_layer)] * pp,
-            chunk_size=64,
-            v_shaped=plan.config.v_shaped,
-        )[stage].total
+        moment = Held(**held, last_layer=last_layer)
+        return memory_of_stages(plan.config, cost, np.array([moment] * pp))[stage].total
 
     for action in step.actions[rank, stage]:
         chunk = step.chunks[rank][action.chunk_id]
@@ -76,6 +86,7 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
         held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
         if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
             held["kv"] += chunk.num_tokens
+        held["pending"] += chunk.num_tokens * (action.op == "backward_input")
         yield total(0)
         if action.op in ("backward", "backward_input") and chunk.group_id not in (None, *begun):
             begun.append(chunk.group_id)
@@ -87,6 +98,7 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
             yield total(left)
             held["activations"] += left
         held["activations"] -= chunk.num_tokens * (action.op in ("backward", "backward_weight"))
+        held["pending"] -= chunk.num_tokens * (action.op == "backward_weight")
         if action.op in ("backward", "backward_input") and is_first_part and chunk.group_index == 0:
             group = [other for other in step.chunks[rank] if other.group_id == chunk.group_id is not None]
             held["kv"] -= sum(other.num_tokens for other in group)

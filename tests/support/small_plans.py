@@ -10,6 +10,8 @@ import numpy as np
 
 import chunkplan
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.held import HeldBytes
+from chunkplan.cost.model import CostModel
 from chunkplan.planfile.plan import Plan, PlanStep
 
 LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
@@ -23,10 +25,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(folder: Path, lengths: Any, **config: Any) -> Plan:
+def built(folder: Path, lengths: Any, cost: CostModel | None = None, **config: Any) -> Plan:
     np.save(folder / "lengths.npy", lengths)
     settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, "cp": "off", **config}
-    return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), workers=1)
+    return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
+
+
+def without_keys(tokens: Any) -> HeldBytes:
+    """What stages hold, if that goes by `tokens` [pp, 6] alone."""
+    return HeldBytes(np.asarray(tokens, np.float64), np.zeros((len(tokens), 1, 2)), 1, np.zeros(3), 1)
 
 
 def with_late_rank(plan: Plan) -> PlanStep:

@@ -113,8 +113,9 @@ class StateStore:
         page = next((page for page in reversed(pages) if page.start <= span.start), None)
         if page is None or page.start + page.capacity < span.stop:  # parts ascend: nothing is there from `start` on
             part, page_tokens = span.stop - span.start, 1 if by_parts else sequence.page_tokens
-            whole_parts = max(page_tokens // part, 1) * part  # as if those to come were as long: no room is left over
-            capacity = min(whole_parts, sequence.length - span.start)
+            # Parts are as long as this one, or differ by a token: as many as there is room for leave next to none over.
+            whole_parts = max(page_tokens // part, 1) * (part + 1)
+            capacity = min(whole_parts, max(page_tokens, part), sequence.length - span.start)
             page = sequence.memory.new_page(span.start, capacity, tensors)
             pages.append(page)
         sequence.memory.write(page, span.start, tensors)

@@ -138,7 +138,7 @@ class ModelOptions(Options):
     )
     lora_targets: tuple[str, ...] = option(
         several(text("NAME"), metavar="NAMES", example="q_proj,v_proj"),
-        "Layers that get an adapter: names, with commas; all-linear: all but the head, with experts those of attention.",
+        "Layers that get an adapter: names, with commas; all-linear: all but the head and, with experts, MLPs.",
         group=LORA,
         default=("all-linear",),
     )

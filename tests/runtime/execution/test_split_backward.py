@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from chunkplan.cost.memory import activation_bytes_per_token, pending_bytes_per_token
+from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import DataError
