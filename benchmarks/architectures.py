@@ -21,7 +21,7 @@ import chunkplan
 from chunkplan.cost.activations import runs_of
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.held import token_bytes
+from chunkplan.cost.held import KV_GRADIENT_BYTES, kv_elements_per_token, token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
@@ -49,7 +49,7 @@ def row(name: str, shape: ModelShape, data: Path) -> str:
     tokens = np.array(LENGTHS)
     times = work_ns(cost, tokens, whole_pairs(cost, tokens)) / tokens / 1e3
     of_token = token_bytes(cost, runs_of(cost, [shape.num_layers]), CHUNK_SIZE)
-    kept = of_token.kv + of_token.kv_gradients
+    kept = of_token.kv + kv_elements_per_token(cost, shape.split([shape.num_layers])[0]) * KV_GRADIENT_BYTES
     chosen = chunkplan.tune(data, TuneOptions(shape=shape, hardware=hardware, dp=2, pp=4)).recommended
     assert chosen is not None
     layers = ",".join(map(str, chosen.config.layers(shape.num_layers)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from chunkplan.cost.shape import Layer, Layers
 #: Gradients of keys and values are sums over all later chunks, kept in float32.
 KV_GRADIENT_BYTES = 4
 
+#: A page of keys and values has room for as many chunks.
+PAGE_CHUNKS = 4
+
 #: States of recurrent layers are float32, as the kernels leave them.
 _STATE_BYTES = 4
 
@@ -24,47 +28,46 @@ class Held(NamedTuple):
     `activations`: whose activations are there, counted once for each virtual stage that has them. `inputs`: of chunks
     whose KV and input alone are held, counted likewise. `kv`: of split sequences whose keys and values are held; a
     layer with a window keeps all of them too, and a recurrent one a state for each ChunkSize of them. `pending`:
-    between the halves of their backward. `kv_gradients`: those of `kv` for which all layers have gradients; for the
-    others one layer is counted, as when the first backward of a sequence begins. `last_layer`: of whose activations one
-    layer's are left.
+    between the halves of their backward. `last_layer`: of whose activations one layer's are left. `kv_gradients`: those
+    of `kv` for which all layers have gradients; for the others one layer is counted, as when the first backward of a
+    sequence begins.
     """
 
     activations: int = 0
     inputs: int = 0
     kv: int = 0
     pending: int = 0
-    kv_gradients: int = 0
     last_layer: int = 0
+    kv_gradients: int = 0
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token on a GPU of a stage, by what is held of it, in the order of `Held`.
+    """Bytes of a token on a GPU of a stage, by what is held of it, in the order of `Held`, but for gradients of keys.
 
     `activations`: for each virtual stage that retains them. `inputs`: of a saved input, likewise. `kv`: of keys and
-    values (0 where they are offloaded), of one layer's gradients, and of the states that recurrent layers keep for each
-    ChunkSize. `pending`: between the halves of a backward, by how much it is more than activations at most: the half
-    for inputs comes to the last layers first. `kv_gradients`: of those of the other layers. `last_layer`: of the
-    activations of the first layer, to which a backward comes last.
+    values (0 where they are offloaded), and of the states that recurrent layers keep for each ChunkSize. `pending`:
+    between the halves of a backward, by how much it is more than activations at most: the half for inputs comes to the
+    last layers first. `last_layer`: of the activations of the first layer, to which a backward comes last.
     """
 
     activations: float
     inputs: float
     kv: float
     pending: float
-    kv_gradients: float
     last_layer: float
 
 
 class HeldBytes(NamedTuple):
     """By how much what stages hold differs between moments, in bytes on a GPU.
 
-    `tokens` [pp, 6]: of a token of each kind, see `TokenBytes`. What k tokens of keys and values bring with them in the
-    layer at work: `pages` [pp, n, 2], of any of n kinds of layers a + b min(k, `page_tokens`) with a and b, where that
-    is above 0; and `exchanged` [3], c, or where that is more d for each of the first `chunk_size` and e for each of as
-    many more.
+    `tokens` [pp, 5]: of a token of each kind, see `TokenBytes`. `gradients` [pp, n, 3] of keys and values: of n kinds
+    of layers `KeyGradients`, in bytes. What k tokens of keys and values bring with them in the layer at work: `pages`
+    [pp, n, 2], of any kind a + b min(k, `page_tokens`) with a and b, where that is above 0; and `exchanged` [3], c, or
+    where that is more d for each of the first `chunk_size` and e for each of as many more.
     """
 
     tokens: Float64Array
+    gradients: Float64Array
     pages: Float64Array
     page_tokens: int
     exchanged: Float64Array
@@ -79,10 +82,7 @@ def token_bytes(
     activations = [
         [count * activation_bytes_per_token(cost, layer, level) for layer, level, count in layers] for layers in own
     ]
-    stage_input = cost.shape.hidden_size * cost.num_bytes / cost.tp
     on_stage = without_levels(own)
-    elements, widest = kv_elements_per_token(cost, on_stage), widest_kv(cost, on_stage)
-    kv = elements * cost.num_bytes + widest * KV_GRADIENT_BYTES
     pending = 0.0
     for layers, held in zip(own, activations, strict=True):
         more = [
@@ -91,14 +91,40 @@ def token_bytes(
         ]
         pending = max(pending, *accumulate(reversed(more)))
     retained = (sum(held) + more for held, more in zip(activations, around or [0.0] * len(own), strict=True))
+    kv = 0.0 if cost.kv_offload else kv_elements_per_token(cost, on_stage) * cost.num_bytes
     return TokenBytes(
         activations=max(retained),
-        inputs=stage_input,
-        kv=(0.0 if cost.kv_offload else kv) + state_bytes(cost, on_stage) / chunk_size,
+        inputs=cost.shape.hidden_size * cost.num_bytes / cost.tp,
+        kv=kv + state_bytes(cost, on_stage) / chunk_size,
         pending=pending,
-        kv_gradients=0.0 if cost.kv_offload else (elements - widest) * KV_GRADIENT_BYTES,
         last_layer=max(activation_bytes_per_token(cost, layer, level) for (layer, level, _), *_ in own),
     )
+
+
+class KeyGradients(NamedTuple):
+    """Of the keys and values of layers of a kind: elements of a token in all of them, and in one; and the most tokens
+    of which they have gradients at once, inf where that are all."""
+
+    of_all: float
+    of_one: float
+    most_tokens: float
+
+
+def key_gradients(cost: CostModel, layers: Layers, chunk_size: int, pp: int) -> list[KeyGradients]:
+    """See `KeyGradients`, of some layers of a stage of `pp`.
+
+    A page has gradients from when a backward first sees it until its own first chunk is done. With a window these are
+    the page of the chunk at work, and those before it that the window reaches. On a pipeline several sequences may be
+    under way, so that nothing is left out there.
+    """
+    page_tokens = PAGE_CHUNKS * chunk_size
+    found = []
+    for layer, count in layers:
+        of_one = layer.cached_width / cost.tp
+        reached = layer.window if pp == 1 else None
+        most = math.inf if reached is None else page_tokens * (1 + -(-reached // page_tokens))
+        found.append(KeyGradients(count * of_one, of_one, most))
+    return found
 
 
 def without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:

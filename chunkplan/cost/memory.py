@@ -25,9 +25,12 @@ from chunkplan.cost.activations import (
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import (
     KV_GRADIENT_BYTES,
+    PAGE_CHUNKS,
     Held,
     HeldBytes,
+    KeyGradients,
     TokenBytes,
+    key_gradients,
     kv_elements_per_token,
     state_bytes,
     token_bytes,
@@ -36,15 +39,13 @@ from chunkplan.cost.held import (
 )
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
-from chunkplan.cost.shape import Layer
 from chunkplan.cost.states import held_states, product_gradient_bytes
 from chunkplan.cost.sums import tokens_at_once
 from chunkplan.layers import last_stage, stage_parts
 
-#: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. A page
-#: has room for four chunks. Of recurrent states it has those that a chunk begins with and those that it makes.
+#: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of
+#: recurrent states it has those that a chunk begins with and those that it makes.
 _OFFLOAD_PAGES = 2
-_PAGE_CHUNKS = 4
 _OFFLOAD_STATES = 2
 
 #: Of a logit: itself, its softmax in float32 and its gradient in bf16; or both in float32, the latter in one place.
@@ -101,9 +102,11 @@ def stage_memory(
     for tokens, own in zip(held, _stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped), strict=True):
         of_states = tokens.kv / chunk_size * own.state_bytes
         kv_elements = tokens.kv * own.kv_elements
-        gradients = tokens.kv_gradients * own.kv_elements + (tokens.kv - tokens.kv_gradients) * own.widest_kv
+        others = tokens.kv - tokens.kv_gradients
+        gradients = sum(each.of_all * min(tokens.kv_gradients, each.most_tokens) for each in own.key_gradients)
+        gradients += max(each.of_one * min(others, each.most_tokens) for each in own.key_gradients)
         if cost.kv_offload:
-            kv_elements = gradients = _OFFLOAD_PAGES * _PAGE_CHUNKS * chunk_size * own.widest_kv
+            kv_elements = gradients = _OFFLOAD_PAGES * PAGE_CHUNKS * chunk_size * own.widest_kv
             if pp == 1:
                 of_states = min(of_states, _OFFLOAD_STATES * own.state_bytes)
         of_token = own.token_bytes
@@ -115,7 +118,7 @@ def stage_memory(
             activations=ceil(activations + own.working_bytes) + ceil(tokens.pending * of_token.pending),
             stage_inputs=ceil(tokens.inputs * of_token.inputs),
             kv=ceil(kv_elements * cost.num_bytes + of_states),
-            kv_gradients=ceil(gradients * kv_gradient_bytes + _of_page(cost, own.kinds, chunk_size, tokens.kv)),
+            kv_gradients=ceil(gradients * kv_gradient_bytes + _of_page(own.pages, tokens.kv, chunk_size)),
             exchanged=ceil(_exchanged(cost, chunk_size, tokens.kv, shared_by, kv_gradient_bytes)),
             logits=own.logits,
             reserved=cost.hardware.reserved_bytes,
@@ -123,7 +126,7 @@ def stage_memory(
         # The first page of a sequence is there until all of its chunks are done.
         of_pages = found.kv + found.kv_gradients
         if not cost.kv_offload:
-            page_tokens = min(tokens.kv, _PAGE_CHUNKS * chunk_size)
+            page_tokens = min(tokens.kv, PAGE_CHUNKS * chunk_size)
             of_pages = ceil(page_tokens * own.kv_elements * (cost.num_bytes + kv_gradient_bytes))
         states = found.weights + found.gradients + found.optimizer + found.reserved
         given_back = found.total - states - of_pages
@@ -137,7 +140,7 @@ class _Stage(NamedTuple):
     `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
     `held_states`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
     token; `widest_kv`: of the layer that keeps most. `state_bytes`: of states where a part of a sequence ends.
-    `kinds`: of layers.
+    `key_gradients` and `pages`: of each kind of layers, see `KeyGradients` and `page_line`.
     """
 
     weights: int
@@ -150,7 +153,8 @@ class _Stage(NamedTuple):
     kv_elements: float
     widest_kv: float
     state_bytes: float
-    kinds: tuple[Layer, ...]
+    key_gradients: tuple[KeyGradients, ...]
+    pages: tuple[tuple[float, float], ...]
 
 
 @lru_cache(maxsize=1 << 12)  # `tune` asks for the memory of a few thousand configurations, of each dozens of times
@@ -163,6 +167,7 @@ def _stages_of(
     for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
         own = split[stage]
         on_stage = without_levels(own)
+        kinds = [(layer, sum(count for other, count in on_stage if other == layer)) for layer in dict(on_stage)]
         working_bytes = chunk_size * _working_bytes(cost, own) + product_gradient_bytes(cost, dp, on_stage)
         logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, v_shaped) else 0.0
         states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
@@ -180,7 +185,8 @@ def _stages_of(
                 kv_elements=kv_elements_per_token(cost, on_stage),
                 widest_kv=widest_kv(cost, on_stage),
                 state_bytes=state_bytes(cost, on_stage),
-                kinds=tuple({layer for layer, _ in on_stage}),
+                key_gradients=tuple(key_gradients(cost, kinds, chunk_size, pp)),
+                pages=tuple(page_line(cost, layer, chunk_size) for layer, _ in kinds),
             )
         )
     return tuple(stages)
@@ -239,7 +245,7 @@ def exchange_bytes(
 def stage_token_bytes(
     cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
 ) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 6]; `layers` and `v_shaped` as in `stage_parameters`."""
+    """The `token_bytes` of each of `pp` stages, [pp, 5]; `layers` and `v_shaped` as in `stage_parameters`."""
     stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
     return np.array([each.token_bytes for each in stages])
 
@@ -249,31 +255,34 @@ def held_bytes(
     cost: CostModel, pp: int, layers: tuple[int, ...], chunk_size: int, *, shared_by: int = 1, v_shaped: bool = False
 ) -> HeldBytes:
     """See `HeldBytes`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
-    kinds = cost.shape.kinds
-    lines = {kind: page_line(cost, kind, chunk_size) for kind in kinds}
-    nothing = (0.0, 0.0)
     stages = _stages_of(cost, 1, pp, layers, chunk_size, v_shaped)
+    num_kinds = max(len(stage.pages) for stage in stages)
+    gradients, pages = np.zeros((pp, num_kinds, 3)), np.zeros((pp, num_kinds, 2))
+    for place, stage in enumerate(stages):
+        pages[place, : len(stage.pages)] = stage.pages
+        if not cost.kv_offload:
+            gradients[place, : len(stage.pages)] = stage.key_gradients
+    gradients[:, :, :2] *= KV_GRADIENT_BYTES
     by_heads = 1 if cost.shape.keeps_latents else shared_by
+    exchanged = (
+        exchange_bytes(cost, chunk_size, (0, 0), by_heads, 1),
+        exchange_bytes(cost, chunk_size, (1, 0), 1, shared_by),
+        exchange_bytes(cost, chunk_size, (0, 1), 1, shared_by),
+    )
     return HeldBytes(
         tokens=np.array([stage.token_bytes for stage in stages]),
-        pages=np.array([[lines[kind] if kind in stage.kinds else nothing for kind in kinds] for stage in stages]),
-        page_tokens=_PAGE_CHUNKS * chunk_size,
-        exchanged=np.array(
-            [
-                exchange_bytes(cost, chunk_size, (0, 0), by_heads, 1),
-                exchange_bytes(cost, chunk_size, (1, 0), 1, shared_by),
-                exchange_bytes(cost, chunk_size, (0, 1), 1, shared_by),
-            ]
-        ),
+        gradients=gradients,
+        pages=pages,
+        page_tokens=PAGE_CHUNKS * chunk_size,
+        exchanged=np.array(exchanged),
         chunk_size=chunk_size,
     )
 
 
-def _of_page(cost: CostModel, kinds: Sequence[Layer], chunk_size: int, num_keys: int) -> float:
+def _of_page(lines: Sequence[tuple[float, float]], num_keys: int, chunk_size: int) -> float:
     """What a backward of attention to the first page of `num_keys` takes, in the layer that needs most."""
-    lines = [page_line(cost, layer, chunk_size) for layer in kinds] if num_keys else []
-    page_tokens = min(num_keys, _PAGE_CHUNKS * chunk_size)
-    return max([0.0, *(fixed + of_token * page_tokens for fixed, of_token in lines)])
+    page_tokens = min(num_keys, PAGE_CHUNKS * chunk_size)
+    return max([0.0, *(fixed + of_token * page_tokens for fixed, of_token in lines if num_keys)])
 
 
 def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, kv_gradient_bytes: int) -> float:

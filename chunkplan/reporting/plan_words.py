@@ -90,7 +90,9 @@ def rank_time_words(row: RankRow) -> list[str]:
 
 
 def longest_words(longest: Sequence[LongestSequence]) -> str:
-    """Say how long a sequence may be, by how many ranks share it."""
+    """Say how long a sequence may be, by how many ranks share it; nothing where what else is in a step decides."""
+    if not longest:
+        return ""
     alone, *shared = longest
     if alone.num_tokens is None:
         return "whatever else is in a step, sequences of any length fit"

@@ -17,9 +17,9 @@ from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, end_of
 #: What is held, in tokens, in the order of `cost.held.Held`: those whose activations are; those of saved inputs; those
 #: whose keys and values are; those between the halves of their backward. The latter have what their weight half needs
 #: in place of their activations, and count as tokens whose activations are held besides. In `fullest_moments` alone:
-#: tokens for whose keys and values all layers have gradients, and those of a chunk of whose activations only one
-#: layer's are left.
-ACTIVATIONS, INPUTS, KV, PENDING, KV_GRADIENTS, LAST_LAYER = range(6)
+#: tokens of a chunk of whose activations only one layer's are left, and those for whose keys and values all layers have
+#: gradients.
+ACTIVATIONS, INPUTS, KV, PENDING, LAST_LAYER, KV_GRADIENTS = range(6)
 
 #: When it changes.
 START, END = range(2)
@@ -108,8 +108,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
     The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
     back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
 
-    `held_bytes`: what each stage holds, by tokens of each kind (`ACTIVATIONS`, `INPUTS`, `KV`, `PENDING`,
-    `KV_GRADIENTS`, `LAST_LAYER`).
+    `held_bytes`: what each stage holds, by tokens of each kind.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, held_bytes.tokens.shape[0]
     kv = kv_tokens(chunks)
@@ -191,6 +190,11 @@ def fullest(moments: Int64Array, held_bytes: HeldBytes) -> tuple[Int64Array, Int
 def _bytes_at(moment: Int64Array, held_bytes: HeldBytes, stage: int) -> float:
     """What `moment` [6] takes on a stage."""
     num_bytes = _with_keys(moment[KV], held_bytes, stage)
-    for kind in range(moment.size):
+    for kind in range(held_bytes.tokens.shape[1]):
         num_bytes += moment[kind] * held_bytes.tokens[stage, kind]
-    return num_bytes
+    of_one, others = 0.0, moment[KV] - moment[KV_GRADIENTS]
+    for kind in range(held_bytes.gradients.shape[1]):
+        gradients = held_bytes.gradients[stage, kind]
+        num_bytes += gradients[0] * min(moment[KV_GRADIENTS], gradients[2])
+        of_one = max(of_one, gradients[1] * min(others, gradients[2]))
+    return float(num_bytes + of_one)

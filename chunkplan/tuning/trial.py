@@ -91,17 +91,20 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
-    """The longest sequence that fits beside what a plan holds, whose fullest stage takes `memory`."""
+    """The longest sequence that fits beside what a plan holds, whose fullest stage takes `memory`.
+
+    None for a pipeline, on which several sequences may be under way, and for parts of equal time, in which there may be
+    room for many short ones: there what else is in a step decides.
+    """
+    if config.pp > 1 or config.split == "cost":
+        return ()
     return longest_sequences(
         cost,
         dp=config.dp,
-        pp=config.pp,
-        layers=config.layers(cost.shape.num_layers),
         chunk_size=config.chunk_size,
         k=[config.k, *(k for _, k in config.k_by_length or ())][-1],
         activations=memory.activations,
         gpu_bytes=gpu_bytes,
-        v_shaped=config.v_shaped,
     )
 
 

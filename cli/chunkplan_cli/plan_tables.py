@@ -152,12 +152,10 @@ def _memory(memory: PlanMemory | None, longest_sequence: int) -> Text:
     place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
     total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
     fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    longest = f"the longest here, of {counted(longest_sequence, 'token')}, fits; " if memory.fits else ""
-    longest += longest_words(memory.longest)
-    shared = f"{sharding_words(memory.sharding, memory.dp)}\n" if memory.dp > 1 else ""
+    of_plan = f"the longest here, of {counted(longest_sequence, 'token')}, fits" if memory.fits else ""
+    longest = "; ".join(filter(None, (of_plan, longest_words(memory.longest))))
+    shared = sharding_words(memory.sharding, memory.dp) if memory.dp > 1 else ""
+    lines = (words, shared, f"{longest[:1].upper()}{longest[1:]}")
     return Text.assemble(
-        ("Memory", "bold"),
-        f" on {place}: {total}",
-        (fits, "bold"),
-        f"\n{words}\n{shared}{longest[0].upper()}{longest[1:]}",
+        ("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), *(f"\n{line}" for line in lines if line)
     )

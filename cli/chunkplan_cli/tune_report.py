@@ -222,10 +222,13 @@ def _longest_words(tuning: Tuning) -> str:
 
     choice = tuning.best
     longest = longest_of(choice.config, choice.cost, choice.memory, tuning.options.gpu_memory)
+    in_data = f"{tuning.longest_sequence:,} in the data"
+    if not longest:
+        return in_data
     can_share = choice.config.cp != "off" or not choice.cost.shares("gradients")
     alone = longest[0].num_tokens
     fits = ", which fits" if alone is not None and alone < tuning.longest_sequence else ""
-    return f"{tuning.longest_sequence:,} in the data{fits}; {longest_words(longest if can_share else longest[:1])}"
+    return f"{in_data}{fits}; {longest_words(longest if can_share else longest[:1])}"
 
 
 def _fewest_words(tuning: Tuning) -> str:

@@ -225,7 +225,8 @@ def test_kernels_give_gradients_of_a_page_for_each_head_of_queries() -> None:
     """What that takes beyond what the gradients of an MLP do, which are there at another time.
 
     As wide as Qwen3-8B, with h = q = 4096, kv = 1024 and i = 12288, at ChunkSize 2048: for a query the gradients of h,
-    of the output, of q and of 2 kv in bf16, and of q and 2 kv in float32; for a key those of 2 q in bf16 and of 2 kv in float32.
+    of the output, of q and of 2 kv in bf16, and of q and 2 kv in float32; for a key those of 2 q in bf16 and of 2 kv in
+    float32.
     """
     of_query, of_key = 2 * (3 * 4096 + 2 * 1024) + 4 * (4096 + 2 * 1024), 2 * 2 * 4096 + 4 * 2 * 1024
     of_mlp = 2 * (3 * 12288 + 2 * 4096)

@@ -26,7 +26,7 @@ from chunkplan.schedule.holdings import (
     peak_retained,
     stage_holdings,
 )
-from tests.support.small_plans import built, without_keys
+from tests.support.small_plans import built, by_tokens
 
 
 @pytest.mark.parametrize("backward", [("backward",), ("backward_input", "backward_weight")])
@@ -60,15 +60,15 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert held[:, START, KV].tolist() == [0, 0, 8, 13, 13, 13, 13]
     assert held[-1, 1].tolist() == [0, 0, 0, 0]
     assert peak_retained(chunks, actions).tolist() == [0, 8]
-    for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (KV_GRADIENTS, 13), (LAST_LAYER, 5)):
-        assert fullest_moments(chunks, actions, without_keys(np.tile(np.eye(6)[kind], (2, 1))))[0, 1, kind] == most
+    for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (LAST_LAYER, 5), (KV_GRADIENTS, 13)):
+        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(6)[kind], (2, 1))))[0, 1, kind] == most
 
 
 @pytest.mark.parametrize(
     ("gradient_bytes", "moment"),
     [
         (1, [10, 0, 25, 0, 0, 0]),  # two chunks, before the backward of the last one
-        (3, [5, 0, 25, 0, 25, 5]),  # as that one ends
+        (3, [5, 0, 25, 0, 5, 25]),  # as that one ends
     ],
 )
 def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient_bytes: int, moment: list[int]) -> None:
@@ -83,8 +83,8 @@ def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient
         np.array([0, len(done)]),
     )
     chunks = chunks_without_segments([0, 6], [5] * 6, [-1, *[0] * 5], [True, False, False, False, True, True])
-    token_bytes = np.array([[10.0, 0, 1, 0, gradient_bytes, 1]])
-    assert fullest_moments(chunks, actions, without_keys(token_bytes))[0, 0].tolist() == moment
+    token_bytes = np.array([[10.0, 0, 1, 0, 1, gradient_bytes]])
+    assert fullest_moments(chunks, actions, by_tokens(token_bytes))[0, 0].tolist() == moment
 
 
 WAYS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (6, 2)]

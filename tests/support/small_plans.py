@@ -31,9 +31,11 @@ def built(folder: Path, lengths: Any, cost: CostModel | None = None, **config: A
     return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
 
 
-def without_keys(tokens: Any) -> HeldBytes:
-    """What stages hold, if that goes by `tokens` [pp, 6] alone."""
-    return HeldBytes(np.asarray(tokens, np.float64), np.zeros((len(tokens), 1, 2)), 1, np.zeros(3), 1)
+def by_tokens(tokens: Any) -> HeldBytes:
+    """What stages hold, if each token of a kind takes as much: `tokens` [pp, 6]."""
+    each = np.asarray(tokens, np.float64)
+    gradients = np.stack([each[:, 5], np.zeros(len(each)), np.full(len(each), np.inf)], axis=1)[:, None]
+    return HeldBytes(each[:, :5].copy(), gradients, np.zeros((len(each), 1, 2)), 1, np.zeros(3), 1)
 
 
 def with_late_rank(plan: Plan) -> PlanStep:

@@ -19,7 +19,8 @@ def plan_tables(report: PlanReport) -> list[Table]:
     tables = [_times(report.times)] if report.times.slowest else []
     tables += [_kinds(report.kinds)]
     tables += [_shared(report.shared)] if report.shared else []
-    tables += [_memory(report.memory), _longest(report.memory)] if report.memory is not None else []
+    if report.memory is not None:
+        tables += [_memory(report.memory), *([_longest(report.memory)] if report.memory.longest else [])]
     tables += [_fill(report.fill)]
     return tables + ([_ranks(report.ranks), _time_of_ranks(report.ranks)] if report.summary.dp > 1 else [])
 

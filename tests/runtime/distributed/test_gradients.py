@@ -24,7 +24,7 @@ from tests.support.distributed_cases import compare_master_weights, compare_step
 from tests.support.memory_cases import observe_memory
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.router_cases import compare_router_loss, gradients_with_noise
-from tests.support.small_plans import without_keys
+from tests.support.small_plans import by_tokens
 from tests.support.wait_cases import compare_waiting, compare_without_reserve, used_groups
 
 LENGTHS = [23, 5, 9, 3, 1, 30, 8]
@@ -390,7 +390,7 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
     )
     chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(chunks, actions, without_keys(np.tile(np.eye(6)[kind], (pp, 1))))[0, :, kind].tolist()
+        fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(6)[kind], (pp, 1))))[0, :, kind].tolist()
         for kind in range(4)
     ]
     assert by_kind[0] == peak_retained(chunks, actions).tolist()
