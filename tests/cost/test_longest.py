@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from chunkplan.cost.longest import longest_sequences
 from chunkplan.cost.memory import StageMemory, exchange_bytes, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.reporting.plan_memory import PlanMemory
+from tests.support.places import ROOT
 
 GIB = 1 << 30
 
@@ -74,6 +76,26 @@ def test_a_million_tokens_fit_eight_gpus_that_share_them_and_all_states(tmp_path
     checkpointing = CostModel(sharding="gradients", checkpointing="full")
     assert memory_of(tmp_path, million, checkpointing, dp=8, cp="auto", chunk_size=2048).fits
     assert not memory_of(tmp_path, million, CostModel(sharding="weights"), dp=8, cp="off", equal_chunks=True).fits
+
+
+def test_the_document_says_what_a_million_tokens_take_and_how_long_one_may_be(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| shared \| ranks \|.*?\n\n", page, re.M | re.S)
+    ways: list[tuple[CostModel, dict[str, Any]]] = [
+        (CostModel(sharding="weights"), {"cp": "auto", "equal_chunks": True}),
+        (CostModel(), {"cp": "auto"}),
+        (CostModel(sharding="gradients", checkpointing="full"), {"cp": "auto", "chunk_size": 2048}),
+        (CostModel(sharding="weights"), {"cp": "off", "equal_chunks": True}),
+    ]
+    plans = [memory_of(tmp_path, 1 << 20, cost, dp=8, **config) for cost, config in ways]
+    for plan, row in zip(plans, table.splitlines()[2:], strict=True):
+        memory = plan.memory
+        states = memory.weights + memory.gradients + memory.optimizer
+        found = [f"{part / GIB:.1f}" for part in (memory.total, memory.kv + memory.kv_gradients, states)]
+        assert row.strip("| ").split(" | ")[2:] == found
+    [said] = re.findall(r"a sequence of up to (\S+) tokens fits if 8 ranks\s+share it, (.*?):", page, re.S)
+    longest = [f"{each.num_tokens:,}" for each in reversed(plans[0].longest)]
+    assert [said[0], *re.findall(r"[\d,]{5,}\d", said[1])] == longest
 
 
 def test_ranks_that_share_sequences_have_room_for_the_pages_of_a_layer_with_their_gradients() -> None:
