@@ -5,8 +5,9 @@ stages of a pipeline hold more chunks at once than late ones, and get stronger l
 changes the times, and with these what stages hold: so the outcome is simulated, and what it holds is taken up into the
 program until it fits.
 
-The last level needs room for inputs of layers that are on their way between host and GPU. So a stage may have it only
-where without it nothing fits, or some layers have the level before.
+The stronger a level is, the more the backward of a layer needs at once, and the last one needs room for inputs of
+layers on their way between host and GPU. A stage takes that only where some layers have the level before: so it has a
+program for the first two levels, then one for the first three, and so on.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory
 def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Array | None:
     """How many layers of each kind have each level: with one of `programs`, each of which has more levels to choose.
 
-    The next one is tried only where no layer could do with less than the last level of the one before.
+    The next one is tried only where nothing fits, or some layer has the last level of the one before.
     """
     best, best_ns = None, np.inf
     for stage in programs:

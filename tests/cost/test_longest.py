@@ -88,7 +88,7 @@ def test_the_document_says_what_a_million_tokens_take_and_how_long_one_may_be(tm
         (CostModel(sharding="weights"), {"cp": "off", "equal_chunks": True}),
     ]
     plans = [memory_of(tmp_path, 1 << 20, cost, dp=8, **config) for cost, config in ways]
-    for plan, row in zip(plans, table.splitlines()[2:], strict=True):
+    for plan, row in zip(plans, table.strip().splitlines()[2:], strict=True):
         memory = plan.memory
         states = memory.weights + memory.gradients + memory.optimizer
         found = [f"{part / GIB:.1f}" for part in (memory.total, memory.kv + memory.kv_gradients, states)]

@@ -232,10 +232,12 @@ def test_stages_of_a_pipeline(
     [
         (1, 1, 6, "optimizer", "none", "bf16", False),
         (1, 2, 6, "optimizer", "none", "bf16", False),
+        (1, 1, 6, "optimizer", "full", "bf16", True),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
                 (1, 1, 16, "optimizer", "full", "bf16", False),
+                (1, 1, 23.5, "optimizer", "none", "bf16", False),
                 (1, 3, 9, "optimizer", "none", "bf16", False),
                 (1, 2, 16, "optimizer", "none", "bf16", False),
                 (1, 2, 16, "optimizer", "full", "bf16", False),
@@ -262,24 +264,29 @@ def test_split_sequences(
     random_sequences: Any,
     dp: int,
     k: int,
-    num_chunks: int,
+    num_chunks: float,
     sharding: Any,
     level: str,
     precision: Any,
     kv_offload: bool,
 ) -> None:
-    """In each of two steps a rank has a short sequence, and one of `num_chunks` chunks of which K hold activations."""
+    """In each of two steps a rank has one of `num_chunks` chunks of which K hold activations, and a shorter sequence.
+
+    With KV offload that fills a chunk: the fullest moment is still one in which keys are there. Half a chunk more is
+    cut into parts that differ by a token.
+    """
     config = made / "llama.json"
     shape = shape_of_config(json.loads(config.read_text()), "a test")
     cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision, kv_offload=kv_offload)
-    planned = PlanConfig(chunk_size=MANY, k=k, global_batch=2 * dp, dp=dp, cp="off", epochs=2)
-    lengths = [num_chunks * MANY, FEW] * dp
-    write_analysis(tmp_path / "analysis", random_sequences(lengths, seed=1))
+    split = "full" if num_chunks == int(num_chunks) else "even"
+    planned = PlanConfig(chunk_size=MANY, k=k, global_batch=2 * dp, dp=dp, cp="off", epochs=2, split=split)
+    lengths = [int(num_chunks * MANY), MANY if kv_offload else FEW]
+    write_analysis(tmp_path / "analysis", random_sequences(lengths * dp, seed=1))
     build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
     memory = plan_report(tmp_path / "plan").memory
     assert memory is not None
     predicted = memory.memory.total - memory.memory.reserved
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
-    of_step = 12 * (num_chunks * MANY + FEW)  # token ids, positions and labels
+    of_step = 12 * sum(lengths)  # token ids, positions and labels
     most = max(most for _, most in run(pool, tmp_path / "plan", tmp_path / "run", dp, *more)) - of_step
     assert most <= predicted <= 1.1 * most
