@@ -96,6 +96,7 @@ def test_processes_that_cannot_share_the_plan_are_not_started(planned: Path) -> 
     assert hint == "hint: `--nproc 2` or `--nproc 1`, or build the plan with another --dp"
 
 
+@pytest.mark.soak
 def test_a_run_that_fails_on_its_processes_ends_with_its_own_exit_code(planned: Path) -> None:
     ran = run(planned, "train", "--output", "wide", "--attention", "flash-attn-2", *MODEL)
     assert ran.returncode == 2, ran.stderr

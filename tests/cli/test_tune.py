@@ -72,6 +72,7 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
         ]
 
 
+@pytest.mark.soak
 def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path) -> None:
     """Every line fits the terminal."""
     of_one = ("tune", "lengths.npy", "--model-config", ".", *("--chunk-sizes", "8192"), *GRID[2:])
@@ -140,6 +141,7 @@ def test_one_json_document_says_all_of_it(data: Path) -> None:
         assert name in document["chosen"]
 
 
+@pytest.mark.soak
 def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path: Path) -> None:
     """The same plan either way, of the model and the hardware it was tuned for."""
     lengths = str(data / "lengths.npy")
@@ -305,6 +307,7 @@ def test_what_cannot_be_is_refused_in_words(data: Path, case: str, tmp_path: Pat
     assert not (tmp_path / "chunkplan-out").exists()
 
 
+@pytest.mark.soak
 def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
     """...to the plan, whose steps fit the GPUs."""
     records = [{"text": "word " * count} for count in (5, 9, 4000, 90_000)] * 9

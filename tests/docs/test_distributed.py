@@ -95,6 +95,7 @@ def without_times(screen: str) -> list[str]:
     return (head + step + rest).splitlines()
 
 
+@pytest.mark.soak
 def test_the_commands_say_what_is_said(ran):
     folder, said = ran
     screen = SCREEN

@@ -73,6 +73,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 950
 
 
+@pytest.mark.soak
 def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
     """Every command of that section, in order, in an empty folder beside the sample data; none touches the network."""
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")

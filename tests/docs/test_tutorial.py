@@ -12,6 +12,7 @@ from tests.support.walks import commands_of, enter, masked, run, shows
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.soak
 def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line `...` stands for any lines; of training and parity numbers may be others."""
     enter(tmp_path, monkeypatch)

@@ -74,6 +74,7 @@ def test_every_plan_keeps_every_invariant(lengths: list[int], config: PlanConfig
         )
 
 
+@pytest.mark.soak
 def test_the_same_input_makes_the_same_plan_in_another_process_with_any_workers(tmp_path: Path) -> None:
     """The content hash is pinned: it must not change with machine, process, workers, or release of a library."""
     lengths = save(tmp_path, (np.arange(1, 4000) ** 2 % 997 + 1).tolist())

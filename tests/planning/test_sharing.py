@@ -144,7 +144,8 @@ def best_by_enumeration(times: np.ndarray, sizes: np.ndarray, dp: int) -> int:
     return int(solver.objective_value)
 
 
-@pytest.mark.parametrize("dp", [4, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dp", [4, 8])
 def test_groups_of_small_steps_are_within_one_per_cent_of_the_best_on_average(dp: int) -> None:
     rng = np.random.default_rng(dp)
     sizes = np.array([size for size in (1, 2, 4, 8) if size <= dp])

@@ -108,6 +108,7 @@ def test_of_many_ranks_those_that_are_done_last_are_drawn(tmp_path: Path) -> Non
     assert "the 64 ranks that are done last, of 80" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.soak
 def test_of_a_step_of_too_many_actions_the_first_are_drawn_and_it_is_said_so(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.full(12_000, 16))
     config = chunkplan.PlanConfig(chunk_size=16, k=1, global_batch=11_000)

@@ -305,10 +305,10 @@ def routed(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
         pytest.param("batch", 2, 1, ["checkpointing"], marks=pytest.mark.soak),
         ("batch", 2, 1, ["weights"]),
         pytest.param("sequence", 2, 1, [], marks=pytest.mark.soak),
-        ("sequence", 1, 2, ["checkpointing"]),
+        pytest.param("sequence", 1, 2, ["checkpointing"], marks=pytest.mark.soak),
         *(pytest.param(scope, 2, 2, [], marks=pytest.mark.soak) for scope in ("batch", "sequence")),
         pytest.param("sequence", 2, 1, ["weights"], marks=pytest.mark.soak),
-        ("batch", 1, 2, []),
+        pytest.param("batch", 1, 2, [], marks=pytest.mark.soak),
     ],
 )
 def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(

@@ -79,14 +79,9 @@ def counted(config: Path, dp: int, chunk_size: int, **cost: Any) -> StageMemory:
 
 #: Model, what replicas share, ChunkSize, level, precision.
 CASES = [
-    ("llama", "optimizer", FEW, "none", "bf16"),
     ("llama", "optimizer", MANY, "none", "bf16"),
-    ("llama", "optimizer", MANY, "full", "bf16"),
     ("llama", "weights", FEW, "none", "fp32"),
-    ("llama", "weights", MANY, "keep-attention", "bf16"),
-    ("qwen3_moe", "optimizer", FEW, "none", "bf16"),
     ("qwen3_moe", "gradients", FEW, "none", "bf16"),
-    ("qwen3_moe", "weights", MANY, "offload", "bf16"),
 ]
 #: In fp32, of so few and narrow layers, what two of them take is more than a tenth where levels lie between.
 SWEEP = [
@@ -127,13 +122,13 @@ def test_two_processes(
 @pytest.mark.parametrize(
     ("model_type", "dp", "sharding", "chunk_size", "level"),
     [
-        ("llama", 1, "optimizer", MANY, "none"),
-        ("llama", 2, "optimizer", FEW, "none"),
         ("llama", 2, "weights", MANY, "none"),
         ("qwen3_moe", 1, "optimizer", MANY, "none"),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
+                ("llama", 1, "optimizer", MANY, "none"),
+                ("llama", 2, "optimizer", FEW, "none"),
                 ("llama", 1, "optimizer", MANY, "keep-attention"),
                 ("llama", 1, "optimizer", MANY, "full"),
                 ("llama", 2, "optimizer", MANY, "none"),
@@ -230,14 +225,14 @@ def test_stages_of_a_pipeline(
 @pytest.mark.parametrize(
     ("dp", "k", "num_chunks", "sharding", "level", "precision", "kv_offload"),
     [
-        (1, 1, 6, "optimizer", "none", "bf16", False),
         (1, 2, 6, "optimizer", "none", "bf16", False),
         (1, 1, 6, "optimizer", "full", "bf16", True),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
+                (1, 1, 6, "optimizer", "none", "bf16", False),
                 (1, 1, 16, "optimizer", "full", "bf16", False),
-                (1, 1, 23.5, "optimizer", "none", "bf16", False),
+                (1, 1, 11.5, "optimizer", "none", "bf16", False),
                 (1, 3, 9, "optimizer", "none", "bf16", False),
                 (1, 2, 16, "optimizer", "none", "bf16", False),
                 (1, 2, 16, "optimizer", "full", "bf16", False),

@@ -35,15 +35,20 @@ def pool() -> Iterator[ProcessPool]:
     "world_size, plan, how",
     [
         (2, {"dp": 2, "k": 3}, {"evaluates": True}),
-        (2, {"dp": 2, "k": 2, "lengths": [41], "global_batch": 1}, {"evaluates": True, "steps": (0,)}),
-        (2, {"dp": 4, "k": 2}, {"lora": True, "checkpointing": True}),
-        (4, {"dp": 4, "k": 1}, {"checkpointing": True}),
-        (2, {"dp": 2, "k": 2}, {"checkpointing": "offload"}),
         (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "1f1b"}, {"evaluates": True}),
-        (4, {"dp": 4, "pp": 2, "k": 3, "schedule": "auto"}, {}),
-        (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}, {}),
-        (4, {"dp": 2, "pp": 2, "schedule": "interleaved"}, {"evaluates": True}),
         (4, {"dp": 2, "pp": 2, "schedule": "zero-bubble-v"}, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                (2, {"dp": 2, "k": 2, "lengths": [41], "global_batch": 1}, {"evaluates": True, "steps": (0,)}),
+                (2, {"dp": 4, "k": 2}, {"lora": True, "checkpointing": True}),
+                (4, {"dp": 4, "k": 1}, {"checkpointing": True}),
+                (2, {"dp": 2, "k": 2}, {"checkpointing": "offload"}),
+                (4, {"dp": 4, "pp": 2, "k": 3, "schedule": "auto"}, {}),
+                (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}, {}),
+                (4, {"dp": 2, "pp": 2, "schedule": "interleaved"}, {"evaluates": True}),
+            )
+        ),
     ],
 )
 def test_whatever_is_shared_gradients_are_those_of_one_process(

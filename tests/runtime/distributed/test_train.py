@@ -156,6 +156,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
         assert hidden_files(output) == []
 
 
+@pytest.mark.soak
 def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(made, tmp_path, pool):
     """A process without a chunk reduces its layers after all else, no other does. An evaluation is between steps."""
     more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 3)
@@ -225,6 +226,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(made, tmp_path, pool, preci
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, pool):
     """Written by four, read by two; written by those, read by one."""
     more = ("--precision", "fp64", "--save-every", 2, "--keep-last", 9)
@@ -243,6 +245,7 @@ def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, pool
     same_run(tmp_path / "run", tmp_path / "whole", tolerance=1e-10)
 
 
+@pytest.mark.soak
 def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
     """Only they are trained, held by checkpoints and saved."""
     base = tmp_path / "base"

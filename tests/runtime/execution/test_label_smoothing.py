@@ -62,6 +62,7 @@ def test_it_is_exact_in_chunks_and_in_blocks_of_the_head(
     assert evaluated == pytest.approx(plain, rel=1e-13)
 
 
+@pytest.mark.soak
 def test_four_processes_smooth_as_one_does(tmp_path, tiny_config, random_sequences):
     made = make_training(tmp_path / "made", tiny_config, random_sequences)
     settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off", "holdout": 2}

@@ -153,6 +153,7 @@ def under_torchrun(case: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.soak
 def test_under_torchrun_one_process_names_who_died() -> None:
     done = under_torchrun("one_killed")
     assert done.stderr.count("process 2 of 3 (data parallel) died at step 12: nothing heard of it for 2 s\n") == 1

@@ -92,7 +92,10 @@ def model_of(config: dict[str, Any], rank: int, level: str) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize(("model_type", "rank"), [("llama", 0), ("llama", 4), ("qwen3", 0)])
+@pytest.mark.parametrize(
+    ("model_type", "rank"),
+    [("llama", 4), *(pytest.param(name, 0, marks=pytest.mark.soak) for name in ("llama", "qwen3"))],
+)
 def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(
     tiny_config: Any, model_type: str, rank: int
 ) -> None:

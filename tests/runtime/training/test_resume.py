@@ -118,7 +118,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(killed):
 @pytest.mark.parametrize(
     ("precision", "number", "code", "checkpointing"),
     [
-        ("fp32", signal.SIGTERM, 143, "none"),
+        pytest.param("fp32", signal.SIGTERM, 143, "none", marks=pytest.mark.soak),
         ("bf16", signal.SIGINT, 130, "keep-products:1,full:1"),
         pytest.param("fp64", signal.SIGINT, 130, "none", marks=pytest.mark.soak),
         pytest.param("bf16-pure", signal.SIGTERM, 143, "none", marks=pytest.mark.soak),
@@ -267,7 +267,7 @@ def test_a_finished_run_does_not_go_on_without_a_checkpoint_or_more_steps(made, 
     ("more", "steps", "longer"),
     [
         (("--save-every", 2, "--precision", "bf16"), ("--max-steps", 4), ("--max-steps", 8)),
-        (("--save-every", 3, "--warmup", 2), ("--max-epochs", 2), ()),
+        pytest.param(("--save-every", 3, "--warmup", 2), ("--max-epochs", 2), (), marks=pytest.mark.soak),
     ],
 )
 def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_had_them(made, tmp_path, capsys, more, steps, longer):
@@ -311,7 +311,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_serves(made, stopped, tmp
     assert len(learning(tmp_path / "run")) == 12
 
 
-@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("step", [4, pytest.param(6, marks=pytest.mark.soak)])
 def test_a_full_disk_while_saving_is_reported_and_the_checkpoint_before_serves(
     made, tmp_path, monkeypatch, capsys, step
 ):
