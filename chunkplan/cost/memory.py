@@ -22,7 +22,6 @@ from chunkplan.cost.activations import (
     runs_of,
     working_bytes_per_token,
 )
-from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import (
     KV_GRADIENT_BYTES,
     PAGE_CHUNKS,
@@ -240,14 +239,6 @@ def exchange_bytes(
             (first * at_work + following * coming) * max(layer.cached_width for layer in cost.shape.kinds) / cost.tp
         )
     return max(by_heads, by_pages)
-
-
-def stage_token_bytes(
-    cost: CostModel, pp: int, layers: Sequence[int], chunk_size: int, v_shaped: bool = False
-) -> Float64Array:
-    """The `token_bytes` of each of `pp` stages, [pp, 5]; `layers` and `v_shaped` as in `stage_parameters`."""
-    stages = _stages_of(cost, 1, pp, tuple(layers), chunk_size, v_shaped)
-    return np.array([each.token_bytes for each in stages])
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,7 +11,7 @@ from chunkplan.cost.activations import around_of_stages
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, checkpointing_words, levels_of, shown_levels
 from chunkplan.cost.durations import attention_pairs_of, durations, work_ns
 from chunkplan.cost.held import Held
-from chunkplan.cost.memory import stage_memory, stage_token_bytes
+from chunkplan.cost.memory import held_bytes, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
@@ -91,7 +91,7 @@ def test_a_stage_holds_what_its_own_layers_hold():
 
     def held(checkpointing):
         cost = replace(COST, checkpointing=checkpointing)
-        found = stage_token_bytes(cost, 4, LAYERS, 8192)
+        found = held_bytes(cost, 4, LAYERS, 8192).tokens.copy()
         found[:, 0] -= around_of_stages(cost, LAYERS)
         return found
 
@@ -104,10 +104,10 @@ def test_a_stage_holds_what_its_own_layers_hold():
 def test_what_waits_between_halves_counts_at_its_most():
     """The half for inputs comes to the last layers first: where these held little, it holds more before less."""
     weak_last, strong_last = (
-        stage_token_bytes(CostModel(checkpointing=levels), 1, (28,), 8192)[0, 3]
+        held_bytes(CostModel(checkpointing=levels), 1, (28,), 8192).tokens[0, 3]
         for levels in ("full:4,none:24", "none:24,full:4")
     )
-    full = stage_token_bytes(CostModel(checkpointing="full"), 1, (28,), 8192)[0, 3]
+    full = held_bytes(CostModel(checkpointing="full"), 1, (28,), 8192).tokens[0, 3]
     assert weak_last == 0
     assert strong_last == pytest.approx(full * 4 / 28)
 

@@ -12,7 +12,7 @@ from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import attention_pairs_of, durations
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.host_memory import stage_host_bytes
-from chunkplan.cost.memory import stage_token_bytes
+from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
 
@@ -80,12 +80,12 @@ def test_layers_hold_nothing_and_a_chunk_two_inputs():
 def test_a_token_in_flight_takes_what_lies_around_the_layers():
     """What came from the stage before, positions and rotary embeddings, and the final norm."""
     rotary, norm = 2 * 128 * 2, 3584 * 8 + 4
-    first, *middle, last = stage_token_bytes(OFFLOAD, 4, LAYERS, 8192)[:, 0]
+    first, *middle, last = held_bytes(OFFLOAD, 4, LAYERS, 8192).tokens[:, 0]
     assert (first, last) == (8 + rotary, INPUT + 4 + rotary + norm)
     assert middle == [INPUT + 4 + rotary] * 2
-    with_adapters = stage_token_bytes(replace(OFFLOAD, lora_rank=8), 4, LAYERS, 8192)
+    with_adapters = held_bytes(replace(OFFLOAD, lora_rank=8), 4, LAYERS, 8192).tokens
     assert last - with_adapters[3, 0] == INPUT
-    mixed = stage_token_bytes(CostModel(checkpointing="full:14,offload:14"), 4, LAYERS, 8192)[:, 0]
+    mixed = held_bytes(CostModel(checkpointing="full:14,offload:14"), 4, LAYERS, 8192).tokens[:, 0]
     kept = 7 * INPUT + 4 + rotary  # the first layer of a stage keeps what came
     np.testing.assert_array_equal(mixed, [kept + 4, kept, middle[1], last])
 

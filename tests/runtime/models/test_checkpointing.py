@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
-from chunkplan.cost.memory import stage_token_bytes
+from chunkplan.cost.memory import held_bytes as bytes_of_stages
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
@@ -149,5 +149,5 @@ def test_the_planner_predicts_what_a_stage_holds_of_layers_with_several_levels(t
     sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32, **MODELS[model_type]}
     measured = held(tiny_config(model_type, num_hidden_layers=4, **sizes), torch.bfloat16, 0, mixed)
     shape = shape_of_config(tiny_config(model_type, num_hidden_layers=4, **sizes), "a test")
-    predicted = stage_token_bytes(CostModel(shape=shape, checkpointing=mixed), 1, (4,), 64)[0, 0]
+    predicted = bytes_of_stages(CostModel(shape=shape, checkpointing=mixed), 1, (4,), 64).tokens[0, 0]
     assert measured <= predicted <= 1.1 * measured
