@@ -349,7 +349,7 @@ def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everyt
     assert quadratic is not None
     assert recurrent is not None
     kept = [each.memory.kv + each.memory.kv_gradients for each in (quadratic, recurrent)]
-    assert kept[0] > 4 * kept[1]
+    assert kept[0] > 3.9 * kept[1]  # one layer in four has keys; what a page at work takes is as much for both
     assert [each.cost.sharding for each in (quadratic, recurrent)] == ["weights", "optimizer"]
     again = [
         sum(map(CHECKPOINTINGS.index, each.cost.levels)) / len(each.cost.levels) for each in (quadratic, recurrent)
