@@ -48,6 +48,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_it_trains_with_the_plan_of_the_workspace_on_as_many_processes_as_that_is_for(planned: Path) -> None:
     """What was started is said as torchrun takes it; the command that `build` names is this one."""
     built = run(planned, "build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--global-batch", "8", *MODEL)

@@ -67,6 +67,7 @@ def test_the_front_is_what_nothing_beats_in_time_and_memory(tuning: Tuning) -> N
     assert [choice.step_ns for choice in fitting] == sorted(choice.step_ns for choice in fitting)
 
 
+@pytest.mark.soak
 def test_what_the_runtime_cannot_run_is_marked_and_never_recommended(lengths: Path, tuning: Tuning) -> None:
     assert tuning.recommended is None
     assert {choice.plan_only for choice in tuning.choices} == {"tensor parallelism"}
@@ -252,6 +253,7 @@ def test_baselines_differ_in_what_they_compute(lengths: Path, tuning: Tuning) ->
     assert cut.lost == pytest.approx(np.maximum(whole - cut.largest, 0).sum() / whole.sum(), abs=0.02)
 
 
+@pytest.mark.soak
 def test_context_and_tensor_parallelism_are_baselines_of_their_own_each_on_its_best_layout(lengths: Path) -> None:
     found = tune(lengths, options_with(gpus=4, tp=1, pp=1, chunk_sizes=(4096,), ks=(1,)))
     rows = {row.name.split(" by ")[0]: row for row in found.baselines}

@@ -111,6 +111,7 @@ def test_a_run_with_frozen_weights_goes_on_and_not_with_others(trained, tmp_path
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("weights", marks=pytest.mark.soak)])
 def test_four_processes_with_frozen_weights_train_as_one_does(trained, tmp_path, sharding):
     more = (*FROZEN, "--precision", "fp64", "--save-every", 0, "--max-steps", 3)

@@ -90,6 +90,7 @@ def test_replicas_are_on_several_machines_only_where_each_has_as_many_and_severa
     assert RankLayout(dp=6, pp=2).replicas_by_machine(1, 3) == [[6, 7, 8], [9, 10, 11]]
 
 
+@pytest.mark.soak
 def test_reducing_within_machines_and_then_across_them_gives_the_same_sums_and_always_the_same_bits(
     pool: ProcessPool, made: Any
 ) -> None:

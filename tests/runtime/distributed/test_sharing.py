@@ -147,6 +147,7 @@ def test_pipelines_that_join_ranks_are_exact(pool: ProcessPool, made: Any) -> No
     check(pool, 4, made(EIGHT, dp=8, pp=2, chunk_size=4, k=1), evaluates=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.soak) for way in ("heads", "pages")), "both"])
 def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequences(
     pool: ProcessPool, made: Any, way: str

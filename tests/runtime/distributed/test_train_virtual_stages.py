@@ -39,6 +39,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     return folder
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("plan", "size", "more"),
     [

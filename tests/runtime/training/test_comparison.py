@@ -189,6 +189,7 @@ def test_a_plan_that_does_not_describe_its_times_says_so(made, tmp_path, capsys)
     assert all(row["mfu"] is None for row in lines(tmp_path / "run" / "metrics.jsonl"))
 
 
+@pytest.mark.soak
 def test_what_the_run_says_to_type_leads_to_a_comparison(made, tmp_path, capsys, monkeypatch):
     """The commands as they are printed, but for smaller chunks to measure, and the plan's own options."""
     monkeypatch.chdir(tmp_path)

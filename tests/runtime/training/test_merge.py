@@ -67,6 +67,7 @@ def test_a_merged_model_computes_what_base_and_adapters_do(made, tmp_path):
     assert main(adapt(made, tmp_path / "further", "--lora-rank", 0, model=final)) == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("weights", marks=pytest.mark.soak)])
 def test_four_processes_merge_what_one_does(made, tmp_path, sharding):
     assert main(adapt(made, tmp_path / "one", "--merge-adapters")) == 0

@@ -99,6 +99,7 @@ def killed(request, made, tmp_path_factory):
     return folder, steps, end
 
 
+@pytest.mark.soak
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(killed):
     """Bit for bit: weights, metrics without times, sequences; what was half written is gone. It needs no planner."""
     folder, steps, end = killed
