@@ -31,7 +31,8 @@ class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
     `sharding`: which of optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
-    `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it.
+    `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it; none where
+    what else is in a step decides.
     """
 
     step: int
