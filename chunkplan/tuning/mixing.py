@@ -6,8 +6,8 @@ changes the times, and with these what stages hold: so the outcome is simulated,
 program until it fits.
 
 The stronger a level is, the more the backward of a layer needs at once, and the last one needs room for inputs of
-layers on their way between host and GPU. A stage takes that only where some layers have the level before: so it has a
-program for the first two levels, then one for the first three, and so on.
+layers on their way between host and GPU. A stage that does without a level does without that room: so it has a program
+for the first two levels, one for the first three, and so on, and takes what runs least again.
 """
 
 from __future__ import annotations
@@ -113,10 +113,7 @@ def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory
 
 
 def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Array | None:
-    """How many layers of each kind have each level: with one of `programs`, each of which has more levels to choose.
-
-    The next one is tried only where nothing fits, or some layer has the last level of the one before.
-    """
+    """How many layers of each kind have each level: what runs least again with any of `programs`."""
     best, best_ns = None, np.inf
     for stage in programs:
         num_kinds, num_levels = stage.held.shape[1:]
@@ -124,7 +121,7 @@ def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Arra
         chosen = fewest_ns(counts, stage.held, stage.room, again_ns[:num_levels])
         if chosen is not None and (chosen @ again_ns[:num_levels]).sum() < best_ns:
             best, best_ns = chosen, (chosen @ again_ns[:num_levels]).sum()
-        if best is not None and not best[:, -1].any():
+        if best_ns == 0:
             break
     return best
 
@@ -251,7 +248,7 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
     slowest = 0.0
     for programs in _programs(config, cost, most[None], gpu_memory):
         estimates = (_estimated_ns(stage, again_ns) for stage in programs)
-        slowest = max(slowest, next((each for each in estimates if each < np.inf), np.inf))
+        slowest = max(slowest, min(estimates))
     of_tried = again_ns[CHECKPOINTINGS.index(outcome.cost.levels[0])]
     return outcome.step_ns * float((layer_ns + slowest) / (layer_ns + of_tried))
 
