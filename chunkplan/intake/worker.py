@@ -100,24 +100,34 @@ def _work(connection: Connection, do: Do) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def receive() -> Any:
+        with _ended_with_the_program():
+            return connection.recv()
+
     def send(message: Any) -> None:
-        connection.send(message)
+        with _ended_with_the_program():
+            connection.send(message)
         while connection.poll():
-            do(connection.recv(), send)
+            do(receive(), send)
 
     while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
+        task = receive()
         try:
             message = do(task, send)
-        except BrokenPipeError:  # the program is gone
-            os._exit(1)
         except Exception as error:
             error.add_note(f"in a worker process:\n{traceback.format_exc()}")
             message = _Raised(error)
-        connection.send(message)
+        with _ended_with_the_program():
+            connection.send(message)
+
+
+@contextmanager
+def _ended_with_the_program() -> Iterator[None]:
+    """End this process without a word where the program turns out to be gone in the block."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        os._exit(1)
 
 
 def _end_with_parent() -> None:
