@@ -161,7 +161,11 @@ def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("build", "--chunk-size", "512", "--k", "1"), ("tune", "--chunk-sizes", "512", "--ks", "1")]
+    "command",
+    [
+        ("build", "--chunk-size", "512", "--k", "1"),
+        pytest.param(("tune", "--chunk-sizes", "512", "--ks", "1"), marks=pytest.mark.soak),
+    ],
 )
 def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, command: tuple[str, ...]) -> None:
     """Before anybody rents a GPU for a trainer that refuses them. Of a model nobody names, nothing is known."""

@@ -54,7 +54,8 @@ class ProcessPool:
     def _start(self) -> None:
         # Forked from a process that has imported what all of them need, once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.distributed_cases", "tests.support.training_cases"])
+        cases = ["tests.support.distributed_cases", "tests.support.training_cases"]
+        context.set_forkserver_preload([*cases, "chunkplan.simulation"])
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, theirs), daemon=True)

@@ -124,10 +124,10 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
             (4, "both", ("--stage-layers", "1,2")),
             (4, "split", ("--checkpointing", "keep-products:1,none:1,full:1")),
             (2, "equal", ("--sharding", "weights")),
-            (4, "split", ("--sharding", "gradients")),
         ],
         pytest.param(
             [
+                (4, "split", ("--sharding", "gradients")),
                 (4, "uneven", ()),
                 (4, "four", ()),
                 (2, "four", ("--checkpointing", "full")),
