@@ -85,6 +85,7 @@ def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, optio
             ("--dp", "8", "--cp", "off", "--chunk-size", "8192", "--k", "4"),
             "a smaller --chunk-size or --k, or --checkpointing full; and train with --kv-offload",
             id="both",
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             ("--dp", "8", "--cp", "off", "--chunk-size", "65536", "--checkpointing", "full"),

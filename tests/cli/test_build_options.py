@@ -129,7 +129,7 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--packing", "exact", "--global-batch", "16"),
+        pytest.param(("--packing", "exact", "--global-batch", "16"), marks=pytest.mark.soak),
         ("--schedule", "search", "--pp", "8", "--global-batch", "32"),
         pytest.param(
             ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"), marks=pytest.mark.soak

@@ -59,6 +59,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_a_cluster_gives_the_same_analysis(many: Path, tmp_path: Path, cluster: None) -> None:
     alone = analyze(many, tmp_path / "alone", tokenizer=TOKENIZER, workers=1)
     calls: list[tuple[int, int | None, int]] = []
@@ -77,6 +78,7 @@ def test_a_cluster_gives_the_same_analysis(many: Path, tmp_path: Path, cluster: 
     assert ray.is_initialized()  # what the program is connected to is left alone
 
 
+@pytest.mark.soak
 def test_the_first_bad_record_of_the_input_is_named(many: Path, tmp_path: Path, cluster: None) -> None:
     lines = many.read_text().splitlines()
     lines[700], lines[1200] = '{"text": 5}', "nothing"
@@ -87,6 +89,7 @@ def test_the_first_bad_record_of_the_input_is_named(many: Path, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak
 def test_an_interrupt_leaves_no_task_and_the_next_run_goes_on(many: Path, tmp_path: Path, cluster: None) -> None:
     def interrupt(*done: int | None) -> None:
         raise KeyboardInterrupt

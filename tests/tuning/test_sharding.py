@@ -97,6 +97,7 @@ def test_where_nothing_fits_otherwise_sharded_weights_are_recommended(lengths: P
     assert plan.cost.sharding == "weights" and not plan.config.equal_chunks
 
 
+@pytest.mark.soak
 def test_documents_of_one_sharding_for_all_are_read(lengths: Path, tmp_path: Path) -> None:
     found = tune(lengths, options_with(**FOUR, sharding="gradients"))
     document = json.loads(json.dumps(tuning_document(found)))

@@ -173,6 +173,7 @@ def test_less_memory_means_checkpointing_then_nothing(lengths: Path) -> None:
     assert "--sharding auto" in error.value.hint
 
 
+@pytest.mark.soak
 def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_room(tmp_path: Path) -> None:
     """One K for all would have to be that of the longest; the plan that follows keeps every invariant."""
     tokens = np.concatenate([np.full(1500, 40_000, np.int32), np.full(2, 900_000, np.int32)])
@@ -340,6 +341,7 @@ def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
     return tune(folder / "lengths.npy", options)
 
 
+@pytest.mark.soak
 def test_a_recurrent_model_has_another_plan_than_one_whose_attention_sees_everything(tmp_path: Path) -> None:
     """Two models of 7B, of which the keys of the one fill the memory and not those of the other.
 

@@ -149,6 +149,7 @@ def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, s
     page.close()
 
 
+@pytest.mark.soak
 def test_a_table_that_is_wider_than_the_window_says_so_and_texts_end_with_a_whole_line(
     open_page: Open, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_table_that_is_wider_than_the_window_says_so_and_texts_end_with_a_whol
         page.close()
 
 
+@pytest.mark.soak
 def test_charts_follow_a_change_from_light_to_dark(page: Any) -> None:
     colour = "getComputedStyle(document.querySelector('#steps-chart .xtitle, #steps-chart .ytitle')).fill"
     before = page.evaluate(colour)
@@ -316,6 +318,7 @@ def test_nothing_leaves_the_page_even_if_something_tries(open_page: Open, page_f
     page.close()
 
 
+@pytest.mark.soak
 def test_names_that_are_markup_do_nothing(open_page: Open, plan: Plan, tuning: dict[str, Any], tmp_path: Path) -> None:
     """Shown in the head, in tables, and by charts where the mouse is: as they are."""
     page, trouble = open_page(write_page(hostile_plan(plan), hostile_tuning(tuning), tmp_path))
@@ -361,6 +364,7 @@ def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> 
     return open_page(folder / "page.html", width, charts=("lengths-chart", "steps-chart", "gantt-chart"))[0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("widths", [pytest.param((390,), marks=pytest.mark.soak), (1280, 390, 1280)])
 def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     open_page: Open, tmp_path: Path, widths: tuple[int, ...]
@@ -378,6 +382,7 @@ def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     page.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("num_sequences", "changes"),
     [

@@ -148,7 +148,7 @@ def test_adapters_and_what_saves_memory_are_exact(pool: ProcessPool, made: Any, 
     [
         ({"pp": 2, "k": 3, "schedule": "1f1b"}, {"kv_offload": True, "evaluates": True}),
         ({"pp": 2, "k": 2, "schedule": "zero-bubble"}, {"lora": True}),
-        ({"pp": 2, "k": 2, "schedule": "interleaved"}, {}),
+        pytest.param({"pp": 2, "k": 2, "schedule": "interleaved"}, {}, marks=pytest.mark.soak),
         pytest.param({"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble-v"}, {}, marks=pytest.mark.soak),
     ],
 )
@@ -193,7 +193,7 @@ def test_stages_of_unequal_size_are_exact(pool: ProcessPool, made: Any, stage_la
     check(pool, pp, made(MODELS["gemma2, softcaps and sliding window"], pp=pp), stage_layers=stage_layers)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_plan_of_more_ranks_than_processes_is_exact(pool: ProcessPool, made: Any, pp: int) -> None:
     plan = made(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else "algorithm2")
     for world_size in (4, 2, 1)[: 3 - pp + 1]:
@@ -205,7 +205,7 @@ def test_a_plan_of_more_ranks_than_processes_is_exact(pool: ProcessPool, made: A
     "name, dp, k, how",
     [
         ("llama with biases, tied", 2, 1, []),
-        ("qwen3_moe", 1, 2, []),
+        pytest.param("qwen3_moe", 1, 2, [], marks=pytest.mark.soak),
         ("gemma3_text", 1, 1, ["lora", "kv_offload", "checkpointing"]),
         pytest.param("qwen3_moe", 2, 1, ["checkpointing"], marks=pytest.mark.soak),
         pytest.param("deepseek_v3, latents", 2, 2, ["kv_offload"], marks=pytest.mark.soak),
@@ -258,8 +258,10 @@ def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool: ProcessPool, ma
     "dp, schedule",
     [
         (2, "1f1b"),
-        (2, "zero-bubble"),
-        *(pytest.param(1, each, marks=pytest.mark.soak) for each in ("1f1b", "zero-bubble")),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in ((2, "zero-bubble"), (1, "1f1b"), (1, "zero-bubble"))
+        ),
     ],
 )
 def test_gradients_of_bfloat16_are_summed_in_float32(pool: ProcessPool, made: Any, dp: int, schedule: str) -> None:

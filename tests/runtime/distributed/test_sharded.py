@@ -36,10 +36,10 @@ def pool() -> Iterator[ProcessPool]:
     [
         (2, {"dp": 2, "k": 3}, {"evaluates": True}),
         (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "1f1b"}, {"evaluates": True}),
-        (4, {"dp": 2, "pp": 2, "schedule": "zero-bubble-v"}, {}),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
+                (4, {"dp": 2, "pp": 2, "schedule": "zero-bubble-v"}, {}),
                 (2, {"dp": 2, "k": 2, "lengths": [41], "global_batch": 1}, {"evaluates": True, "steps": (0,)}),
                 (2, {"dp": 4, "k": 2}, {"lora": True, "checkpointing": True}),
                 (4, {"dp": 4, "k": 1}, {"checkpointing": True}),

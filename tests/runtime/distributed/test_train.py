@@ -171,6 +171,7 @@ def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(ma
     same_run(tmp_path / "one", tmp_path / "four")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("more", "changes"),
     [
@@ -278,6 +279,7 @@ def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
     same_run(tmp_path / "one", tmp_path / "both")
 
 
+@pytest.mark.soak
 def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, pool):
     mine = options(made, tmp_path / "run", plan="both")
     other = options(made, tmp_path / "run", plan="search")

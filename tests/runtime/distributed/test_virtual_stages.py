@@ -33,9 +33,9 @@ def pool() -> Iterator[ProcessPool]:
     [
         (1, 1, 2, MODELS[TIED], ["evaluates", "kv_offload"]),
         (2, 2, 2, MODELS[TIED], ["evaluates"]),
-        (1, 2, 3, {"model_type": "qwen2", "num_hidden_layers": 7}, []),
+        pytest.param(1, 2, 3, {"model_type": "qwen2", "num_hidden_layers": 7}, [], marks=pytest.mark.soak),
         (1, 1, 2, MODELS["gemma3_text"], ["lora", "checkpointing"]),
-        (1, 1, 2, RECURRENT, ["checkpointing"]),
+        pytest.param(1, 1, 2, RECURRENT, ["checkpointing"], marks=pytest.mark.soak),
         pytest.param(2, 1, 2, RECURRENT, ["evaluates"], marks=pytest.mark.soak),
         pytest.param(2, 2, 2, MODELS["deepseek_v3, latents"], ["kv_offload", "evaluates"], marks=pytest.mark.soak),
         pytest.param(2, 2, 2, MODELS["qwen3_moe"], ["lora", "kv_offload", "checkpointing"], marks=pytest.mark.soak),
@@ -99,6 +99,7 @@ def test_model_stages_of_unequal_size_are_exact_and_so_are_ranks_without_work(
     assert sorted(chunks[:2]) == [[1], [6]]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("scope, dp", [("batch", 1), pytest.param("sequence", 2, marks=pytest.mark.soak)])
 def test_the_load_balancing_loss_is_that_of_whole_sequences_on_virtual_stages(
     pool: ProcessPool, made: Any, scope: str, dp: int

@@ -45,6 +45,7 @@ def at(rank: int, action: str) -> str:
     return rf"step 0, rank {rank}, in the {action} of chunk \d"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("action", ["forward", "backward"])
 def test_who_dies_among_those_that_share_heads_is_named_with_what_the_other_waits_for(
     outcomes: Outcomes, action: str
@@ -59,6 +60,7 @@ def test_who_dies_among_those_that_share_heads_is_named_with_what_the_other_wait
     assert re.fullmatch(expected, outcomes.printed(f"heads-{action}-kill"))
 
 
+@pytest.mark.soak
 def test_who_dies_among_those_that_share_pages_is_named_with_all_that_wait_for_it(outcomes: Outcomes) -> None:
     assert outcomes.codes("pages-forward-kill") == [1, 1, -9]
     assert re.search(
@@ -69,6 +71,7 @@ def test_who_dies_among_those_that_share_pages_is_named_with_all_that_wait_for_i
     )
 
 
+@pytest.mark.soak
 def test_the_process_with_the_store_is_named_with_the_gradients_that_another_waits_for(outcomes: Outcomes) -> None:
     assert outcomes.codes("sums-backward-kill") == [-9, 1, 1]
     assert re.search(
@@ -79,6 +82,7 @@ def test_the_process_with_the_store_is_named_with_the_gradients_that_another_wai
     )
 
 
+@pytest.mark.soak
 def test_who_is_suspended_is_named_with_what_the_others_wait_for(outcomes: Outcomes) -> None:
     assert outcomes.codes("pages-forward-stop") == [1] * 3
     error, hint = outcomes.printed("pages-forward-stop").splitlines()
@@ -91,6 +95,7 @@ def test_who_is_suspended_is_named_with_what_the_others_wait_for(outcomes: Outco
     assert re.fullmatch(END_IT + re.escape(RESUME), f"{hint}\n")
 
 
+@pytest.mark.soak
 def test_who_is_late_is_waited_for_with_a_warning_that_names_it(outcomes: Outcomes) -> None:
     """It says itself that it waits for nobody."""
     assert outcomes.codes("heads-forward-sleep") == [0, 0]

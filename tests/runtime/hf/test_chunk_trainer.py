@@ -138,7 +138,10 @@ def test_adapters_of_peft_have_the_gradients_of_whole_sequences(
     "learning",
     [
         {"optim": "sgd", "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "linear", "adam_epsilon": 1e-4},
+        pytest.param(
+            {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "linear", "adam_epsilon": 1e-4},
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["sgd", "adamw"],
 )

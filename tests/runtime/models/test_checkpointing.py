@@ -86,7 +86,9 @@ def test_levels_of_other_layers_than_the_model_has_are_refused(tiny_config):
         model.set_checkpointing("full:1,none:3")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", *(pytest.param(each, marks=pytest.mark.soak) for each in ("qwen3_moe", "deepseek_v3"))]
+)
 def test_keys_and_values_are_written_once_where_attention_is_held(
     tiny_config, handmade_plan, random_sequences, model_type, monkeypatch
 ):

@@ -151,7 +151,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(each, marks=() if each in ("llama", "lfm2") else pytest.mark.soak) for each in MODELS],
+    [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.soak) for each in MODELS],
 )
 @given(case=CASES)
 @settings(max_examples=8)

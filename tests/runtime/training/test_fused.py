@@ -67,6 +67,7 @@ def test_evaluation_and_adapters_are_those_without_fused_kernels(made, tmp_path,
     assert found == pytest.approx(expected, rel=1e-2 if "bf16" in more else 1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["weights", pytest.param("gradients", marks=pytest.mark.soak)])
 def test_processes_that_share_weights_train_as_one_without_fused_kernels(made, tmp_path, sharding):
     assert main(options(made, tmp_path / "one", *FUSED, "--fused-kernels", "none", plan="two")) == 0

@@ -64,7 +64,7 @@ def test_each_learns_and_a_stopped_run_goes_on_bit_for_bit(made, tmp_path, monke
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-8bit", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", pytest.param("sgd", marks=pytest.mark.soak)])
 def test_processes_that_share_states_learn_what_one_does_and_others_read_their_checkpoints(made, tmp_path, optimizer):
     need(optimizer)
     more = ("--device", "cpu", "--optimizer", optimizer, "--save-every", 2, "--keep-last", 9)

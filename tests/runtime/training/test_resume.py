@@ -166,6 +166,7 @@ def test_what_a_killed_run_left_behind_is_removed_whichever_machine_it_was_on(ma
     assert [path.name for path in hidden_files(run)] == [".notes.tmp-1"], "only what is a run's own"
 
 
+@pytest.mark.soak
 def test_evaluations_are_cut_back_with_the_metrics(made, tmp_path, monkeypatch):
     more = ("--save-every", 2, "--eval-every", 1)
     assert main(options(made, tmp_path / "whole", *more, plan="held")) == 0
