@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -299,3 +300,9 @@ def _algorithm_2(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
             actions += [] if part["keeps_activations"] else [("recompute", part["chunk_id"])]
             actions.append(("backward", part["chunk_id"]))
     return actions
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and is much: collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()

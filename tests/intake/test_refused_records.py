@@ -143,7 +143,7 @@ def test_media_in_a_message_are_refused_by_name() -> None:
 
 def test_a_call_nested_too_deeply_to_be_written_is_rejected() -> None:
     value: Any = []
-    for _ in range(5000):
+    for _ in range(100_000):
         value = [value]
     with pytest.raises(RecordError) as caught:
         parse_as("conversations", {"conversations": [{"from": "function_call", "value": value}]})
