@@ -55,13 +55,17 @@ def held_states(cost: CostModel, dp: int, layers: Layers, weights: StageWeights,
     beside = max(0.0, gathered - in_backward - at_work * GRADIENT_BYTES)
     held = whole + (own_bytes / dp if dp > 1 and cost.shares("optimizer") else 0) + beside
     unpacked = max(_largest_matrix(layer) for layer, _ in layers) * cost.shape.hidden_size * num_bytes / tp
-    moments = moment_bytes(cost.optimizer, cost.shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
     return States(
         weights=held + (unpacked if cost.load_in_4bit else 0),
         gradients=gradients * GRADIENT_BYTES,
         at_end=_bytes_at_end(cost, dp, layers, weights),
-        optimizer=trained * moments / (dp if cost.shares("optimizer") else 1),
+        optimizer=trained * optimizer_bytes(cost) / (dp if cost.shares("optimizer") else 1),
     )
+
+
+def optimizer_bytes(cost: CostModel) -> float:
+    """What an optimizer keeps of a weight that is trained: its moments, and in bf16 the weight in float32."""
+    return moment_bytes(cost.optimizer, cost.shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
 
 
 def product_gradient_bytes(cost: CostModel, dp: int, layers: Layers) -> float:

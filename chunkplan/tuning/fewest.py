@@ -13,8 +13,8 @@ from chunkplan.tuning.sampling import Sample
 #: The smallest ChunkSize that is asked; smaller ones spare next to no memory.
 _CHUNK_SIZE = 2048
 
-#: More than this many are not looked at.
-_MOST_GPUS = 64
+#: How many are looked at.
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def fewest_gpus(sample: Sample, options: TuneOptions, progress: Progress, *, above: int = 0) -> int | None:
@@ -22,8 +22,7 @@ def fewest_gpus(sample: Sample, options: TuneOptions, progress: Progress, *, abo
 
     `sample` has the longest sequences, by which memory goes.
     """
-    counts = (1 << power for power in range(_MOST_GPUS.bit_length()))
-    return next((count for count in counts if count > above and _fits(sample, options, count, progress)), None)
+    return next((count for count in COUNTS if count > above and _fits(sample, options, count, progress)), None)
 
 
 def _fits(sample: Sample, options: TuneOptions, gpus: int, progress: Progress) -> bool:

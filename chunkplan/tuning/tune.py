@@ -15,6 +15,7 @@ from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.states import optimizer_bytes
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
@@ -243,21 +244,23 @@ def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
 
 
 def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) -> UsageError:
-    memory, layout = smallest.memory, smallest.layout
+    memory, layout, shape = smallest.memory, smallest.layout, smallest.cost.shape
     states = memory.weights + memory.gradients + memory.optimizer
     how = [f"ChunkSize {smallest.config.chunk_size:,}", f"K {smallest.config.k}"]
     how += checkpointing_words(smallest.cost.checkpointing, "full checkpointing")
     how += ["KV offload"] if smallest.cost.kv_offload else []
     how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
     everything = options.sharding in ("auto", "weights")
+    in_8_bits = optimizer_bytes(replace(smallest.cost, optimizer="adamw-8bit")) / optimizer_bytes(smallest.cost)
+    fits_in_8_bits = memory.total - memory.optimizer * (1 - in_8_bits) <= options.gpu_memory
     return UsageError(
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
         hint=("more GPUs (--gpus, --dp, --pp)" if enough is None else f"more GPUs (--gpus {enough} is enough)")
         + ("" if everything else ", --sharding auto")
-        + ("" if options.lora_rank or options.optimizer != "adamw" else ", --optimizer adamw-8bit")
+        + (", --optimizer adamw-8bit" if fits_in_8_bits and not options.lora_rank else "")
         + ("" if options.lora_rank else ", adapters (--lora-rank)")
-        + ("" if options.load_in_4bit or not options.lora_rank else ", --load-in-4bit")
+        + ("" if options.load_in_4bit or not options.lora_rank or shape.has_experts else ", --load-in-4bit")
         + ", or more memory",
     )

@@ -232,9 +232,12 @@ def _longest_words(tuning: Tuning) -> str:
 
 
 def _fewest_words(tuning: Tuning) -> str:
+    from chunkplan.tuning.fewest import COUNTS
+
     used = tuning.best.layout.gpus
     if tuning.fewest_gpus == used:
-        return f"these {used}: fewer (1, 2, 4 and so on) are not enough" if used > 1 else "this one"
+        fewer = [str(count) for count in COUNTS if count < used]
+        return f"these {used}: {', '.join(fewer)} would not be enough" if fewer else "this one"
     return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
 
 

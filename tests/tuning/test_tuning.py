@@ -222,6 +222,11 @@ def test_adapters_fit_where_all_weights_do_not(lengths: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing fits 80\.0 GiB") as raised:
         tune(lengths, options_with(**one))
     assert "adapters (--lora-rank)" in str(raised.value.hint)
+    assert "adamw-8bit" not in str(raised.value.hint), "the states of a 7B alone take 85 GiB with it"
+    with pytest.raises(UsageError) as raised:
+        tune(lengths, options_with(**one, gpu_memory=100 * GIB))
+    assert ", --optimizer adamw-8bit" in str(raised.value.hint)
+    assert tune(lengths, options_with(**one, gpu_memory=100 * GIB, optimizer="adamw-8bit")).recommended is not None
     found = tune(lengths, options_with(**one, lora_rank=16))
     assert found.recommended is not None and found.recommended.cost.lora_rank == 16
     with pytest.raises(UsageError, match=r"nothing fits 16\.0 GiB") as raised:

@@ -23,9 +23,10 @@ EXPERTS_PER_TOKEN = (
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def has_experts(config: Any) -> bool:
-    """Whether a model of this config sends tokens to experts."""
-    return all(any(getattr(config, name, None) for name in names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
+def has_experts(model: nn.Module, config: Any) -> bool:
+    """Whether layers of a model of this config may have experts: the config names some, or weights are called so."""
+    named = all(any(getattr(config, name, None) for name in names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
+    return named or any(".experts." in name for name, _ in model.named_parameters())
 
 
 def share_of_tokens(config: Any, name: str, weight: nn.Parameter, module: nn.Module) -> float:

@@ -18,6 +18,9 @@ from chunkplan_runtime.models.quantized import is_quantized
 #: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
 ALL_LINEAR = "all-linear"
 
+#: How layers are named.
+_NAMES = "name layers of the model, such as q_proj; those of experts all together, such as gate_proj,up_proj,down_proj"
+
 #: Parts of the names of what is no attention, nor in its place.
 _OF_MLPS = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|gate$")
 
@@ -50,6 +53,11 @@ class LoraOptions:
             raise _is("dropout", self.dropout, "a number from 0 to below 1", "0.05")
         if not self.targets:
             raise UsageError("no layers for the adapters are named", hint=f"give {ALL_LINEAR}, or names such as q_proj")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise UsageError(
+                f"adapters of {','.join(self.targets)}: {ALL_LINEAR} stands for all layers that get one",
+                hint=f"give {ALL_LINEAR} alone, or names alone, such as q_proj,lm_head",
+            )
 
 
 def _is(name: str, value: float, expected: str, example: str) -> UsageError:
@@ -76,7 +84,7 @@ def _targets(model: CausalLM, targets: tuple[str, ...]) -> str | list[str]:
     adapters add, and keep that for the backward: as many bytes for each chunk as the experts have. It goes by the last
     part of a name, so MLPs beside experts and in their place are left out with them.
     """
-    if targets != (ALL_LINEAR,) or not has_experts(model.config):
+    if targets != (ALL_LINEAR,) or not has_experts(model.model, model.config):
         return ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets)
     head = model.model.get_output_embeddings()
     linear = {
@@ -90,8 +98,11 @@ def _last_parts(names: set[str]) -> set[str]:
     return {name.rpartition(".")[2] for name in names}
 
 
-def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
+def add_lora(model: CausalLM, options: LoraOptions, whole: CausalLM | None = None) -> CausalLM:
     """The model with adapters, in the dtype of its weights, which are frozen; of quantized ones in that of the others.
+
+    Args:
+        whole: the model that `model` is a part of, still without adapters.
 
     Raises:
         UsageError: peft is not installed, or no layer has one of the names.
@@ -105,21 +116,41 @@ def add_lora(model: CausalLM, options: LoraOptions) -> CausalLM:
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
         lora_dropout=options.dropout,
-        target_modules=_targets(model, options.targets),
-        exclude_modules=_not_linear(model) if options.targets == (ALL_LINEAR,) else None,
+        target_modules=_targets(whole or model, options.targets),
+        exclude_modules=_not_linear(whole or model) if options.targets == (ALL_LINEAR,) else None,
     )
     torch.manual_seed(options.seed)
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's, about transformers' names
             adapted = get_peft_model(model.model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        raise UsageError(
-            f"no adapters for this model: {error}", hint="name layers of the model, such as q_proj"
-        ) from error
+        raise UsageError(f"no adapters for this model: {' '.join(str(error).split())}", hint=_NAMES) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     return replace(model, model=adapted)
+
+
+def without_adapters(model: CausalLM, targets: tuple[str, ...]) -> str | None:
+    """What to say of layers that `targets` name and that have no adapter in `model`, which has some.
+
+    Where the layers of experts have such names, peft takes these for the experts alone.
+
+    Raises:
+        UsageError: no layer has one of the names.
+    """
+    if targets == (ALL_LINEAR,):
+        return None
+    modules = dict(model.model.base_model.model.named_modules())
+    named = {name: [path for path in modules if f".{path}".endswith(f".{name}")] for name in targets}
+    of_layers = model.model.peft_config["default"].target_modules
+    if unknown := [name for name in targets if name in of_layers and not named[name]]:
+        raise UsageError(f"no adapters for this model: no layer of it is named {', '.join(unknown)}", hint=_NAMES)
+    without = [path for paths in named.values() for path in paths if type(modules[path]) is torch.nn.Linear]
+    if not without:
+        return None
+    more = f" and {len(without) - 1:,} more layers" if len(without) > 1 else ""
+    return f"no adapters for {without[0]}{more}: peft takes these names for the experts alone"
 
 
 @torch.no_grad()

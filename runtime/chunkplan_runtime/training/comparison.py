@@ -153,16 +153,11 @@ def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
     here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
     names = ",".join(config.lora_targets)
     if config.lora_rank and config.lora_targets != options_of(TrainConfig)["lora_targets"].default:
-        return [_Difference(f"{planned} of all layers" if cost.lora_rank else planned, f"{here} of {names}", "")]
+        return [_Difference(f"{planned} of all-linear" if cost.lora_rank else planned, f"{here} of {names}", "")]
     if planned == here:
         return []
     options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
-    return [_Difference(planned, here, "" if _has_experts(cost.shape) and config.lora_rank else options)]
-
-
-def _has_experts(shape: ModelShape) -> bool:
-    """Whether the cost model knows nothing of adapters of such a model."""
-    return any(layer.experts_per_token for layer in shape.kinds)
+    return [_Difference(planned, here, options)]
 
 
 def _what_helps(differences: list[_Difference], config: TrainConfig) -> list[str]:

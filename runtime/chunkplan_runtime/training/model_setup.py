@@ -23,7 +23,7 @@ from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.fused import Fused, fuse
 from chunkplan_runtime.models.hollow import hollow, hollow_model
-from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters
+from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.quantized import in_4bit
 from chunkplan_runtime.training.config import TrainConfig
@@ -99,16 +99,19 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         model = _whole_model(config, model_config)
         model = replace(model, model=model.model.to(config.device))
         fused = _fuse(config, model)
+        note = None
         if config.lora_rank:
             model = add_lora(model, _lora(config))
+            note = without_adapters(model, config.lora_targets)
         _freeze(config, model, model)
         model.set_checkpointing(config.checkpointing or "none")
-        return Built(model, model, fused=fused)
+        return Built(model, model, note=note, fused=fused)
     own, identity, note = _own_part(config, model_config, plan, job)
     fused = _fuse(config, own)
     whole = _hollow_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
-        own, whole = (add_lora(each, _lora(config)) for each in (own, whole))
+        own, whole = (add_lora(each, _lora(config), whole) for each in (own, whole))
+        note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
         take_adapters(own, whole)
     _freeze(config, whole, own, whole)
     own.set_checkpointing(config.checkpointing or "none")

@@ -16,7 +16,7 @@ from chunkplan.extras import pip_install
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.lora import LoraOptions, add_lora, without_adapters
 from chunkplan_runtime.models.model import load_model, new_model
 from chunkplan_runtime.models.quantized import in_4bit, num_weights
 from chunkplan_runtime.parity import compare_plan
@@ -181,6 +181,33 @@ def test_the_planner_counts_the_adapters_that_the_trainer_makes(tiny_config, cha
     assert cost.shape.total(cost.adapters.trained_parameters) == pytest.approx(made, rel=tolerance, abs=0)
 
 
+def test_experts_of_a_config_that_names_them_elsewhere_get_no_adapters():
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64}
+    experts = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    attention = {"kv_n_heads": 2, "rope_theta": 1e4}
+    config = AutoConfig.for_model("dbrx", **sizes, attn_config=attention, ffn_config=experts)
+    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4))
+    adapted = [name for name, weight in model.model.named_parameters() if weight.requires_grad]
+    assert adapted and all(".attn." in name for name in adapted)
+
+
+def test_layers_that_are_named_and_get_no_adapter_are_said(tiny_config):
+    """In a model with experts peft takes the names of their projections for these alone."""
+    config = AutoConfig.for_model(**tiny_config("qwen3_moe", **EXPERTS, mlp_only_layers=[0]))
+
+    def said(*targets):
+        model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4, targets=targets))
+        return without_adapters(model, targets)
+
+    assert said("all-linear") is None and said("q_proj", "lm_head") is None
+    names = ("gate_proj", "up_proj", "down_proj")
+    expected = "no adapters for model.layers.0.mlp.gate_proj and 2 more layers: peft takes these names for the experts"
+    assert said(*names).startswith(expected)
+    with pytest.raises(UsageError, match="no layer of it is named no_such, q_pro\n") as raised:
+        said("q_proj", "no_such", "q_pro", *names)
+    assert "gate_proj,up_proj,down_proj" in raised.value.hint
+
+
 def test_running_a_step_leaves_the_random_numbers_of_others_alone(adapted, handmade_plan, random_sequences):
     plan = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}])
     model = adapted(dropout=0.3)
@@ -198,6 +225,7 @@ def test_running_a_step_leaves_the_random_numbers_of_others_alone(adapted, handm
         ({"rank": 1, "alpha": 0}, "alpha of the adapters is 0, expected a number above 0"),
         ({"rank": 1, "alpha": 1, "dropout": 1.0}, "dropout of the adapters is 1.0, expected a number from 0"),
         ({"rank": 1, "alpha": 1, "targets": ()}, "no layers"),
+        ({"rank": 1, "alpha": 1, "targets": ("all-linear", "lm_head")}, "all-linear stands for all layers that get"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

@@ -133,7 +133,7 @@ ADAPTERS = {
     "unplanned": (0, ("--lora-rank", 2), ALL, RANK_2, "--lora-rank 2"),
     "another": (4, ("--lora-rank", 2), "adapters of rank 4", RANK_2, "--lora-rank 2"),
     "none": (2, ("--lora-rank", 0), RANK_2, ALL, "--lora-rank 0"),
-    "some layers": (2, ("--lora-targets", "q_proj"), f"{RANK_2} of all layers", f"{RANK_2} of q_proj", ""),
+    "some layers": (2, ("--lora-targets", "q_proj"), f"{RANK_2} of all-linear", f"{RANK_2} of q_proj", ""),
     "as planned": (2, (), "", "", ""),
 }
 
