@@ -251,15 +251,17 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
     how += ["KV offload"] if smallest.cost.kv_offload else []
     how += [ZERO[smallest.cost.sharding]] if layout.dp > 1 else []
     everything = options.sharding in ("auto", "weights")
-    in_8_bits = optimizer_bytes(replace(smallest.cost, optimizer="adamw-8bit")) / optimizer_bytes(smallest.cost)
-    fits_in_8_bits = memory.total - memory.optimizer * (1 - in_8_bits) <= options.gpu_memory
+    fits_in_8_bits = False
+    if options.optimizer == "adamw" and not options.lora_rank:
+        share = optimizer_bytes(replace(smallest.cost, optimizer="adamw-8bit")) / optimizer_bytes(smallest.cost)
+        fits_in_8_bits = memory.total - memory.optimizer * (1 - share) <= options.gpu_memory
     return UsageError(
         f"nothing fits {options.gpu_memory / 2**30:.1f} GiB a GPU with dp {layout.dp}, tp {layout.tp}, pp {layout.pp}: "
         f"the least is {memory.total / 2**30:.1f} GiB ({', '.join(how)}), of which weights, gradients and optimizer "
         f"take {states / 2**30:.1f} GiB",
         hint=("more GPUs (--gpus, --dp, --pp)" if enough is None else f"more GPUs (--gpus {enough} is enough)")
         + ("" if everything else ", --sharding auto")
-        + (", --optimizer adamw-8bit" if fits_in_8_bits and not options.lora_rank else "")
+        + (", --optimizer adamw-8bit" if fits_in_8_bits else "")
         + ("" if options.lora_rank else ", adapters (--lora-rank)")
         + ("" if options.load_in_4bit or not options.lora_rank or shape.has_experts else ", --load-in-4bit")
         + ", or more memory",

@@ -95,7 +95,7 @@ def test_predictions_follow_from_the_costs_of_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.soak)])
-@settings(max_examples=4)
+@settings(max_examples=6)
 @given(lengths=st.lists(st.integers(1, 130), min_size=1, max_size=12), k=st.integers(1, 3))
 def test_searched_plans_keep_every_invariant_and_their_memory(lengths: list[int], pp: int, k: int) -> None:
     """With the least memory that K allows, and with none to spare: no slower than the template where that fits."""

@@ -227,6 +227,10 @@ def test_adapters_fit_where_all_weights_do_not(lengths: Path) -> None:
         tune(lengths, options_with(**one, gpu_memory=100 * GIB))
     assert ", --optimizer adamw-8bit" in str(raised.value.hint)
     assert tune(lengths, options_with(**one, gpu_memory=100 * GIB, optimizer="adamw-8bit")).recommended is not None
+    for optimizer, precision in (("sgd", "fp32"), ("adafactor", "bf16")):  # some keep nothing of a weight
+        with pytest.raises(UsageError) as raised:
+            tune(lengths, options_with(**one, gpu_memory=8 * GIB, optimizer=optimizer, precision=precision))
+        assert "adamw-8bit" not in str(raised.value.hint)
     found = tune(lengths, options_with(**one, lora_rank=16))
     assert found.recommended is not None and found.recommended.cost.lora_rank == 16
     with pytest.raises(UsageError, match=r"nothing fits 16\.0 GiB") as raised:

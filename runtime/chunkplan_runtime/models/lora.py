@@ -18,7 +18,7 @@ from chunkplan_runtime.models.quantized import is_quantized
 #: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
 ALL_LINEAR = "all-linear"
 
-#: How layers are named.
+#: What helps where a name is of no layer, or peft does not take it.
 _NAMES = "name layers of the model, such as q_proj; those of experts all together, such as gate_proj,up_proj,down_proj"
 
 #: Parts of the names of what is no attention, nor in its place.

@@ -151,9 +151,10 @@ def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
     if config.freeze or config.train_only:
         return [_Difference(planned, "some weights frozen", "")]
     here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
-    names = ",".join(config.lora_targets)
-    if config.lora_rank and config.lora_targets != options_of(TrainConfig)["lora_targets"].default:
-        return [_Difference(f"{planned} of all-linear" if cost.lora_rank else planned, f"{here} of {names}", "")]
+    default = options_of(TrainConfig)["lora_targets"].default
+    if config.lora_rank and config.lora_targets != default:
+        of_plan, of_run = (f" of {','.join(names)}" for names in (default, config.lora_targets))
+        return [_Difference(planned + (of_plan if cost.lora_rank else ""), here + of_run, "")]
     if planned == here:
         return []
     options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
