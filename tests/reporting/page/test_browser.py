@@ -365,7 +365,7 @@ def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("widths", [pytest.param((390,), marks=pytest.mark.soak), (1280, 390, 1280)])
+@pytest.mark.parametrize("widths", [(390,), (1280, 390, 1280)])
 def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     open_page: Open, tmp_path: Path, widths: tuple[int, ...]
 ) -> None:
@@ -387,7 +387,7 @@ def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
     ("num_sequences", "changes"),
     [
         (1, {"dp": 1, "pp": 1}),
-        pytest.param(900, {"chunk_size": 8192, "pp": 1, "global_batch": 450}, marks=pytest.mark.soak),
+        (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450}),
     ],
 )
 def test_no_two_ticks_of_an_axis_say_the_same(

@@ -176,10 +176,9 @@ def test_a_run_reduces_in_last_backwards_within_machines_and_then_across_them(ma
     ("more", "changes"),
     [
         ((), {}),
-        *(
-            pytest.param(*each, marks=pytest.mark.soak)
-            for each in (((), {"pp": 2}), (("--sharding", "weights"), {"pp": 2}), (("--sharding", "gradients"), {}))
-        ),
+        ((), {"pp": 2}),
+        (("--sharding", "weights"), {"pp": 2}),
+        (("--sharding", "gradients"), {}),
     ],
 )
 def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(

@@ -68,7 +68,7 @@ def test_evaluation_and_adapters_are_those_without_fused_kernels(made, tmp_path,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sharding", ["weights", pytest.param("gradients", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("sharding", ["weights", "gradients"])
 def test_processes_that_share_weights_train_as_one_without_fused_kernels(made, tmp_path, sharding):
     assert main(options(made, tmp_path / "one", *FUSED, "--fused-kernels", "none", plan="two")) == 0
     arguments = options(made, tmp_path / "two", *FUSED, "--sharding", sharding, "--device", "cpu", plan="two")
