@@ -1,23 +1,28 @@
 """Where no schema fits: the keys to name so that one reads the records, from those that they have.
 
-Keys are only suggested if most of the records can be read with them.
+Keys are only suggested if most of the records can be read with them, and nothing of their content is left unread.
+Where there are none, the words say what to write, and name all that holds content.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import permutations
 from typing import Any
 
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import messages_in, shortened
-from chunkplan.intake.schemas.message_list import exchange_of
+from chunkplan.intake.schemas.content import holds_content, keys_of_content, words_of
+from chunkplan.intake.schemas.fields import messages_in, quoted, shortened
+from chunkplan.intake.schemas.flags import CHOOSE, Flag, column_flags, spaced
+from chunkplan.intake.schemas.layout import RecordLayout
+from chunkplan.intake.schemas.message_list import exchange_of, parse_messages
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
 from chunkplan.intake.schemas.roles import ROLES
+from chunkplan.intake.schemas.unread import count_unread
 from chunkplan.quantities import counted
 
 #: Words in the names of keys, and what has such names.
@@ -32,7 +37,7 @@ _ANSWERS = {
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
 _INSTRUCTIONS, _INPUTS = {"instruction"}, {"input", "context"}
 _CONTEXT, _RESPONSE, _SOURCE, _TARGET = {"context"}, {"response"}, {"source"}, {"target"}
-_TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
+_TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system", "sys"}
 
 #: A text that goes on, with nothing between, has one of the first in its names, and none of the others: these are of
 #: somebody who asks and somebody who answers, each of which a chat template marks.
@@ -71,9 +76,7 @@ _LONGEST = 100
 _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("messages", {"messages": "messages"}),
     ("conversations", {"conversations": "messages"}),
-    ("instruction", {"system": "system", "instruction": "instruction", "input": "input", "output": "answer"}),
     ("instruction", {"instruction": "instruction", "input": "input", "output": "answer"}),
-    ("question+answer", {"system": "system", "question": "ask", "answer": "answer"}),
     ("prompt+completion", {"prompt": "begin", "completion": "answer"}),
     ("question+answer", {"question": "ask", "answer": "answer"}),
     ("instruction", {"instruction": "ask", "output": "answer"}),
@@ -85,6 +88,19 @@ _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("length", {"length": "length"}),
 )
 
+#: What a record that has all of its content where it is read looks like.
+_SHAPES = (
+    '{"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", '
+    '"content": TEXT}]}, with all of them in it'
+)
+
+#: How the user may say how records are laid out, and where all schemas are.
+SAY = ("say which with ", Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
+_LIST = "; `chunkplan analyze --help` lists the schemas"
+
+#: What may stand beside, in a schema that takes it.
+_BESIDE = ("system", "history")
+
 
 def suggest(
     records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]
@@ -95,16 +111,17 @@ def suggest(
     """
     found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
-    said = {*_words(ask or ""), *_words(answer or "")}
+    said = {*words_of(ask or ""), *words_of(answer or "")}
     found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
-    if any(_ASKS.intersection(_words(key)) for record in records for key in record):
+    if any(_ASKS.intersection(words_of(key)) for record in records for key in record):
         found["context"] = found["source"] = None  # something else is asked
-    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(_words(found["text"] or ""))):
+    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(words_of(found["text"] or ""))):
         found["text"] = None  # it may be half of what is trained
     for name, needs in _NEEDS:
         columns = {**named, **{role: named.get(role) or found[kind] for role, kind in needs.items()}}
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
-            keys = {role: key for role, key in columns.items() if key is not None}
+            beside = {role: found[role] for role in _BESIDE if found[role] and role in SCHEMAS[name].optional}
+            keys = {role: key for role, key in {**beside, **columns}.items() if key is not None}
             if len({*keys.values()}) == len(keys) and _can_be_read(records, name, keys):
                 return name, keys
     return None
@@ -115,30 +132,60 @@ def are_messages_each(records: Sequence[JsonObject]) -> bool:
     return all("role" in record and "content" in record for record in records)
 
 
-def what_else(records: Sequence[JsonObject]) -> str | None:
-    """What to do with records that no keys would make records of any schema, where it is seen."""
+def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[str]:
+    """The keys with content that are not read of `records`, which can be."""
+    unread = count_unread(layout, records)
+    content = {*keys_of_content(records)}
+    return [key for key in unread if key in content or not any(key in record for record in records)]  # of messages
+
+
+def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> list[str | Flag]:
+    """What to do with records that no keys are suggested for, as parts of a hint that names all that holds content."""
     if are_messages_each(records):
-        return "a record is one message: write all messages of a conversation as one record with `messages`"
-    lists = {key: value for key, value in records[0].items() if _is_plain(key) and _are_objects(value)}
-    for key, value in lists.items():
-        texts = {name: text for name, text in value[0].items() if type(text) is str}
-        said = next((name for name in _SAID if name in texts), None)
-        speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
-        if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
-            return (
-                f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
-                "name these keys `role` and `content`, and the list `messages`"
-            )
-        if _are_messages(value):
-            return _unanswered(records, key)
-    if len(records) == 1 and lists:
-        key, value = next(iter(lists.items()))
-        return f"`{key}` is a list of {counted(len(value), 'object')}: write these as the records"
-    return None
+        return ["a record is one message: write all messages of a conversation as one record with `messages`"]
+    content = keys_of_content(records)
+    lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _objects_in(records[0], key))}
+    for key, messages in lists.items():
+        words, inside = _of_messages(records, key, messages)
+        others = [other for other in content if f"`{other}`" not in words] + inside
+        if words and others:
+            words += f"; what {quoted(others)} {'has' if len(others) == 1 else 'have'} goes into its messages too"
+        if words:
+            return [words]
+    if len(records) == len(lists) == 1 and content == [*lists]:
+        [(key, objects)] = lists.items()
+        return [f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"]
+    pairs = [{"prompt": one, "completion": other} for one, other in permutations(content[:3], 2)]
+    are_two = len(pairs) == 2 and not named and "prompt+completion" in names and all(map(_is_plain, content))
+    if are_two and _can_be_read(records, "prompt+completion", pairs[0]):
+        one, other = (spaced(column_flags(pair)) for pair in pairs)
+        return [f"{quoted(content)} are two texts: write both as one `text`, or ", CHOOSE, *one, ", or ", *other]
+    if len(content) > 1:
+        return [f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or ", *SAY, _LIST]
+    return [*SAY, _LIST]
+
+
+def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
+    """What to do with a conversation under `key`, "" where it is none, and what else with content its messages have."""
+    texts = {name: text for name, text in messages[0].items() if type(text) is str}
+    said = next((name for name in _SAID if name in texts), None)
+    speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
+    if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
+        speakers = dict.fromkeys(str(message.get(speaker)) for message in messages)
+        unknown = [name for name in speakers if name.lower() not in ROLES]
+        return (
+            f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
+            "name these keys `role` and `content`, and the list `messages`"
+            + (f", and {quoted(unknown)} `user` or `assistant`" if unknown else "")
+        ), [f"{key}[].{inside}" for inside in keys_of_content(messages) if inside not in (speaker, said)]
+    return (_unanswered(records, key) if _are_messages(messages) else ""), []
 
 
 def _unanswered(records: Sequence[JsonObject], key: str) -> str:
     """What to do with messages under `key` that no key alone makes records of a schema."""
+    with suppress(RecordError):
+        if any(map(_may_count, parse_messages(messages_in(records[0], key), key))):
+            return f"`{key}` is a conversation: name the list `messages`"
     answer = _only(records, {}, "answer", *_KINDS["answer"])
     if answer and answer != key and type(records[0].get(answer)) is str:
         return (
@@ -151,8 +198,12 @@ def _unanswered(records: Sequence[JsonObject], key: str) -> str:
     )
 
 
-def _are_objects(value: Any) -> bool:
-    return type(value) is list and bool(value) and type(value[0]) is dict
+def _objects_in(record: JsonObject, key: str) -> list[JsonObject]:
+    """The list of objects that `record` has under `key`, which may be written as JSON; nothing where it is another."""
+    with suppress(RecordError):
+        value = messages_in(record, key)
+        return value if value and all(type(one) is dict for one in value) else []
+    return []
 
 
 def _only(
@@ -167,18 +218,19 @@ def _only(
     Of messages, and of texts where no name says that they are, it is the only key that has some.
     """
     keys = [key for key in dict.fromkeys(key for record in records for key in record) if _is_plain(key)]
-    fitting = [key for key in keys if key not in named.values() and _mostly(records, key, is_value)]
+    is_there = _where_said if kind in _BESIDE else _mostly
+    fitting = [key for key in keys if key not in named.values() and is_there(records, key, is_value)]
     barred = _BARRED.get(kind, set())
-    fitting = [key for key in fitting if barred.isdisjoint(_words(key))]
-    distances = {key: len(_words(key)) for key in fitting if words.intersection(_words(key))}
+    fitting = [key for key in fitting if barred.isdisjoint(words_of(key))]
+    distances = {key: len(words_of(key)) for key in fitting if words.intersection(words_of(key))}
     closest = [key for key, distance in distances.items() if distance == min(distances.values())]
     if kind == "text":
         several = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
         closest = several if not distances or not {*several} <= {*closest} else closest
-    if kind == "messages":
+    if kind in ("messages", "history"):
         closest = fitting
     if kind == "answer" and len(closest) > 1:
-        closest = [key for key in closest if _COMPARED.isdisjoint(_words(key))]
+        closest = [key for key in closest if _COMPARED.isdisjoint(words_of(key))]
     return closest[0] if len(closest) == 1 else None
 
 
@@ -186,15 +238,15 @@ def _is_plain(key: str) -> bool:
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
 
 
-def _words(key: str) -> list[str]:
-    """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [word if word == "ids" else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)]
-
-
 def _mostly(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:
     """Whether half of the records, or more, have such a value."""
     return 2 * sum(is_value(record.get(key)) for record in records) >= len(records)
+
+
+def _where_said(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:
+    """Whether some records have such a value, and no record another."""
+    said = [record[key] for record in records if holds_content(key, record.get(key))]
+    return bool(said) and all(map(is_value, said))
 
 
 def _are_messages(value: Any) -> bool:
@@ -204,6 +256,11 @@ def _are_messages(value: Any) -> bool:
     if type(value) is not list or not value or type(value[0]) is not dict:
         return False
     return bool({"role", "from"} & value[0].keys()) or exchange_of(value[0]) is not None
+
+
+def _are_exchanges(value: Any) -> bool:
+    """Whether it is a list of questions with their answers, perhaps none."""
+    return type(value) is list and all(type(one) is list and [*map(type, one)] == [str, str] for one in value)
 
 
 def _is_said(value: Any) -> bool:
@@ -231,6 +288,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
     "source": (_SOURCE, _is_text),
     "target": (_TARGET, _is_text),
     "system": (_SYSTEM, _is_text),
+    "history": (set(), _are_exchanges),
     "text": (_TEXTS, _is_text),
     "tokens": (_TOKENS, _are_tokens),
     "length": (_LENGTHS, lambda value: type(value) is int and value > 0),
@@ -243,14 +301,18 @@ def _may_count(message: Message) -> bool:
 
 
 def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
-    """Whether half of the records, or more, become something to train by the schema `name` with these keys."""
-    schema, num_read = SCHEMAS[name], 0
+    """Whether half of the records, or more, become something to train by the schema `name` with these keys.
+
+    Of what these have no content may be left unread.
+    """
+    schema, read = SCHEMAS[name], list[JsonObject]()
+    usual = {role: keys[0] for role, keys in schema.roles.items()}
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]
     for record in records:
         with suppress(DataError, RecursionError):
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
-                usual = {role: keys[0] for role, keys in schema.roles.items()}
                 parsed = schema.parse(record, {**usual, **columns, **reading.keys})
-                num_read += not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages))
-    return 2 * num_read >= len(records) > 0
+                if not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages)):
+                    read.append(record)
+    return 2 * len(read) >= len(records) > 0 and not unread_content(RecordLayout(name, usual | columns, ""), read)
