@@ -41,7 +41,9 @@ _COUNTS = {"n", "num"}
 def words_of(key: str) -> list[str]:
     """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [word if word == "ids" else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)]
+    return [
+        word if word in ("ids", "sys") else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)
+    ]
 
 
 def keys_of_content(records: Iterable[JsonObject]) -> list[str]:
