@@ -217,10 +217,11 @@ class IntakeRun:
         self._store.remember(opened.path, opened.stat, opened.looked, KnownFile(layouts=layouts, pieces=pieces))
 
     def _placed(self, error: ChunkplanError, source: int, piece: int) -> ChunkplanError:
-        """`error` with the place of its record, and with the hint that --on-error skip goes on."""
+        """`error` with the place of its record, and with the hint that --on-error skip goes on without a rest."""
         if isinstance(error, RecordError):
             where = error.where or self.sources[source].place(piece, error.number)
-            hint = f"{error.hint}; --on-error skip counts such records and goes on"
+            rest = "; --on-error skip leaves the rest of this source out and goes on"
+            hint = error.hint + (rest if error.reason == "unreadable" else "")
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
         if isinstance(error, LayoutError):
             error.hint = hint_for(self.sources[source], error, self._paths)

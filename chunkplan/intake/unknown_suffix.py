@@ -57,7 +57,7 @@ def what_to_do(path: str) -> str:
     packing, codec = next((how for begin, how in _COMPRESSED.items() if stored.startswith(begin)), (None, None))
     head = _content(stored, codec)
     suffix = Path(name.removesuffix(f".{packing}")).suffix.lower()
-    kind = _kind_of(head, suffix)
+    kind = kind_of(head, suffix)
     if kind and (packing is None or kind not in _TABLES.values()):
         words = "it is one text, the whole file a record" if kind == "txt" else f"its bytes are those of .{kind}"
         format_of_it = ".".join([kind, *([packing] if packing else [])])
@@ -73,7 +73,7 @@ def _content(stored: bytes, codec: str | None) -> bytes:
     return b""
 
 
-def _kind_of(head: bytes, suffix: str) -> str | None:
+def kind_of(head: bytes, suffix: str) -> str | None:
     """The suffix of what begins with these bytes, where it is one that is read."""
     for begin, kind in _TABLES.items():
         if head.startswith(begin):

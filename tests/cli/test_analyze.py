@@ -140,7 +140,8 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
     assert f"10 records = {10 - num_long} sequences + {num_long} rejected\n" in ran.err
     ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "error")
     assert ran.code == 3
-    assert re.search(r"dataset\.jsonl:6: \d+ tokens, more than 100\nhint: raise --max-length, or say --long", ran.err)
+    [(found, cut)] = re.findall(r"jsonl:6: (\d+) tokens, more than 100\nhint: .* truncate cuts (\d+) tokens", ran.err)
+    assert int(found) - int(cut) == 100
 
 
 def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
@@ -150,7 +151,7 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
     assert stopped.err == (
         "error: bad.jsonl:3: found a list, expected one JSON object a line\n"
         "hint: JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named "
-        ".json; --on-error skip counts such records and goes on\n"
+        ".json; --on-error skip counts such records and goes on (3 of the 6 read here)\n"
     )
     assert not Path("chunkplan-out/analysis").exists()
     ran = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip")

@@ -40,7 +40,7 @@ def test_the_command_of_the_hint_leaves_out_what_cannot_be_read_and_names_it(run
         assert first == "error: 2 of 4 sources cannot be read, and nothing was tokenised"
         assert [line.partition(": ")[0] for line in lines] == ["  a folder/empty.jsonl", "  a folder/stats.json"]
         assert not Path("chunkplan-out", "shard-1-of-2" if words else "analysis").exists()
-        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out and lists them", hint)
+        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out \\(13 bytes\\) and lists them", hint)
         again = run(*shlex.split(pasted)[1:])
         assert again.code == 0, again.err
     again = run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING, "--on-error", "skip")
