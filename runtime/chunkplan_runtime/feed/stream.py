@@ -17,7 +17,6 @@ from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
-from chunkplan.quantities import counted
 from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, process_actions
@@ -284,8 +283,7 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
             f"the model takes {max_positions:,} positions (max_position_embeddings and rope scaling)",
             where=analysis.place(longest),
             hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
-            f"--max-length {max_positions}, which cuts the end off "
-            f"{counted(int((analysis.num_tokens > max_positions).sum()), 'sequence')}",
+            f"--max-length {max_positions}, which cuts {(analysis.num_tokens > max_positions).sum():,} sequences short",
         )
 
 
