@@ -144,6 +144,38 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
     assert int(found) - int(cut) == 100
 
 
+@pytest.mark.parametrize(
+    ("records", "options", "hint"),
+    [
+        (
+            [("good", None), ("good", False), ("good", True)],
+            (),
+            "--undesirable drop leaves such records out, counted; remove `label` if it means another thing; "
+            "--on-error skip counts such records and goes on (1 of the 3 read here)",
+        ),
+        ([("bad", False)] * 2, (), "give records with good answers too, or remove `label` if it means another thing"),
+        ([(3, None)] * 2, ("--format", "prompt+completion"), "fix this record, or leave it out"),
+        (
+            [("too long", None)],
+            ("--max-length", 2, "--long", "error"),
+            "raise --max-length, or say --long truncate",
+        ),
+    ],
+)
+def test_a_hint_says_how_much_it_leaves_out_and_never_all(
+    run: Run, records: list[tuple[Any, Any]], options: tuple[Any, ...], hint: str
+) -> None:
+    write("x.jsonl", *({"prompt": "a", "completion": text, "label": label} for text, label in records))
+    ran = run("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *options)
+    assert (ran.code, ran.err.partition("\nhint: ")[2]) == (3, f"{hint}\n")
+
+
+def test_json_over_several_lines_is_said_only_where_it_is(run: Run) -> None:
+    for lines, says in (('{\n"text": "a b"\n}', True), ("{\ntext: a b\n}", False), ("[\n1,\n2]", False)):
+        write("x.jsonl", lines)
+        assert ("--format x.jsonl=json" in run("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) == says
+
+
 def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
     write("bad.jsonl", {"text": "fine"}, {"text": " "}, "[1]", {"text": 3}, "{", {"text": "also fine"})
     stopped = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER)

@@ -40,7 +40,7 @@ def test_the_command_of_the_hint_leaves_out_what_cannot_be_read_and_names_it(run
         assert first == "error: 2 of 4 sources cannot be read, and nothing was tokenised"
         assert [line.partition(": ")[0] for line in lines] == ["  a folder/empty.jsonl", "  a folder/stats.json"]
         assert not Path("chunkplan-out", "shard-1-of-2" if words else "analysis").exists()
-        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out \\(13 bytes\\) and lists them", hint)
+        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out \(15 bytes\) and lists them", hint)
         again = run(*shlex.split(pasted)[1:])
         assert again.code == 0, again.err
     again = run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING, "--on-error", "skip")
@@ -159,12 +159,12 @@ def test_the_line_for_one_source_works_in_a_shell_alone_and_beside_another(odd: 
 
 def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run) -> None:
     write("a folder/two.jsonl", {"length": 5, "num_tokens": 6})
-    write("a folder/texts.jsonl", {"article": "a b", "highlights": "c"})
+    write("a folder/counts.jsonl", {"n_tokens": 5, "token_count": 6})
     write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
     ran = run("analyze", "a folder", *MAPPING)
     assert ran.code == 3
     choices = dict(re.findall(r"/(\w+)\.jsonl: .*; say which: (.*)", ran.err))
-    assert set(choices) == {"two", "texts"}
+    assert set(choices) == {"two", "counts"}
     Path("a folder/mixed.jsonl").unlink()
     for picked in zip(*(choices[name].split(", or ") for name in choices), strict=True):
         again = run("analyze", "a folder", *MAPPING, *(word for line in picked for word in _in_shell(line)))
@@ -173,7 +173,7 @@ def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run
     assert [f"hint: a folder/{name}.jsonl: say which: {choices[name]}" in skipped for name in choices] == [True, True]
     write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
     (Path("a folder") / "two.jsonl").unlink()
-    (Path("a folder") / "texts.jsonl").unlink()
+    (Path("a folder") / "counts.jsonl").unlink()
     hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
     assert "with --format mixed.jsonl=NAME, or name the keys with --column mixed.jsonl:ROLE=KEY" in hint
 

@@ -258,6 +258,22 @@ def _found(record: dict[str, Any]) -> str:
     return caught.value.message
 
 
+def test_words_say_what_to_write_where_no_key_can_be_named() -> None:
+    for record in ({"translation": {"en": "a b", "de": "c d"}}, {"turns": ["a b", "c d"]}, {"conv": [["a", "b"]]}):
+        [key] = record
+        hint = _hint(record)
+        assert hint.startswith(f"nothing reads what `{key}` has in it: write records as {{")
+        assert '{"messages": [{"role": "user", "content": TEXT}, {"role": "assistant"' in hint
+
+
+def test_a_hint_of_a_system_text_beside_a_prompt_names_keys_only_where_these_are_all() -> None:
+    record = {"prompt": "a", "completion": "b", "system": "S", "label": True}
+    for more, has_keys in (({}, True), ({"id": 7}, True), ({"notes": "c"}, False)):
+        with pytest.raises(DataError) as caught:
+            parse(detect([record]), {**record, **more})
+        assert ("--column question=prompt --column answer=completion" in caught.value.hint) == has_keys
+
+
 def test_roles_of_many_names_do_not_fill_the_evidence() -> None:
     messages = [{"role": f"name {number}" + "x" * 1000, "content": "a", "loss": True} for number in range(50)]
     evidence = detect([{"messages": messages}]).evidence

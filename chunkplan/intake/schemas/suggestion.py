@@ -91,7 +91,7 @@ _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
 #: What a record that has all of its content where it is read looks like.
 _SHAPES = (
     '{"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", '
-    '"content": TEXT}]}, with all of them in it'
+    '"content": TEXT}]}, with all of that in it'
 )
 
 #: How the user may say how records are laid out, and where all schemas are.
@@ -162,6 +162,8 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
         return [f"{quoted(content)} are two texts: write both as one `text`, or ", CHOOSE, *one, ", or ", *other]
     if len(content) > 1:
         return [f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or ", *SAY, _LIST]
+    if any(type(record.get(key)) in (list, dict) for record in records for key in content):
+        return [f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or ", *SAY, _LIST]
     return [*SAY, _LIST]
 
 
