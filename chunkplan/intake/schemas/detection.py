@@ -18,7 +18,8 @@ from chunkplan.intake.schemas.layout import RecordLayout, has_all
 from chunkplan.intake.schemas.readings import Reading, choose_reading
 from chunkplan.intake.schemas.refused import refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.suggestion import SAY, are_messages_each, suggest, unread_content, what_else
+from chunkplan.intake.schemas.suggestion import suggest, unread_content
+from chunkplan.intake.schemas.what_to_write import SAY, are_messages_each, what_else
 
 
 def detect(

@@ -1,29 +1,24 @@
 """Where no schema fits: the keys to name so that one reads the records, from those that they have.
 
 Keys are only suggested if most of the records can be read with them, and nothing of their content is left unread.
-Where there are none, the words say what to write, and name all that holds content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import permutations
 from typing import Any
 
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.content import holds_content, keys_of_content, words_of
-from chunkplan.intake.schemas.fields import messages_in, quoted, shortened
-from chunkplan.intake.schemas.flags import CHOOSE, Flag, column_flags, spaced
+from chunkplan.intake.schemas.fields import messages_in
 from chunkplan.intake.schemas.layout import RecordLayout
-from chunkplan.intake.schemas.message_list import exchange_of, parse_messages
+from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.roles import ROLES
 from chunkplan.intake.schemas.unread import count_unread
-from chunkplan.quantities import counted
 
 #: Words in the names of keys, and what has such names.
 _ASKS = {
@@ -62,13 +57,6 @@ _BARRED = {
 #: Of two answers, what is compared with the other has one of these in its name.
 _COMPARED = {"expected", "final", "gold", "reference", "correct", "true"}
 
-#: Keys of a message that may say who speaks, and what is said, in layouts that are not known as well.
-_SPEAKERS = ("role", "from", "speaker", "sender")
-_SAID = ("content", "value", "text", "message", "body", "utterance")
-
-#: Those that are known together.
-_KNOWN = (("role", "content"), ("role", "value"), ("from", "value"))
-
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
 
@@ -88,16 +76,6 @@ _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("length", {"length": "length"}),
 )
 
-#: What a record that has all of its content where it is read looks like.
-_SHAPES = (
-    '{"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", '
-    '"content": TEXT}]}, with all of that in it'
-)
-
-#: How the user may say how records are laid out, and where all schemas are.
-SAY = ("say which with ", Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
-_LIST = "; `chunkplan analyze --help` lists the schemas"
-
 #: What may stand beside, in a schema that takes it.
 _BESIDE = ("system", "history")
 
@@ -109,7 +87,7 @@ def suggest(
 
     Those that the user has `named` are among them.
     """
-    found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
+    found = {kind: only_key(records, named, kind) for kind in _KINDS}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
     said = {*words_of(ask or ""), *words_of(answer or "")}
     found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
@@ -122,14 +100,9 @@ def suggest(
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
             beside = {role: found[role] for role in _BESIDE if found[role] and role in SCHEMAS[name].optional}
             keys = {role: key for role, key in {**beside, **columns}.items() if key is not None}
-            if len({*keys.values()}) == len(keys) and _can_be_read(records, name, keys):
+            if len({*keys.values()}) == len(keys) and can_be_read(records, name, keys):
                 return name, keys
     return None
-
-
-def are_messages_each(records: Sequence[JsonObject]) -> bool:
-    """Whether each record is one message of a conversation."""
-    return all("role" in record and "content" in record for record in records)
 
 
 def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[str]:
@@ -139,87 +112,13 @@ def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[
     return [key for key in unread if key in content or not any(key in record for record in records)]  # of messages
 
 
-def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> list[str | Flag]:
-    """What to do with records that no keys are suggested for, as parts of a hint that names all that holds content."""
-    if are_messages_each(records):
-        return ["a record is one message: write all messages of a conversation as one record with `messages`"]
-    content = keys_of_content(records)
-    lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _objects_in(records[0], key))}
-    for key, messages in lists.items():
-        words, inside = _of_messages(records, key, messages)
-        others = [other for other in content if f"`{other}`" not in words] + inside
-        if words and others:
-            words += f"; what {quoted(others)} {'has' if len(others) == 1 else 'have'} goes into its messages too"
-        if words:
-            return [words]
-    if len(records) == len(lists) == 1 and content == [*lists]:
-        [(key, objects)] = lists.items()
-        return [f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"]
-    pairs = [{"prompt": one, "completion": other} for one, other in permutations(content[:3], 2)]
-    are_two = len(pairs) == 2 and not named and "prompt+completion" in names and all(map(_is_plain, content))
-    if are_two and _can_be_read(records, "prompt+completion", pairs[0]):
-        one, other = (spaced(column_flags(pair)) for pair in pairs)
-        return [f"{quoted(content)} are two texts: write both as one `text`, or ", CHOOSE, *one, ", or ", *other]
-    if len(content) > 1:
-        return [f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or ", *SAY, _LIST]
-    if any(type(record.get(key)) in (list, dict) for record in records for key in content):
-        return [f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or ", *SAY, _LIST]
-    return [*SAY, _LIST]
-
-
-def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
-    """What to do with a conversation under `key`, "" where it is none, and what else with content its messages have."""
-    texts = {name: text for name, text in messages[0].items() if type(text) is str}
-    said = next((name for name in _SAID if name in texts), None)
-    speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
-    if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
-        speakers = dict.fromkeys(str(message.get(speaker)) for message in messages)
-        unknown = [name for name in speakers if name.lower() not in ROLES]
-        return (
-            f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
-            "name these keys `role` and `content`, and the list `messages`"
-            + (f", and {quoted(unknown)} `user` or `assistant`" if unknown else "")
-        ), [f"{key}[].{inside}" for inside in keys_of_content(messages) if inside not in (speaker, said)]
-    return (_unanswered(records, key) if _are_messages(messages) else ""), []
-
-
-def _unanswered(records: Sequence[JsonObject], key: str) -> str:
-    """What to do with messages under `key` that no key alone makes records of a schema."""
-    with suppress(RecordError):
-        if any(map(_may_count, parse_messages(messages_in(records[0], key), key))):
-            return f"`{key}` is a conversation: name the list `messages`"
-    answer = _only(records, {}, "answer", *_KINDS["answer"])
-    if answer and answer != key and type(records[0].get(answer)) is str:
-        return (
-            f"`{key}` has no answer: add `{answer}` to its messages as one with the `role` assistant, "
-            "and name the list `messages`"
-        )
-    return (
-        f"`{key}` is a conversation: each of its messages needs a `role` and a `content`, "
-        "and one has to be the assistant's"
-    )
-
-
-def _objects_in(record: JsonObject, key: str) -> list[JsonObject]:
-    """The list of objects that `record` has under `key`, which may be written as JSON; nothing where it is another."""
-    with suppress(RecordError):
-        value = messages_in(record, key)
-        return value if value and all(type(one) is dict for one in value) else []
-    return []
-
-
-def _only(
-    records: Sequence[JsonObject],
-    named: Mapping[str, str],
-    kind: str,
-    words: set[str],
-    is_value: Callable[[Any], bool],
-) -> str | None:
+def only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str) -> str | None:
     """The key with one of `words` in its name that has such values, if one is closest: has fewest other words.
 
     Of messages, and of texts where no name says that they are, it is the only key that has some.
     """
-    keys = [key for key in dict.fromkeys(key for record in records for key in record) if _is_plain(key)]
+    words, is_value = _KINDS[kind]
+    keys = [key for key in dict.fromkeys(key for record in records for key in record) if is_plain(key)]
     is_there = _where_said if kind in _BESIDE else _mostly
     fitting = [key for key in keys if key not in named.values() and is_there(records, key, is_value)]
     barred = _BARRED.get(kind, set())
@@ -236,7 +135,8 @@ def _only(
     return closest[0] if len(closest) == 1 else None
 
 
-def _is_plain(key: str) -> bool:
+def is_plain(key: str) -> bool:
+    """Whether `key` can be shown and pasted."""
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
 
 
@@ -251,7 +151,8 @@ def _where_said(records: Sequence[JsonObject], key: str, is_value: Callable[[Any
     return bool(said) and all(map(is_value, said))
 
 
-def _are_messages(value: Any) -> bool:
+def are_messages(value: Any) -> bool:
+    """Whether it is a list of messages in a layout that is known, which may be written as JSON."""
     if type(value) is str:
         with suppress(RecordError):
             value = messages_in({"": value}, "")
@@ -267,7 +168,7 @@ def _are_exchanges(value: Any) -> bool:
 
 def _is_said(value: Any) -> bool:
     """Whether it may be what somebody asked or answered."""
-    return (type(value) is str and bool(value.strip())) or _are_messages(value)
+    return (type(value) is str and bool(value.strip())) or are_messages(value)
 
 
 def _are_tokens(value: Any) -> bool:
@@ -280,7 +181,7 @@ def _is_text(value: Any) -> bool:
 
 #: Which keys may have what is needed: words in their names, and what their values are.
 _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
-    "messages": (set(), _are_messages),
+    "messages": (set(), are_messages),
     "ask": (_ASKS, _is_said),
     "answer": (_ANSWERS, _is_said),
     "instruction": (_INSTRUCTIONS, _is_said),
@@ -297,12 +198,12 @@ _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
 }
 
 
-def _may_count(message: Message) -> bool:
+def may_count(message: Message) -> bool:
     """Whether a message may count in the loss."""
     return message.loss is True or (message.role == "assistant" and message.loss is not False)
 
 
-def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
+def can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
     """Whether half of the records, or more, become something to train by the schema `name` with these keys.
 
     Of what these have no content may be left unread.
@@ -315,6 +216,6 @@ def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, st
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
                 parsed = schema.parse(record, {**usual, **columns, **reading.keys})
-                if not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages)):
+                if not isinstance(parsed, Conversation) or any(map(may_count, parsed.messages)):
                     read.append(record)
     return 2 * len(read) >= len(records) > 0 and not unread_content(RecordLayout(name, usual | columns, ""), read)
