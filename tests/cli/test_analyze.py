@@ -170,6 +170,14 @@ def test_a_hint_says_how_much_it_leaves_out_and_never_all(
     assert (ran.code, ran.err.partition("\nhint: ")[2]) == (3, f"{hint}\n")
 
 
+def test_where_others_can_be_read_a_source_of_nothing_else_may_be_left_out(run: Run) -> None:
+    write("x.jsonl", {"prompt": "a", "completion": "b", "label": False})
+    said = ("analyze", "dataset.jsonl", "x.jsonl", "--tokenizer", TOKENIZER)
+    ran = run(*said)
+    assert (ran.code, ran.err.endswith("; --on-error skip leaves this source out and goes on\n")) == (3, True)
+    assert run(*said, "--on-error", "skip").code == 0
+
+
 def test_json_over_several_lines_is_said_only_where_it_is(run: Run) -> None:
     for lines, says in (('{\n"text": "a b"\n}', True), ("{\ntext: a b\n}", False), ("[\n1,\n2]", False)):
         write("x.jsonl", lines)
