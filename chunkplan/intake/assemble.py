@@ -14,6 +14,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.disk import check_room
 from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
+from chunkplan.intake.rejection import HINTS_OF_ALL
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source
 from chunkplan.intake.tokenizer import TokenizerEntry
@@ -80,14 +81,6 @@ def assemble(
     )
 
 
-#: What to do where all records were left out for one reason.
-_HINTS = {
-    "empty": "give files with at least one record that is not blank",
-    "undesirable": "give records with good answers too, or remove `label` if it means another thing",
-    "too-long": "raise --max-length, or say --long truncate",
-}
-
-
 def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable[[str], Path]) -> DataError:
     """The error of sources without a sequence, with the reasons why their records were left out."""
     examples: dict[str, str] = {}
@@ -101,7 +94,7 @@ def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable
         hint = "take a larger --sample"
     elif len(rejected) == 1:
         [(reason, count)] = rejected.items()
-        hint = _HINTS.get(reason, hint)
+        hint = HINTS_OF_ALL.get(reason, hint)
         if reason == "empty":
             outcomes = ["its record is blank" if count == 1 else f"all {count:,} records are blank"]
     names = [source.name for source in sources]

@@ -26,12 +26,10 @@ from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.flags import TRY, LayoutError
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
+from chunkplan.intake.unknown_suffix import kind_of
 
 #: Records that say how those of a source are laid out, and how many are looked at where these are null.
 _RECORDS, _MOST_RECORDS = 100, 10_000
-
-#: Bytes of a first line that is looked at.
-_FIRST_LINE = 100
 
 #: Kinds of files of which nothing is known before they are fetched whole.
 _FETCHED = ("arrow", "npy")
@@ -193,7 +191,7 @@ def _check_records(
         source.reader = piece.reader
         where = source.place(0, rejected.number)
         hint = rejected.hint
-        if rejected.reason == "not-json" and rejected.number == 0 and goes_on:
+        if rejected.reason == "not-json" and rejected.number == 0 and goes_on and kind_of(_head(piece), "") == "json":
             suffix = {None: ""} | {how: suffix for suffix, how in COMPRESSIONS.items()}
             name = f"{name_of(source.file.path)}=json{suffix[source.file.compression]}"
             hint = f"a value goes on over several lines, as in .json: {TRY}--format {shlex.quote(name)}"
@@ -204,9 +202,14 @@ def _goes_on(piece: Piece) -> bool:
     """Whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
     if piece.reader != "lines":
         return False
+    return _head(piece).split(b"\n")[0].strip() in (b"{", b"[")
+
+
+def _head(piece: Piece) -> bytes:
+    """How a piece of lines begins."""
     with Path(piece.path).open("rb") as file:
         file.seek(piece.start)
-        return file.read(_FIRST_LINE).split(b"\n")[0].strip() in (b"{", b"[")
+        return file.read(pieces.LOOK_BYTES)
 
 
 def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:

@@ -22,7 +22,7 @@ from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_left_out, add_unread, most_unread
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
@@ -78,7 +78,7 @@ def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report
         num_read, num_reported = 0, 0
         for batch in read(piece, layout, max_record_bytes=options.max_record_bytes, sample=options.sample):
             before = result.num_tokens
-            task.add(batch)
+            task.add(batch, is_source=piece.index == 0 and batch.num_bytes >= piece.num_bytes)
             num_read += batch.num_bytes
             now = min(piece.share * num_read // max(1, piece.num_bytes), piece.share)
             report(now - num_reported, result.num_tokens - before)
@@ -165,7 +165,8 @@ class _Task:
         self._options = options
         self._rejected: list[Rejected] = []
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch, *, is_source: bool) -> None:
+        """`is_source` says that it is all there is of the source."""
         self._rejected = list(batch.rejected)
         before = self._result.num_sequences - self._result.num_more
         match batch.records:
@@ -182,17 +183,19 @@ class _Task:
         self._result.num_records += batch.num_records
         self._result.num_rows += batch.num_rows
         add_unread(self._result.unread, batch.unread)
-        self._settle()
+        self._settle(is_source)
 
-    def _settle(self) -> None:
+    def _settle(self, is_source: bool) -> None:
         """Note what was rejected, or stop at the first that the user has not asked to be dropped."""
         self._rejected.sort()
         if self._options.on_error == "stop":
-            for rejected in self._rejected:
-                if not _may_be_rejected(self._options, {rejected.reason}):
-                    raise RecordError(
-                        rejected.message, reason=rejected.reason, hint=rejected.hint, number=rejected.number
-                    )
+            bad = [one for one in self._rejected if not _may_be_rejected(self._options, {one.reason})]
+            for number, reason, message, hint in bad[:1]:
+                if is_source and not self._result.num_sequences:  # to leave such records out leaves nothing
+                    raise RecordError(message, reason=reason, hint=HINTS_OF_ALL.get(reason, hint), number=number)
+                found = f"{len({one.number for one in bad}):,} of the {self._result.num_records:,} read here"
+                hint = f"{hint}; --on-error skip counts such records and goes on ({found})"
+                raise RecordError(message, reason=reason, hint=hint, number=number)
         self._writer.reject(self._rejected)
 
     def _records(self, numbers: Int64Array, records: list[Record]) -> None:
@@ -290,10 +293,11 @@ class _Task:
 
 def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:
     """The entry of a record whose sequence has more tokens than are asked for, or than there can be."""
+    limit = _LONGEST if max_length is None else max_length
     hint = (
-        "raise --max-length, or say --long drop or --long truncate"
+        f"raise --max-length; --long truncate cuts {num_tokens - limit:,} tokens off it, --long drop leaves it out; "
+        "both do so with all that are longer, counted"
         if max_length is not None
         else "split the record; that is the most a plan can address"
     )
-    limit = _LONGEST if max_length is None else max_length
     return Rejected(number, "too-long", f"{num_tokens:,} tokens, more than {limit:,}", hint)

@@ -24,6 +24,14 @@ REASONS = {
 }
 
 
+#: What to do where all records are left out for one reason.
+HINTS_OF_ALL = {
+    "empty": "give files with at least one record that is not blank",
+    "undesirable": "give records with good answers too, or remove `label` if it means another thing",
+    "too-long": "raise --max-length, or say --long truncate",
+}
+
+
 class RecordError(DataError):
     """A record that cannot become a sequence. Whoever reads the file adds `where`.
 

@@ -217,10 +217,12 @@ class IntakeRun:
         self._store.remember(opened.path, opened.stat, opened.looked, KnownFile(layouts=layouts, pieces=pieces))
 
     def _placed(self, error: ChunkplanError, source: int, piece: int) -> ChunkplanError:
-        """`error` with the place of its record, and with the hint that --on-error skip goes on."""
+        """`error` with the place of its record, and with the hint that --on-error skip goes on without what is bad."""
         if isinstance(error, RecordError):
             where = error.where or self.sources[source].place(piece, error.number)
-            hint = f"{error.hint}; --on-error skip counts such records and goes on"
+            what = "the rest of this source" if error.reason == "unreadable" else "this source"
+            is_said = "--on-error skip" in error.hint or (len(self.sources) == 1 and error.reason != "unreadable")
+            hint = error.hint + ("" if is_said else f"; --on-error skip leaves {what} out and goes on")
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
         if isinstance(error, LayoutError):
             error.hint = hint_for(self.sources[source], error, self._paths)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,6 +24,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
 from chunkplan.intake.source_columns import is_named
+from chunkplan.intake.unknown_suffix import what_to_do
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -201,8 +201,7 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
 def _source(files: Files, path: str, search: _Search) -> SourceFile:
     described = search.describe(path)
     if described is None:
-        say = f"say what it is: --format {shlex.quote(f'{name_of(path)}=jsonl')}"
-        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {say}")
+        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {what_to_do(path)}")
     return SourceFile(path, *described, files.size(path))
 
 
@@ -216,10 +215,14 @@ def _found(files: Files, path: str, search: _Search) -> SourceFile:
     return SourceFile(path, *(search.describe(path) or ("jsonl", None)), 0, damage)
 
 
-def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
-    """`found`, which has to have more than links to folders."""
+def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list[SourceFile]:
+    """`found`, which has to have more than links to folders; of files `beside` it is said how they are read."""
     if all(source.kind == LINK for source in found):
         hint = f"suffixes that are read: {KNOWN}"
+        if other := next(
+            (path for path in beside if describe(path) is None and not name_of(path).startswith(".")), None
+        ):
+            hint += f"; of {other}: {what_to_do(other)}"
         if found:
             hint = f"links to folders are not followed: name {found[0].path}/ itself"
         raise UsageError(message, hint=hint)
@@ -228,7 +231,7 @@ def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
 
 def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
     found = [_found(files, path, search) for path in _below(files, folder, search)]
-    return _check_any(found, f"{folder} has no data in it or below")
+    return _check_any(found, f"{folder} has no data in it or below", search.beside)
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
@@ -245,7 +248,7 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
                 found |= {path: None} if _is_source(files, path, search) else {}
         elif "**" not in pattern:
             found |= dict.fromkeys(_below(files, path, search))
-    return _check_any([_found(files, path, search) for path in found], f"no data matches {pattern}")
+    return _check_any([_found(files, path, search) for path in found], f"no data matches {pattern}", search.beside)
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:

@@ -42,13 +42,14 @@ def unreadable_sources(
     is_rest = len(problems) < len(paths)
     [(source, error), *others] = problems
     if not others:
-        skip = "--on-error skip leaves this source out and lists it; " if is_rest else ""
+        skip = f"--on-error skip leaves this source out{_size([source])} and lists it; " if is_rest else ""
         hint = skip + (_said_too_widely(problems, paths, columns) or hint_for(source, error, paths))
         return UnreadableSourcesError(error.message, where=error.where or source.name, hint=hint)
     lines = [f"{error.where or source.name}: {_in_a_line(source, error, paths)}" for source, error in problems[:_NAMED]]
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
-    hints = ["--on-error skip leaves these sources out and lists them"] if is_rest else []
+    size = _size([source for source, _ in problems])
+    hints = [f"--on-error skip leaves these sources out{size} and lists them"] if is_rest else []
     if is_rest and (narrower := _said_too_widely(problems, paths, columns)):
         hints.append(narrower)
     else:
@@ -57,6 +58,12 @@ def unreadable_sources(
         )
     message = f"{len(problems):,} of {counted(len(paths), 'source')} cannot be read, and nothing was tokenised"
     return UnreadableSourcesError(message, hint="; ".join(hints), lines=lines)
+
+
+def _size(sources: Sequence[Source]) -> str:
+    """How much is in these sources, as far as that is known."""
+    num_bytes = sum(source.file.num_bytes or 0 for source in sources)
+    return f" ({counted(num_bytes, 'byte')})" if num_bytes else ""
 
 
 def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:

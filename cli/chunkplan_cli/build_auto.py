@@ -10,7 +10,7 @@ from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan.quantities import ZERO, gibibytes, k_words, percent
+from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import Given
 from chunkplan_cli.machine_options import tune_options
@@ -131,9 +131,11 @@ def _compare(analysis: Analysis, found: Tuned, config: PlanConfig) -> None:
             hint="leave out the options that were not tuned, or run `chunkplan tune` again with them",
         )
     if not drift.fits:
+        num_longer = int((analysis.num_tokens > drift.longest_before).sum())
         raise UsageError(
             f"with these lengths it would take {gibibytes(drift.memory.total)} a GPU, tuned for "
             f"{gibibytes(drift.gpu_memory)}: the longest sequence has {drift.longest_now:,} tokens, then "
             f"{drift.longest_before:,}",
-            hint="run `chunkplan tune` again, or `chunkplan analyze` with --max-length",
+            hint=f"run `chunkplan tune` again, or `chunkplan analyze` with --max-length {drift.longest_before}, which "
+            f"cuts the end off {counted(num_longer, 'sequence')}",
         )

@@ -82,6 +82,6 @@ def warn_of_positions(positions: Positions | None, model: str) -> None:
         f"{positions.longest:,}: the trainer refuses such data"
     )
     note(
-        f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts them, `--long drop` leaves them out; "
-        "or give a --model-config whose max_position_embeddings or rope scaling (YaRN) covers them"
+        f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts the end off these, `--long drop` "
+        "leaves them out; or give a --model-config whose max_position_embeddings or rope scaling (YaRN) covers them"
     )

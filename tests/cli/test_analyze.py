@@ -140,7 +140,48 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
     assert f"10 records = {10 - num_long} sequences + {num_long} rejected\n" in ran.err
     ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "error")
     assert ran.code == 3
-    assert re.search(r"dataset\.jsonl:6: \d+ tokens, more than 100\nhint: raise --max-length, or say --long", ran.err)
+    [(found, cut)] = re.findall(r"jsonl:6: (\d+) tokens, more than 100\nhint: .* truncate cuts (\d+) tokens", ran.err)
+    assert int(found) - int(cut) == 100
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "hint"),
+    [
+        (
+            [("good", None), ("good", False), ("good", True)],
+            (),
+            "--undesirable drop leaves such records out, counted; remove `label` if it means another thing; "
+            "--on-error skip counts such records and goes on (1 of the 3 read here)",
+        ),
+        ([("bad", False)] * 2, (), "give records with good answers too, or remove `label` if it means another thing"),
+        ([(3, None)] * 2, ("--format", "prompt+completion"), "fix this record, or leave it out"),
+        (
+            [("too long", None)],
+            ("--max-length", 2, "--long", "error"),
+            "raise --max-length, or say --long truncate",
+        ),
+    ],
+)
+def test_a_hint_says_how_much_it_leaves_out_and_never_all(
+    run: Run, records: list[tuple[Any, Any]], options: tuple[Any, ...], hint: str
+) -> None:
+    write("x.jsonl", *({"prompt": "a", "completion": text, "label": label} for text, label in records))
+    ran = run("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *options)
+    assert (ran.code, ran.err.partition("\nhint: ")[2]) == (3, f"{hint}\n")
+
+
+def test_where_others_can_be_read_a_source_of_nothing_else_may_be_left_out(run: Run) -> None:
+    write("x.jsonl", {"prompt": "a", "completion": "b", "label": False})
+    said = ("analyze", "dataset.jsonl", "x.jsonl", "--tokenizer", TOKENIZER)
+    ran = run(*said)
+    assert (ran.code, ran.err.endswith("; --on-error skip leaves this source out and goes on\n")) == (3, True)
+    assert run(*said, "--on-error", "skip").code == 0
+
+
+def test_json_over_several_lines_is_said_only_where_it_is(run: Run) -> None:
+    for lines, says in (('{\n"text": "a b"\n}', True), ("{\ntext: a b\n}", False), ("[\n1,\n2]", False)):
+        write("x.jsonl", lines)
+        assert ("--format x.jsonl=json" in run("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) == says
 
 
 def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
@@ -150,7 +191,7 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
     assert stopped.err == (
         "error: bad.jsonl:3: found a list, expected one JSON object a line\n"
         "hint: JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named "
-        ".json; --on-error skip counts such records and goes on\n"
+        ".json; --on-error skip counts such records and goes on (3 of the 6 read here)\n"
     )
     assert not Path("chunkplan-out/analysis").exists()
     ran = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER, "--on-error", "skip")

@@ -240,7 +240,7 @@ def test_a_format_that_makes_no_sense_is_refused(run: Run, arguments: tuple[str,
 def test_the_line_to_type_for_a_file_of_an_unknown_suffix_works(run: Run) -> None:
     write("data/x.log", MESSAGES)
     hint = run("analyze", "data/x.log").err.splitlines()[-1]
-    assert hint.endswith("say what it is: --format x.log=jsonl")
+    assert hint.endswith("its bytes are those of .jsonl: --format x.log=jsonl")
     assert analyzed(run, "data/x.log", "--format", "x.log=jsonl").num_sequences == 1
 
 

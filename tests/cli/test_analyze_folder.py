@@ -40,7 +40,7 @@ def test_the_command_of_the_hint_leaves_out_what_cannot_be_read_and_names_it(run
         assert first == "error: 2 of 4 sources cannot be read, and nothing was tokenised"
         assert [line.partition(": ")[0] for line in lines] == ["  a folder/empty.jsonl", "  a folder/stats.json"]
         assert not Path("chunkplan-out", "shard-1-of-2" if words else "analysis").exists()
-        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out and lists them", hint)
+        [pasted] = re.findall(r"hint: `(.*)` leaves these sources out \(15 bytes\) and lists them", hint)
         again = run(*shlex.split(pasted)[1:])
         assert again.code == 0, again.err
     again = run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING, "--on-error", "skip")
@@ -99,7 +99,7 @@ ODD: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         [{"Instruction": "Add.", "Input": "1 2", "Output": "3"}, {"Instruction": "Hi!", "Input": "", "Output": "Hi."}],
         *("instruction", "Instruction Output Input"),
     ),
-    "my file.jsonl": ([{"Question Text": "is it?", "Best": 3, "Best Answer": "it is"}], "question+answer", ""),
+    "my file.jsonl": ([{"Question Text": "is it?", "Best": None, "Best Answer": "it is"}], "question+answer", ""),
     "a:b.jsonl": ([{"q_text": "is it so?", "a_answer": "it is so"}], "question+answer", "q_text a_answer"),
     "a=b.jsonl": ([{"Body": "some words"}], "text", "Body"),
     "x[1].jsonl": ([{"inputs": "is it?", "targets": "it is"}], "question+answer", "inputs targets"),
@@ -158,13 +158,13 @@ def test_the_line_for_one_source_works_in_a_shell_alone_and_beside_another(odd: 
 
 
 def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run) -> None:
-    write("a folder/two.jsonl", {"question": "a", "answer": "b", "problem": "c", "solution": "d"})
-    write("a folder/schemas.jsonl", {"prompt": "a", "completion": "b", "response": "c"})
+    write("a folder/two.jsonl", {"length": 5, "num_tokens": 6})
+    write("a folder/counts.jsonl", {"n_tokens": 5, "token_count": 6})
     write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
     ran = run("analyze", "a folder", *MAPPING)
     assert ran.code == 3
     choices = dict(re.findall(r"/(\w+)\.jsonl: .*; say which: (.*)", ran.err))
-    assert set(choices) == {"two", "schemas"}
+    assert set(choices) == {"two", "counts"}
     Path("a folder/mixed.jsonl").unlink()
     for picked in zip(*(choices[name].split(", or ") for name in choices), strict=True):
         again = run("analyze", "a folder", *MAPPING, *(word for line in picked for word in _in_shell(line)))
@@ -173,7 +173,7 @@ def test_flags_to_choose_from_name_their_source_where_there_are_several(run: Run
     assert [f"hint: a folder/{name}.jsonl: say which: {choices[name]}" in skipped for name in choices] == [True, True]
     write("a folder/mixed.jsonl", {"text": "a"}, {"messages": question_and_answer("a", "b")})
     (Path("a folder") / "two.jsonl").unlink()
-    (Path("a folder") / "schemas.jsonl").unlink()
+    (Path("a folder") / "counts.jsonl").unlink()
     hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
     assert "with --format mixed.jsonl=NAME, or name the keys with --column mixed.jsonl:ROLE=KEY" in hint
 

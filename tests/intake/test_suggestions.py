@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from chunkplan.errors import DataError
 from chunkplan.intake.schemas import detect, parse
+from chunkplan.planfile.load import load_analysis
 from tests.support.command_line import Run
-from tests.support.intake_checks import question_and_answer
+from tests.support.intake_checks import marked_texts, question_and_answer
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
@@ -39,12 +43,12 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
         ),
         ({"Problem": "a", "gold_answer": "b"}, "--column question=Problem --column answer=gold_answer"),
         (
-            {"task": "some task", "request": "a", "model_response": "b"},
+            {"source": "web", "created_at": "on a day", "request": "a", "model_response": "b"},
             "--column question=request --column answer=model_response",
         ),
         ({"userQuery": "a", "botReply": "b"}, "--column question=userQuery --column answer=botReply"),
         (
-            {"question": "a", "question_id": "q7", "question_type": "x", "final_answer": "b", "answers": "c"},
+            {"question": "a", "question_id": "q7", "num_words": 7, "final_answer": None, "answers": "c"},
             "--column question=question --column answer=answers",
         ),
         ({"question": "a", "response": "b"}, "--column question=question --column answer=response"),
@@ -69,7 +73,7 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
         ({"Context": "a b", "Response": "b c"}, "--column question=Context --column answer=Response"),
         ({"source": "a b", "target": "b c"}, "--column question=source --column answer=target"),
         (
-            {"problem": "a b", "generated_solution": "b c", "expected_answer": "5", "problem_source": "x"},
+            {"problem": "a b", "generated_solution": "b c", "expected_answer": "", "problem_source": "x"},
             "--column question=problem --column answer=generated_solution",
         ),
         ({"my chat": MESSAGES, "id": "3"}, "--column 'messages=my chat'"),
@@ -78,9 +82,14 @@ def _hint(*records: dict[str, Any], **options: Any) -> str:
         ({"dialog": [{"human": "a", "assistant": "b"}]}, "--column messages=dialog"),
         ({"chat": [{"role": "model", "parts": [{"text": "a"}]}]}, "--column messages=chat"),
         ({"body": "some words", "url": "x"}, "--column text=body"),
-        ({"article_text": "words", "title": "some words"}, "--column text=article_text"),
+        ({"article_text": "words", "url": "some words"}, "--column text=article_text"),
         ({"it's": "the only words", "id": "x"}, """--column 'text=it'"'"'s'"""),
-        ({"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, "--column input_ids=token_ids"),
+        ({"token_ids": [1, 2, 3], "doc_id": 7}, "--column input_ids=token_ids"),
+        (
+            {"q_text": "a", "a_text": "b", "sys": "S", "hist": [["c", "d"]]},
+            "--column system=sys --column history=hist --column question=q_text --column answer=a_text",
+        ),
+        ({"dialog": MESSAGES, "sys": "S"}, "--column system=sys --column messages=dialog"),
         ({"prompt_len": 512, "source": "web"}, "--column length=prompt_len"),
     ],
 )
@@ -109,16 +118,14 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        {"a": "some words", "b": "other words"},
         {"input_en": "a", "input_fr": "b", "output_en": "c"},
         {"answer_id": "x", "prompt_id": "y"},
         {"question": "a"},
-        {"q": "a b", "note": "some words"},
-        {"body": "some words", "reply": "other words"},
         {"score": 3, "meta": {}},
-        {"article": "some words", "summary": "few words"},
         {"context": "some words", "prompt_a": "a b", "prompt_b": "b c", "response": "few words"},
-        {"user": "ann", "title": "some words"},
+        {"article_text": "words", "title": "some words", "text_type": "a b"},
+        {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"prompt": "a b", "prompt_len": 512},
         {"question\n\x1b[31m": "a", "answer": "b"},
         {"question" + "x" * 200: "a", "answer": "b"},
         {"": "some words"},
@@ -138,7 +145,7 @@ def test_without_a_good_suggestion_the_hint_says_how_to_name_a_schema_and_where_
 
 
 def test_what_is_suggested_fits_most_of_the_records() -> None:
-    good, bad = {"ask_text": "a", "user_text": "a", "reply_text": "b"}, {"user_text": 1, "reply_text": 2}
+    good, bad = {"user_text": "a", "reply_text": "b"}, {"user_text": 1, "reply_text": 2}
     assert _hint(good, good, bad) == "try this: --column question=user_text --column answer=reply_text"
     assert "try this" not in _hint(good, bad, bad)
 
@@ -251,8 +258,112 @@ def _found(record: dict[str, Any]) -> str:
     return caught.value.message
 
 
+def test_words_say_what_to_write_where_no_key_can_be_named() -> None:
+    for record in ({"translation": {"en": "a b", "de": "c d"}}, {"turns": ["a b", "c d"]}, {"conv": [["a", "b"]]}):
+        [key] = record
+        hint = _hint(record)
+        assert hint.startswith(f"nothing reads what `{key}` has in it: write records as {{")
+        assert '{"messages": [{"role": "user", "content": TEXT}, {"role": "assistant"' in hint
+
+
+def test_a_hint_of_a_system_text_beside_a_prompt_names_keys_only_where_these_are_all() -> None:
+    record = {"prompt": "a", "completion": "b", "system": "S", "label": True}
+    for more, has_keys in (({}, True), ({"id": 7}, True), ({"notes": "c"}, False)):
+        with pytest.raises(DataError) as caught:
+            parse(detect([record]), {**record, **more})
+        assert ("--column question=prompt --column answer=completion" in caught.value.hint) == has_keys
+
+
 def test_roles_of_many_names_do_not_fill_the_evidence() -> None:
     messages = [{"role": f"name {number}" + "x" * 1000, "content": "a", "loss": True} for number in range(50)]
     evidence = detect([{"messages": messages}]).evidence
     assert evidence.endswith(" and 40 more")
     assert len(evidence) < 900
+
+
+#: A key, what records have there, and what of that has to be trained.
+CONTENT = {
+    "article": "art one",
+    "Highlights": "hi two",
+    "summary_text": "sum three",
+    "title": "ti four",
+    "body": "bo five",
+    "premise": "pre six",
+    "hypothesis": "hyp seven",
+    "passage": "pas eight",
+    "my question": "que nine",
+    "inquiry": "inq ten",
+    "options": ["opt eleven", "opt twelve"],
+    "the_answer": "ans thirteen",
+    "gold_answer": "gol fourteen",
+    "reply": "rep fifteen",
+    "sys": "sys sixteen",
+    "system_prompt": "spr seventeen",
+    "ctx": "ctx eighteen",
+    "instruction_text": "ins nineteen",
+    "source": "sou twenty words",
+    "translation": {"en": "eng twentyone", "de": "deu twentytwo"},
+    "hist": [["his twentythree", "his twentyfour"]],
+    "talk": [{"role": "user", "content": "tal twentyfive"}, {"role": "assistant", "content": "tal twentysix"}],
+    "dialog": [{"speaker": "usr", "utterance": "dia twentyseven"}, {"speaker": "bot", "utterance": "dia twentyeight"}],
+    "dialog_json": '[{"from": "human", "value": "jso twentynine"}, {"from": "gpt", "value": "jso thirty"}]',
+    "my_label": 1,
+    "is_good": True,
+    "trained": [0, 1],
+}
+ABOUT = {"id": "x 1", "lang": "en", "source_url": "http://a b", "created_at": "some day", "n_words": 3, "note": " "}
+
+#: Two ways to read the same, of which one is to be chosen, and one way.
+PASTED = re.compile(r"(?:try|say which)(?: this)?: (.*)")
+
+
+def _texts(value: Any) -> list[str]:
+    """The words of two parts in a value, which are in no other."""
+    return re.findall(r"\b[a-z]{2,3} [a-z]+", json.dumps(value)) or [f"not text: {value}"]
+
+
+def _check_nothing_is_lost(keys: Sequence[str], command: Run) -> bool:
+    """That what is pasted trains all content, and what is not to be pasted names it; whether something was pasted."""
+    record = {key: CONTENT[key] for key in keys} | ABOUT
+    Path("x.jsonl").write_text(2 * (json.dumps(record) + "\n"))
+    ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER)
+    assert ran.code == 3, ran.err
+    hint = ran.err.partition("\nhint: ")[2]
+    lines = [line for found in PASTED.findall(hint) for line in found.split(", or ")]
+    for line in lines:
+        ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *shlex.split(line))
+        assert ran.code == 0, ran.err
+        (trained, again) = marked_texts(load_analysis(Path("chunkplan-out/analysis")))
+        assert trained == again
+        whole = trained.replace("⟦", "").replace("⟧", "")
+        assert [text for key in keys for text in _texts(CONTENT[key]) if text not in whole] == [], (keys, line)
+    assert lines or len(keys) == 1 or [key for key in keys if f"`{key}`" not in hint] == [], (keys, hint)
+    return bool(lines)
+
+
+def test_a_line_reads_all_content_of_a_record_or_there_is_none_and_all_is_named(command: Run) -> None:
+    pasted = [
+        _check_nothing_is_lost(keys, command)
+        for keys in (
+            ("dialog", "sys"),
+            ("my question", "ctx", "reply", "hist"),
+            ("article", "Highlights"),
+            ("premise", "hypothesis", "my_label"),
+            ("passage", "my question", "options", "the_answer"),
+            ("talk", "sys"),
+            ("talk", "summary_text"),
+            ("my question", "the_answer", "sys", "hist"),
+            ("translation",),
+            ("body", "is_good"),
+            ("dialog_json", "title"),
+        )
+    ]
+    assert pasted == [False, False, True, False, False, True, False, True, False, False, False]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_no_content_of_any_record_is_lost(seed: int, command: Run) -> None:
+    random = Random(seed)
+    for _ in range(10):
+        _check_nothing_is_lost(random.sample([*CONTENT], random.randint(1, 4)), command)

@@ -110,6 +110,6 @@ def _open(path: str, shown: str) -> npt.NDArray[Any]:
         raise unreadable(
             f"{values.dtype} of shape {values.shape}, expected lengths: whole numbers in one row",
             shown,
-            hint="save one length for every record",
+            hint="save one length for every record; tokens are read as `input_ids` of Parquet or JSON lines",
         )
     return values

@@ -104,6 +104,6 @@ def begin_with_system(
     if (first.content or "").strip() != system.strip():
         wrong(
             f"`{key}` and the system message that `{path}` begins with say different things",
-            hint="leave one of the two out",
+            hint="write both as one, or leave one of the two out",
         )
     return messages

@@ -18,13 +18,8 @@ from chunkplan.intake.schemas.layout import RecordLayout, has_all
 from chunkplan.intake.schemas.readings import Reading, choose_reading
 from chunkplan.intake.schemas.refused import refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.suggestion import are_messages_each, suggest, what_else
-
-#: How the user may say it.
-_SAY = (Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
-
-#: Where all schemas are.
-_LIST = "`chunkplan analyze --help` lists the schemas"
+from chunkplan.intake.schemas.suggestion import suggest, unread_content
+from chunkplan.intake.schemas.what_to_write import SAY, are_messages_each, what_else
 
 
 def detect(
@@ -68,7 +63,7 @@ def detect(
         several = ", ".join(f"{wanted[name]} {name}" for name in names)
         raise LayoutError(
             f"the records are of different schemas: {several}; found: {_found(readable)}",
-            ["put them into different files, or say which with ", *_SAY],
+            ["put them into different files, or ", *SAY],
         )
     if not readable:
         raise DataError("no record can be read", hint="give files with at least one record")
@@ -102,9 +97,7 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
         return LayoutError(message, ["in place of it, ", TRY, Flag("--format", other)])
     if found is not None:
         return LayoutError(message, [TRY, *spaced(column_flags(found[1]))])
-    other = what_else(records)
-    words: Sequence[str | Flag] = ["say which with ", *_SAY, f"; {_LIST}"] if other is None else [other]
-    return LayoutError(message, words)
+    return LayoutError(message, what_else(records, candidates, columns))
 
 
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
@@ -126,9 +119,10 @@ def _is_null(record: JsonObject, names: list[str], columns: Mapping[str, str]) -
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
-    """The schema that these records are found to be of, where the user has named another."""
+    """The schema that reads all content of these records, where the user has named another."""
     with suppress(DataError, UsageError):
-        return detect(records, columns=columns).schema
+        layout = detect(records, columns=columns)
+        return None if unread_content(layout, records) else layout.schema
     return None
 
 

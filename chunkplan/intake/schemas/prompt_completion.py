@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from chunkplan.intake.records import Conversation, JsonObject, PromptRecord
 from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history
+from chunkplan.intake.schemas.content import keys_of_content
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
 from chunkplan.intake.schemas.flags import column_flags, line_of
 from chunkplan.intake.schemas.layout import Schema
@@ -28,7 +29,8 @@ def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Convers
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
     if optional_text(record, columns["system"]) is not None:
         flags = line_of(column_flags({"question": prompt_key, "answer": completion_key}))
-        hint = f"{flags} reads all three as a conversation"
+        reads_all = {*columns.values()}.issuperset(keys_of_content([record]))
+        hint = f"{flags} reads all three as a conversation" if reads_all else "write the record as `messages`"
         _misplaced(columns["system"], hint)
     if tools(record, columns):
         key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))

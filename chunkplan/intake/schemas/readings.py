@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import quoted
-from chunkplan.intake.schemas.flags import CHOOSE, Flag, LayoutError, column_flags, spaced
+from chunkplan.intake.schemas.flags import CHOOSE, LayoutError, column_flags, spaced
 from chunkplan.intake.schemas.layout import has_all
 from chunkplan.intake.schemas.registry import GROUPS, SCHEMAS
 
@@ -88,15 +88,11 @@ def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) ->
         if first is None:
             first = reading, parsed, set(schema.keys_of(record, columns).values())
         elif parsed != first[1] and not first[2].issuperset(reading.keys.values()):
+            # Of numbers nothing is trained; of all else a flag would lose what is read in the other way alone.
+            words = [CHOOSE, *spaced(column_flags(first[0].keys)), ", or ", *spaced(column_flags(reading.keys))]
+            if reading.schema != "length":
+                words = ["they are two sequences: write a record for each, or take away the key that is not trained"]
             raise LayoutError(
-                f"a record can be read in two ways that differ: {first[0].words}, or {reading.words}",
-                [CHOOSE, *_flags(first[0], reading), ", or ", *_flags(reading, first[0])],
+                f"a record can be read in two ways that differ: {first[0].words}, or {reading.words}", words
             )
     return found[0] if first is None else first[0]
-
-
-def _flags(reading: Reading, other: Reading) -> list[str | Flag]:
-    """What the user has to say for `reading`, and not for the `other`, as parts of a hint."""
-    if reading.schema != other.schema:
-        return [Flag("--format", reading.schema)]
-    return spaced(column_flags(reading.keys))

@@ -28,13 +28,13 @@ def refuse(record: JsonObject) -> None:
             unsupported(
                 f"a preference pair (`{better}` and `{worse}`); one record has to be one sequence",
                 hint=f"keep the {better.partition('_')[0]} answer as a record with `messages` or `prompt` and "
-                "`completion`",
+                "`completion`; the other is not trained then",
             )
     for key in _WORSE:
         if record.get(key):
             unsupported(
                 f"a preference pair (`{key}` beside the better one); one record has to be one sequence",
-                hint=f"remove `{key}`: what is left is a record of its own",
+                hint=f"remove `{key}`, which is not trained then: what is left is a record of its own",
             )
     refuse_media(record)
 

@@ -1,11 +1,10 @@
 """Where no schema fits: the keys to name so that one reads the records, from those that they have.
 
-Keys are only suggested if most of the records can be read with them.
+Keys are only suggested if most of the records can be read with them, and nothing of their content is left unread.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import messages_in, shortened
+from chunkplan.intake.schemas.content import holds_content, keys_of_content, words_of
+from chunkplan.intake.schemas.fields import messages_in
+from chunkplan.intake.schemas.layout import RecordLayout
 from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.roles import ROLES
-from chunkplan.quantities import counted
+from chunkplan.intake.schemas.unread import count_unread
 
 #: Words in the names of keys, and what has such names.
 _ASKS = {
@@ -32,7 +32,7 @@ _ANSWERS = {
 _TEXTS = {"text", "content", "body", "document", "doc", "article", "passage", "story"}
 _INSTRUCTIONS, _INPUTS = {"instruction"}, {"input", "context"}
 _CONTEXT, _RESPONSE, _SOURCE, _TARGET = {"context"}, {"response"}, {"source"}, {"target"}
-_TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system"}
+_TOKENS, _LENGTHS, _SYSTEM = {"token", "id", "ids"}, {"length", "len", "token"}, {"system", "sys"}
 
 #: A text that goes on, with nothing between, has one of the first in its names, and none of the others: these are of
 #: somebody who asks and somebody who answers, each of which a chat template marks.
@@ -57,13 +57,6 @@ _BARRED = {
 #: Of two answers, what is compared with the other has one of these in its name.
 _COMPARED = {"expected", "final", "gold", "reference", "correct", "true"}
 
-#: Keys of a message that may say who speaks, and what is said, in layouts that are not known as well.
-_SPEAKERS = ("role", "from", "speaker", "sender")
-_SAID = ("content", "value", "text", "message", "body", "utterance")
-
-#: Those that are known together.
-_KNOWN = (("role", "content"), ("role", "value"), ("from", "value"))
-
 #: Longer keys are not suggested: nobody pastes them.
 _LONGEST = 100
 
@@ -71,9 +64,7 @@ _LONGEST = 100
 _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("messages", {"messages": "messages"}),
     ("conversations", {"conversations": "messages"}),
-    ("instruction", {"system": "system", "instruction": "instruction", "input": "input", "output": "answer"}),
     ("instruction", {"instruction": "instruction", "input": "input", "output": "answer"}),
-    ("question+answer", {"system": "system", "question": "ask", "answer": "answer"}),
     ("prompt+completion", {"prompt": "begin", "completion": "answer"}),
     ("question+answer", {"question": "ask", "answer": "answer"}),
     ("instruction", {"instruction": "ask", "output": "answer"}),
@@ -85,6 +76,9 @@ _NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("length", {"length": "length"}),
 )
 
+#: What may stand beside, in a schema that takes it.
+_BESIDE = ("system", "history")
+
 
 def suggest(
     records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]
@@ -93,103 +87,57 @@ def suggest(
 
     Those that the user has `named` are among them.
     """
-    found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
+    found = {kind: only_key(records, named, kind) for kind in _KINDS}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
-    said = {*_words(ask or ""), *_words(answer or "")}
+    said = {*words_of(ask or ""), *words_of(answer or "")}
     found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
-    if any(_ASKS.intersection(_words(key)) for record in records for key in record):
+    if any(_ASKS.intersection(words_of(key)) for record in records for key in record):
         found["context"] = found["source"] = None  # something else is asked
-    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(_words(found["text"] or ""))):
+    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(words_of(found["text"] or ""))):
         found["text"] = None  # it may be half of what is trained
     for name, needs in _NEEDS:
         columns = {**named, **{role: named.get(role) or found[kind] for role, kind in needs.items()}}
         if name in names and columns.keys() <= SCHEMAS[name].roles.keys() and all(columns.values()):
-            keys = {role: key for role, key in columns.items() if key is not None}
-            if len({*keys.values()}) == len(keys) and _can_be_read(records, name, keys):
+            beside = {role: found[role] for role in _BESIDE if found[role] and role in SCHEMAS[name].optional}
+            keys = {role: key for role, key in {**beside, **columns}.items() if key is not None}
+            if len({*keys.values()}) == len(keys) and can_be_read(records, name, keys):
                 return name, keys
     return None
 
 
-def are_messages_each(records: Sequence[JsonObject]) -> bool:
-    """Whether each record is one message of a conversation."""
-    return all("role" in record and "content" in record for record in records)
+def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[str]:
+    """The keys with content that are not read of `records`, which can be."""
+    unread = count_unread(layout, records)
+    content = {*keys_of_content(records)}
+    return [key for key in unread if key in content or not any(key in record for record in records)]  # of messages
 
 
-def what_else(records: Sequence[JsonObject]) -> str | None:
-    """What to do with records that no keys would make records of any schema, where it is seen."""
-    if are_messages_each(records):
-        return "a record is one message: write all messages of a conversation as one record with `messages`"
-    lists = {key: value for key, value in records[0].items() if _is_plain(key) and _are_objects(value)}
-    for key, value in lists.items():
-        texts = {name: text for name, text in value[0].items() if type(text) is str}
-        said = next((name for name in _SAID if name in texts), None)
-        speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
-        if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
-            return (
-                f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
-                "name these keys `role` and `content`, and the list `messages`"
-            )
-        if _are_messages(value):
-            return _unanswered(records, key)
-    if len(records) == 1 and lists:
-        key, value = next(iter(lists.items()))
-        return f"`{key}` is a list of {counted(len(value), 'object')}: write these as the records"
-    return None
-
-
-def _unanswered(records: Sequence[JsonObject], key: str) -> str:
-    """What to do with messages under `key` that no key alone makes records of a schema."""
-    answer = _only(records, {}, "answer", *_KINDS["answer"])
-    if answer and answer != key and type(records[0].get(answer)) is str:
-        return (
-            f"`{key}` has no answer: add `{answer}` to its messages as one with the `role` assistant, "
-            "and name the list `messages`"
-        )
-    return (
-        f"`{key}` is a conversation: each of its messages needs a `role` and a `content`, "
-        "and one has to be the assistant's"
-    )
-
-
-def _are_objects(value: Any) -> bool:
-    return type(value) is list and bool(value) and type(value[0]) is dict
-
-
-def _only(
-    records: Sequence[JsonObject],
-    named: Mapping[str, str],
-    kind: str,
-    words: set[str],
-    is_value: Callable[[Any], bool],
-) -> str | None:
+def only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str) -> str | None:
     """The key with one of `words` in its name that has such values, if one is closest: has fewest other words.
 
     Of messages, and of texts where no name says that they are, it is the only key that has some.
     """
-    keys = [key for key in dict.fromkeys(key for record in records for key in record) if _is_plain(key)]
-    fitting = [key for key in keys if key not in named.values() and _mostly(records, key, is_value)]
+    words, is_value = _KINDS[kind]
+    keys = [key for key in dict.fromkeys(key for record in records for key in record) if is_plain(key)]
+    is_there = _where_said if kind in _BESIDE else _mostly
+    fitting = [key for key in keys if key not in named.values() and is_there(records, key, is_value)]
     barred = _BARRED.get(kind, set())
-    fitting = [key for key in fitting if barred.isdisjoint(_words(key))]
-    distances = {key: len(_words(key)) for key in fitting if words.intersection(_words(key))}
+    fitting = [key for key in fitting if barred.isdisjoint(words_of(key))]
+    distances = {key: len(words_of(key)) for key in fitting if words.intersection(words_of(key))}
     closest = [key for key, distance in distances.items() if distance == min(distances.values())]
     if kind == "text":
         several = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
         closest = several if not distances or not {*several} <= {*closest} else closest
-    if kind == "messages":
+    if kind in ("messages", "history"):
         closest = fitting
     if kind == "answer" and len(closest) > 1:
-        closest = [key for key in closest if _COMPARED.isdisjoint(_words(key))]
+        closest = [key for key in closest if _COMPARED.isdisjoint(words_of(key))]
     return closest[0] if len(closest) == 1 else None
 
 
-def _is_plain(key: str) -> bool:
+def is_plain(key: str) -> bool:
+    """Whether `key` can be shown and pasted."""
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
-
-
-def _words(key: str) -> list[str]:
-    """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [word if word == "ids" else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)]
 
 
 def _mostly(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:
@@ -197,7 +145,14 @@ def _mostly(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], b
     return 2 * sum(is_value(record.get(key)) for record in records) >= len(records)
 
 
-def _are_messages(value: Any) -> bool:
+def _where_said(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:
+    """Whether some records have such a value, and no record another."""
+    said = [record[key] for record in records if holds_content(key, record.get(key))]
+    return bool(said) and all(map(is_value, said))
+
+
+def are_messages(value: Any) -> bool:
+    """Whether it is a list of messages in a layout that is known, which may be written as JSON."""
     if type(value) is str:
         with suppress(RecordError):
             value = messages_in({"": value}, "")
@@ -206,9 +161,14 @@ def _are_messages(value: Any) -> bool:
     return bool({"role", "from"} & value[0].keys()) or exchange_of(value[0]) is not None
 
 
+def _are_exchanges(value: Any) -> bool:
+    """Whether it is a list of questions with their answers, perhaps none."""
+    return type(value) is list and all(type(one) is list and [*map(type, one)] == [str, str] for one in value)
+
+
 def _is_said(value: Any) -> bool:
     """Whether it may be what somebody asked or answered."""
-    return (type(value) is str and bool(value.strip())) or _are_messages(value)
+    return (type(value) is str and bool(value.strip())) or are_messages(value)
 
 
 def _are_tokens(value: Any) -> bool:
@@ -221,7 +181,7 @@ def _is_text(value: Any) -> bool:
 
 #: Which keys may have what is needed: words in their names, and what their values are.
 _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
-    "messages": (set(), _are_messages),
+    "messages": (set(), are_messages),
     "ask": (_ASKS, _is_said),
     "answer": (_ANSWERS, _is_said),
     "instruction": (_INSTRUCTIONS, _is_said),
@@ -231,26 +191,31 @@ _KINDS: dict[str, tuple[set[str], Callable[[Any], bool]]] = {
     "source": (_SOURCE, _is_text),
     "target": (_TARGET, _is_text),
     "system": (_SYSTEM, _is_text),
+    "history": (set(), _are_exchanges),
     "text": (_TEXTS, _is_text),
     "tokens": (_TOKENS, _are_tokens),
     "length": (_LENGTHS, lambda value: type(value) is int and value > 0),
 }
 
 
-def _may_count(message: Message) -> bool:
+def may_count(message: Message) -> bool:
     """Whether a message may count in the loss."""
     return message.loss is True or (message.role == "assistant" and message.loss is not False)
 
 
-def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
-    """Whether half of the records, or more, become something to train by the schema `name` with these keys."""
-    schema, num_read = SCHEMAS[name], 0
+def can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
+    """Whether half of the records, or more, become something to train by the schema `name` with these keys.
+
+    Of what these have no content may be left unread.
+    """
+    schema, read = SCHEMAS[name], list[JsonObject]()
+    usual = {role: keys[0] for role, keys in schema.roles.items()}
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]
     for record in records:
         with suppress(DataError, RecursionError):
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
-                usual = {role: keys[0] for role, keys in schema.roles.items()}
                 parsed = schema.parse(record, {**usual, **columns, **reading.keys})
-                num_read += not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages))
-    return 2 * num_read >= len(records) > 0
+                if not isinstance(parsed, Conversation) or any(map(may_count, parsed.messages)):
+                    read.append(record)
+    return 2 * len(read) >= len(records) > 0 and not unread_content(RecordLayout(name, usual | columns, ""), read)

@@ -283,7 +283,7 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
             f"the model takes {max_positions:,} positions (max_position_embeddings and rope scaling)",
             where=analysis.place(longest),
             hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
-            f"--max-length {max_positions}",
+            f"--max-length {max_positions}, which cuts {(analysis.num_tokens > max_positions).sum():,} sequences short",
         )
 
 
