@@ -22,11 +22,7 @@ BENCHMARKS = ROOT / "benchmarks"
 #: Runs a program where these packages are not installed.
 BARE = """
 import runpy, sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {missing}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
+sys.modules.update(dict.fromkeys({missing}))
 sys.argv = sys.argv[1:]
 sys.path.insert(0, {benchmarks!r})
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -148,6 +144,17 @@ def test_plans_are_those_that_the_program_makes(benchmarks: None, tmp_path: Path
 def test_the_page_is_that_of_the_files_that_are_kept() -> None:
     page = runpy.run_path(str(BENCHMARKS / "gpu_page.py"))["page"](BENCHMARKS / "measured")
     assert (ROOT / "docs" / "gpu-report.md").read_text(encoding="utf-8") == page
+
+
+def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    figures = r"on one (\w+): a step of ([\d,]+) tokens of a 1.5B model takes ([\d.]+) s, ([\d.]+) s by a profile"
+    [(gpu, tokens, seconds, predicted)] = re.findall(figures, text)
+    found = json.loads((BENCHMARKS / "measured" / "h200-2026-11-26.json").read_text())
+    assert gpu in found["machine"]["gpu"]
+    [row] = [row for row in found["steps"] if row.get("plan") == "p15_8k1" and f"{row['tokens']:,}" == tokens]
+    fitted = found["predicted_seconds"]["profile fitted by calibrate"]["p15_8k1"][row["step"]]
+    assert (f"{row['seconds']:.1f}", f"{fitted:.1f}") == (seconds, predicted)
 
 
 def test_all_tests_of_a_gpu_are_in_the_files_that_are_run_there(benchmarks: None) -> None:
