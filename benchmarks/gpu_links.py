@@ -37,7 +37,8 @@ def measure_links(device: torch.device, *, toy: bool, add: Callable[[Row], None]
     plan = PLANS[name]
     with tempfile.TemporaryDirectory() as folder:
         analysis, model = write_tokens(plan, Path(folder) / "analysis"), write_model(plan.model, Path(folder))
-        for processes in sorted({1, number}):
+        most = min(plan.dp, 1 << (number.bit_length() - 1))  # processes have equally many of the plan's ranks
+        for processes in sorted({1, most}):
             output = Path(folder) / f"run-{processes}"
             words: list[object] = ["-m", "chunkplan_runtime.train", "--plan", FOLDER / name, "--analysis", analysis]
             words += ["--model-config", model, "--output", output, "--max-steps", _STEPS, "--device", device.type]
@@ -46,7 +47,7 @@ def measure_links(device: torch.device, *, toy: bool, add: Callable[[Row], None]
                 row = json.loads(line)
                 add(
                     {
-                        "trainer": f"{processes} processes",
+                        "trainer": f"processes: {processes}",
                         "step": row["step"],
                         "tokens": row["tokens"],
                         "seconds": round(row["seconds"], 3),
@@ -69,14 +70,17 @@ def _started(processes: int, words: list[str]) -> Iterator[str]:
             yield from (line for line in program.stdout if line.startswith("{"))
         if program.returncode:
             errors.seek(0)
-            raise RuntimeError("; ".join(line.strip() for line in errors if "rror" in line)[-300:])
+            raise RuntimeError(next((line for line in errors if "rror: " in line), f"exit code {program.returncode}"))
 
 
 def _measure(device_type: str, sizes: tuple[int, ...]) -> None:
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else None)
     if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     number, rank = dist.get_world_size(), dist.get_rank()
     for size in sizes:
         whole = torch.zeros(size // 2 // number * number, dtype=torch.bfloat16, device=device)

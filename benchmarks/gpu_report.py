@@ -23,6 +23,7 @@ import gc
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -123,19 +124,14 @@ def _tests(report: Report) -> None:
     ) as program:
         assert program.stdout is not None
         for line in program.stdout:
-            test, _, rest = line.strip().partition(" ")
-            if "::" in test and rest.split(" ")[0] in ("PASSED", "FAILED", "SKIPPED", "ERROR"):
-                add(
-                    {"test": test.split("::")[1], "outcome": rest.rpartition("[")[0].strip().lower(), **_since(started)}
-                )
+            if ended := re.match(r"\S+::(\S+) (PASSED|FAILED|SKIPPED|ERROR)(.*?) *\[ *\d+%\]", line):
+                test, outcome, why = ended.groups()
+                seconds = round(time.perf_counter() - started, 1)
+                add({"test": test, "outcome": outcome.lower() + why, "after s": seconds})
             else:
                 print(line, end="", flush=True)
     if program.returncode:
         raise RuntimeError(f"pytest ended with {program.returncode}")
-
-
-def _since(started: float) -> Row:
-    return {"after s": round(time.perf_counter() - started, 1)}
 
 
 def _probe(report: Report) -> None:

@@ -45,6 +45,7 @@ with suppress(ModuleNotFoundError):
 
 #: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
 LONGEST = (
+    "runtime/test_gpu",  # which is skipped at once, or of the tests of a GPU tells most
     *("runtime/distributed/test_sharing", "runtime/distributed/test_train", "docs/test_docs"),
     *("runtime/distributed/test_gradients", "runtime/training/test_resume", "runtime/distributed/test_train_sharing"),
     *("runtime/failures/test_watchdog", "runtime/proof/test_prove", "reporting/page/test_browser"),
