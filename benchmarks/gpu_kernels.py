@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.device_waits import synchronize
 
 Row = dict[str, Any]
 
@@ -103,11 +103,11 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median of several measurements, each of a few runs that nothing waits between."""
     found = []
     for runs in (2, 4, 4, 4):
-        wait(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(runs):
             run()
-        wait(device)
+        synchronize(device)
         found.append((time.perf_counter() - started) / runs)
     return statistics.median(found[1:])
 

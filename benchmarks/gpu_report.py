@@ -67,12 +67,13 @@ class Report:
         print(json.dumps(self.document["machine"]), flush=True)
 
     def add(self, part: str) -> Callable[[Row], None]:
-        """What takes the rows of a part, in place of those of before."""
-        self.document[part] = []
+        """What takes the rows of a part, the first of them in place of those of before."""
+        rows: list[Row] = []
 
         def add(row: Row) -> None:
             print(f"{part}: {json.dumps(row)}", flush=True)
-            self.document[part].append(row)
+            rows.append(row)
+            self.document[part] = rows
             self.write()
 
         return add
@@ -147,7 +148,7 @@ def _calibrate(report: Report) -> None:
 
     calibration, chunks = measure_calibration(report.device, toy=report.toy, add=report.add("calibrated_chunks"))
     write_profile(calibration, report.calibrated, torch_version=torch.__version__)
-    del report.document["calibrated_chunks"]
+    report.document.pop("calibrated_chunks")
     rates, fitted = asdict(calibration.rates), asdict(calibration.hardware)
     report.document["calibrate"] = {"model": calibration.what, "rates": rates, "fitted": fitted, "chunks": chunks}
     report.write()
