@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test soak test-oldest check format docs clean
+.PHONY: demo test soak test-oldest test-gpu gpu-report check format docs clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
@@ -27,6 +27,20 @@ test-oldest:
 		--editable '.[hf,lora]'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m 'not soak' \
 		tests/runtime
+
+# On a machine with a GPU, by whatever Python there is: what is measured there needs torch, transformers and pyarrow.
+GPU_PYTHON = PYTHONPATH=.:runtime:cli:$$PYTHONPATH PYTHONUNBUFFERED=1 \
+	$(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+
+# All tests that are marked `gpu`, a line each.
+test-gpu:
+	$(GPU_PYTHON) -m pytest --override-ini addopts=--import-mode=importlib -v -rs -m gpu \
+		tests/runtime/test_gpu.py tests/runtime/distributed/test_gpu.py
+
+# PARTS=kernels,probe,... SIZE=toy OUTPUT=folder: see benchmarks/gpu_report.py.
+gpu-report:
+	$(GPU_PYTHON) benchmarks/gpu_report.py \
+		$(if $(PARTS),--parts $(PARTS)) $(if $(SIZE),--size $(SIZE)) $(if $(OUTPUT),--output $(OUTPUT))
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +175,14 @@ def measure_all(
     print(json.dumps(result, indent=2) if as_json else f"\n{found}")
 
 
-def print_table(title: str, rows: list[Row]) -> None:
-    """Print rows as a table in Markdown."""
-    print(f"\n{title}\n")
-    print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
-    for row in rows:
-        print("| " + " | ".join(f"{value:,}" if type(value) is int else str(value) for value in row.values()) + " |")
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    """Print rows as a table in Markdown, each as it comes."""
+    print(f"\n{title}\n", flush=True)
+    for number, row in enumerate(rows):
+        if number == 0:
+            print("| " + " | ".join(row) + " |\n" + "| --- " * len(row) + "|")
+        cells = (f"{value:,}" if type(value) is int else str(value) for value in row.values())
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:

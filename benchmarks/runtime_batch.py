@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,7 +128,7 @@ def run_whole(model: CausalLM, batch: Batch) -> float:
 
 
 def interleaved(ways: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Measure the seconds of every way, in turn, `repeats` times after a round that does not count."""
+    """Measure the seconds of every way, in turn, `repeats` times after a round that does not count; each is shown."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
@@ -136,6 +137,7 @@ def interleaved(ways: Mapping[str, Callable[[], object]], repeats: int, device: 
             way()
             wait(device)
             seconds[name].append(time.perf_counter() - started)
+            print(f"{name}: {seconds[name][-1]:.3f} s", file=sys.stderr, flush=True)
     return {name: values[1:] for name, values in seconds.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def measure_long_tail(device: torch.device, lengths: npt.NDArray[np.integer]) ->
     losses, peaks = {}, {}
     for name, way in ways.items():
         losses[name], peaks[name] = _with_peak(way, device)
+        print(f"{name}: loss {losses[name]:.6f}, peak {peaks[name] / 1e6:.0f} MB", file=sys.stderr, flush=True)
     reference = losses["unpacked, checkpointing"]
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     if any(abs(loss / reference - 1) > tolerance for loss in losses.values()):

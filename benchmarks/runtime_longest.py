@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ _RANK = 16
 _LONGEST = 1 << 20
 
 
-def measure_longest(device: torch.device, budget: float, toy: bool) -> list[Row]:
+def measure_longest(device: torch.device, budget: float, toy: bool) -> Iterator[Row]:
     """32K tokens, 64K, ... 1M, each way until it runs out of memory or the next length would take it over `budget`.
 
     Every length runs once and nothing is warmed up before, so that the first ones look slower than they are.
@@ -52,21 +51,18 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> list[Row]
         model.set_checkpointing("full")
         Executor(model, kv_offload=True).run(batch.work.ranks[0], batch.work.step.num_target_tokens)
 
-    rows = []
     for name, way in {"chunks": chunked, "whole, checkpointing": lambda batch: run_whole(model, batch)}.items():
         left, before = budget, 0.0
         for length in lengths:
             if before * 4 > left:  # attention grows with the square
-                rows.append({"": name, "tokens": length, "peak GB": f"out of time ({budget:.0f} s)", "tokens/s": ""})
+                yield {"": name, "tokens": length, "peak GB": f"out of time ({budget:.0f} s)", "tokens/s": ""}
                 break
             batch = make_batch([length], chunk_size, 1, config.vocab_size)
             row, before = _run(model, way, batch, weights)
             left -= before
-            rows.append({"": name, "tokens": length} | row)
-            print(rows[-1], file=sys.stderr, flush=True)  # in case the next length ends the process
+            yield {"": name, "tokens": length} | row
             if not row["tokens/s"]:
                 break
-    return rows
 
 
 def _run(model: CausalLM, way: Callable[[Batch], None], batch: Batch, weights: int) -> tuple[Row, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,33 +15,32 @@ from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
 
-_RATIOS = {"cpu": (1, 2, 4, 8, 16, 32), "cuda": (1, 2, 4, 8, 16, 32, 64, 128)}
+#: Chunks of the sequence; the one that others are compared with first.
+_RATIOS = {"cpu": (4, 1, 2, 8, 16, 32), "cuda": (4, 1, 2, 8, 16, 32, 64, 128)}
 _CHUNK_SIZE = {"cpu": 256, "cuda": 8192}
 
 
-def measure_memory(device: torch.device, verbose: bool = False) -> list[Row]:
+def measure_memory(device: torch.device, verbose: bool = False) -> Iterator[Row]:
     """Measure a sequence of 1 to 32 (on a GPU 128) chunks; peaks are what comes to the weights and their gradients."""
     chunk_size, ratios = _CHUNK_SIZE[device.type], _RATIOS[device.type]
     if device.type == "cuda":
-        config, dtype = qwen2(1024, 4, 32768, chunk_size * ratios[-1]), torch.bfloat16
+        config, dtype = qwen2(1024, 4, 32768, chunk_size * max(ratios)), torch.bfloat16
     else:
-        config, dtype = qwen2(256, 2, 512, chunk_size * ratios[-1], num_key_value_heads=1), torch.float32
+        config, dtype = qwen2(256, 2, 512, chunk_size * max(ratios), num_key_value_heads=1), torch.float32
     model = new_model(config, dtype, 0, device=device)
     zero_gradients(model)
-    rows = []
     for k in (1, 2):
         for kv_offload in (False, True):
-            found: dict[int, Row] = {}
+            of_first = 0.0
             for length in ratios:
-                found[length] = _measure(model, length * chunk_size, chunk_size, k, kv_offload, verbose)
-            for length, row in found.items():
-                over = row["rest MB"] / found[4]["rest MB"]
-                rows.append(
+                row = _measure(model, length * chunk_size, chunk_size, k, kv_offload, verbose)
+                of_first = of_first or row["rest MB"]
+                over = row["rest MB"] / of_first
+                yield (
                     {"K": k, "KV": "host" if kv_offload else "device", "L / C": length}
                     | {name: round(value, 2) for name, value in row.items()}
                     | {"rest over that at 4": round(over, 4), "flat": "" if length < 4 else _yes(abs(over - 1) <= 0.02)}
                 )
-    return rows
 
 
 def _measure(

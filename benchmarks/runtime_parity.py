@@ -50,7 +50,7 @@ _CONFIG = {
 }
 
 
-def measure_float64(device: torch.device) -> list[Row]:
+def measure_float64(device: torch.device) -> Iterator[Row]:
     """Find the worst ||g - g_ref|| / ||g_ref|| of a parameter, of each family over all ways to cut and run a batch."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -65,7 +65,7 @@ def measure_float64(device: torch.device) -> list[Row]:
         # One thread each, as these models are small.
         num_processes = os.cpu_count() or 1
         with ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_use_one_thread) as pool:
-            return list(pool.map(partial(_measure_family, folder, device), MODELS))
+            yield from pool.map(partial(_measure_family, folder, device), MODELS)
 
 
 def _use_one_thread() -> None:
@@ -94,9 +94,8 @@ def _measure_family(folder: Path, device: torch.device, family: str) -> Row:
     }
 
 
-def measure_bfloat16(device: torch.device) -> list[Row]:
+def measure_bfloat16(device: torch.device) -> Iterator[Row]:
     """Measure the error of chunked gradients over that of whole sequences, both in bfloat16, against float64."""
-    rows = []
     for seed in range(3):
         config = qwen2(256, 4, vocab_size=512, max_positions=2048)
         batch = make_batch([2048], 256, 1, config.vocab_size, seed)
@@ -121,17 +120,14 @@ def measure_bfloat16(device: torch.device) -> list[Row]:
                     weight.grad = None
         ratios = {key: worst["chunked"][key] / worst["whole"][key] for key in weights}
         least_exact = max(ratios, key=ratios.__getitem__)
-        rows.append(
-            {
-                "seed": seed,
-                "chunked": f"{errors['chunked']:.2e}",
-                "whole": f"{errors['whole']:.2e}",
-                "chunked / whole": round(errors["chunked"] / errors["whole"], 3),
-                "mean of all parameters'": round(math.exp(sum(map(math.log, ratios.values())) / len(ratios)), 3),
-                "largest of a parameter": f"{ratios[least_exact]:.2f} ({least_exact})",
-            }
-        )
-    return rows
+        yield {
+            "seed": seed,
+            "chunked": f"{errors['chunked']:.2e}",
+            "whole": f"{errors['whole']:.2e}",
+            "chunked / whole": round(errors["chunked"] / errors["whole"], 3),
+            "mean of all parameters'": round(math.exp(sum(map(math.log, ratios.values())) / len(ratios)), 3),
+            "largest of a parameter": f"{ratios[least_exact]:.2f} ({least_exact})",
+        }
 
 
 def _float64_gradients(model: CausalLM, config: Any, batch: Batch, seed: int) -> dict[str, torch.Tensor]:

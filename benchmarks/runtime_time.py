@@ -24,7 +24,7 @@ _CASES = {"cpu": ((1024, 4), (1024, 8), (2048, 4)), "cuda": ((8192, 4), (8192, 8
 _GOAL = {"cpu": 1.10, "cuda": 1.05}
 
 
-def measure_time(device: torch.device, repeats: int) -> list[Row]:
+def measure_time(device: torch.device, repeats: int) -> Iterator[Row]:
     """Measure one sequence of 4 and one of 8 chunks."""
     longest = max(chunk_size * num_chunks for chunk_size, num_chunks in _CASES[device.type])
     if device.type == "cuda":
@@ -33,7 +33,6 @@ def measure_time(device: torch.device, repeats: int) -> list[Row]:
         config, dtype = qwen2(256, 2, 4096, longest), torch.float32
     model = new_model(config, dtype, 0, device=device)
     zero_gradients(model)
-    rows = []
     for chunk_size, num_chunks in _CASES[device.type]:
         batches = {k: make_batch([num_chunks * chunk_size], chunk_size, k, config.vocab_size) for k in (1, 2)}
 
@@ -41,20 +40,17 @@ def measure_time(device: torch.device, repeats: int) -> list[Row]:
         seconds = interleaved({"whole": lambda batch=batches[1]: run_whole(model, batch), **ways}, repeats, device)
         for k, batch in batches.items():
             over, spread = ratio(seconds[f"K {k}"], seconds["whole"])
-            rows.append(
-                {
-                    "C": chunk_size,
-                    "L / C": num_chunks,
-                    "K": k,
-                    "whole s": round(statistics.median(seconds["whole"]), 2),
-                    "chunked s": round(statistics.median(seconds[f"K {k}"]), 2),
-                    "chunked / whole": over,
-                    "pairs": spread,
-                    f"at most {_GOAL[device.type]}": "yes" if over <= _GOAL[device.type] else "NO",
-                    "of which": _shares(model, batch),
-                }
-            )
-    return rows
+            yield {
+                "C": chunk_size,
+                "L / C": num_chunks,
+                "K": k,
+                "whole s": round(statistics.median(seconds["whole"]), 2),
+                "chunked s": round(statistics.median(seconds[f"K {k}"]), 2),
+                "chunked / whole": over,
+                "pairs": spread,
+                f"at most {_GOAL[device.type]}": "yes" if over <= _GOAL[device.type] else "NO",
+                "of which": _shares(model, batch),
+            }
 
 
 def run_chunks(model: CausalLM, batch: Batch) -> float:

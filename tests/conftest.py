@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import typer.main
-from hypothesis import HealthCheck, settings
 
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -30,15 +29,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side: every torchrun takes a free port rather than the one it has for all.
 os.environ["PET_STANDALONE"] = "1"
 
-# The first example of a test may have to compile what it calls, and the machine may be busy.
-settings.register_profile("chunkplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("chunkplan")
+# Tests of a GPU need neither of these two, and machines that have one may not have them.
+with suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
 
-# A command line in this process builds its parser anew for every call, which takes longer than most of the calls.
-typer.main.get_command = cache(typer.main.get_command)
+    # The first example of a test may have to compile what it calls, and the machine may be busy.
+    settings.register_profile("chunkplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("chunkplan")
+
+with suppress(ModuleNotFoundError):
+    import typer.main
+
+    # A command line in this process builds its parser anew for every call, which takes longer than most of the calls.
+    typer.main.get_command = cache(typer.main.get_command)
 
 #: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
 LONGEST = (
+    "runtime/test_gpu",  # which is skipped at once, or of the tests of a GPU tells most
     *("runtime/distributed/test_sharing", "runtime/distributed/test_train", "docs/test_docs"),
     *("runtime/distributed/test_gradients", "runtime/training/test_resume", "runtime/distributed/test_train_sharing"),
     *("runtime/failures/test_watchdog", "runtime/proof/test_prove", "reporting/page/test_browser"),

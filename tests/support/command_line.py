@@ -12,8 +12,6 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from chunkplan_cli.app import run_command
-
 
 @dataclass(frozen=True)
 class Ran:
@@ -43,6 +41,8 @@ Run = Callable[..., Ran]
 
 def run_here(folder: Path, *words: str, columns: int = 100) -> CompletedProcess[str]:
     """`chunkplan WORDS` in `folder`, on a terminal of `columns`, with nothing set in the environment."""
+    from chunkplan_cli.app import run_command
+
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.chdir(folder)

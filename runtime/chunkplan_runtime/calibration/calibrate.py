@@ -11,6 +11,7 @@ import torch
 from chunkplan.cost.calibrate import Calibration, layers_that_fit
 from chunkplan.cost.calibrate import calibrate as fit
 from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.measurements import ChunkTime
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
@@ -46,13 +47,16 @@ _BASE = "h100"
 
 
 def calibrate(
-    options: CalibrationOptions, report: Callable[[int, int], None] = lambda done, total: None
+    options: CalibrationOptions,
+    report: Callable[[int, int], None] = lambda done, total: None,
+    show: Callable[[ChunkTime], None] = lambda chunk: None,
 ) -> tuple[Calibration, list[Probe]]:
     """Measure chunks on the device and fit a profile to them: the twin of `chunkplan calibrate`.
 
     Returns the calibration, whose `hardware` a `CostModel` or `TuneOptions` takes as it is and
     `chunkplan.cost.calibration_file.write_profile` keeps, and the chunks that did not fit the memory. `report` is
-    called with the number of chunks measured and of those to measure.
+    called with the number of chunks measured and of those to measure, `show` with each one's times as soon as they are
+    there.
 
     Raises:
         UsageError: the device or a file is not there, the model is not one that can be run or predicted, or too few
@@ -97,7 +101,7 @@ def calibrate(
         ) from error
     if not is_known:
         base = replace(base, peak_flops=rates.flops if precision == "bf16" else rates.fp32_flops)
-    measured = measure(model, probes, repeats=options.repeats, seed=options.seed, report=report)
+    measured = measure(model, probes, repeats=options.repeats, seed=options.seed, report=report, show=show)
     calibration = fit(
         measured.chunks,
         rates,

@@ -88,11 +88,13 @@ def measure(
     repeats: int,
     seed: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
+    show: Callable[[ChunkTime], None] = lambda chunk: None,
 ) -> Measured:
     """Time `probes` `repeats` times each, in turns, so that a device that slows down does so for all of them.
 
     Before, each runs once unmeasured, where it does not take long: without its prefix. A probe that does not fit the
-    memory of a GPU is left out. `report` is called with the runs done and those to do.
+    memory of a GPU is left out. `report` is called with the runs done and those to do, `show` with each chunk as soon
+    as it is measured.
     """
     times: dict[Probe, list[tuple[int, int]]] = {probe: [] for probe in probes}
     left_out: list[Probe] = []
@@ -106,6 +108,8 @@ def measure(
                     left_out.append(probe)
                 elif number:
                     times[probe].append(found)
+                    if number == repeats:
+                        show(_median(probe, times[probe]))
             done += 1
             report(done, total)
     return Measured([_median(probe, times[probe]) for probe in probes if probe not in left_out], left_out)

@@ -32,6 +32,8 @@ class LargestStep:
     def report(self, plan: Plan, trace: Path, job: Job, *, planned: bool) -> list[str]:
         """Write a Chrome trace of it; returns lines to print, none where there was no such step.
 
+        Training does without numba, which the planner's simulator needs; where it is missing there is no trace.
+
         `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
 
         Raises:
@@ -40,8 +42,11 @@ class LargestStep:
         timelines = [times for times in job.all_gather_object(self._times) if times is not None]
         if not timelines or not job.is_main:
             return []
-        from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
-
+        try:
+            from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
+        except ModuleNotFoundError as error:
+            return [f"timeline  none: {error}"]
         replays = replay_step(plan, timelines, job.layout)
         write_timeline(trace, replays, planned=planned, content_hash=plan.content_hash)
-        return describe_replays(replays, job.layout, timelines[0].step, planned=planned)
+        lines = describe_replays(replays, job.layout, timelines[0].step, planned=planned)
+        return [*lines, f"timeline  {trace}"]

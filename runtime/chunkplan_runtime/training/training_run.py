@@ -103,8 +103,7 @@ class TrainingRun:
             say(f"stopped   by a callback, after {self.callbacks.state.global_step:,} of {self.num_steps:,} steps")
         if self.job.groups is not None:
             planned = self.comparison.times
-            report = self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned)
-            for line in [*report, f"timeline  {self.folder.timeline}"] if report else ():
+            for line in self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned):
                 say(line)
         if self.config.keeps_best:
             self._take_best()

@@ -23,7 +23,6 @@ from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
-from tests.support.alive import held_bytes
 from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
@@ -261,21 +260,3 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
         measured = (more["held"] - few["held"]) / 2
         if document["model_type"] != "phi3":  # which keeps queries with all that its one matrix makes, fused or not
             assert measured <= predicted <= 1.1 * measured, document["model_type"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch with CUDA")
-def test_fused_norms_of_torch_hold_on_a_gpu_what_the_planner_counts(tiny_config):
-    sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
-    few, more = (
-        new_model(
-            AutoConfig.for_model(**tiny_config(**sizes, num_hidden_layers=layers)), torch.bfloat16, 1, device="cuda"
-        )
-        for layers in (2, 4)
-    )
-    for made in (few, more):
-        fuse(list(made.model.modules()), "torch", torch.device("cuda"))
-    shape = shape_of_config(tiny_config(**sizes), "a test")
-    predicted = activation_bytes_per_token(CostModel(shape=shape, fused_kernels="torch"), shape.kinds[0])
-    measured = (held_bytes(more) - held_bytes(few)) / 2
-    assert measured <= predicted <= 1.1 * measured

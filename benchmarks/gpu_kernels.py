@@ -1,0 +1,116 @@
+"""Times attention: every kernel that can run, and cuDNN's own operator, by form and size, forward and backward."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.device_waits import synchronize
+
+Row = dict[str, Any]
+
+#: Query heads, KV heads, size of a head: those of 7B, 8B, 1.5B and 0.5B models.
+_HEADS = ((28, 4, 128), (32, 8, 128), (12, 2, 128), (14, 2, 64))
+
+#: Queries, keys, whether causal: causal squares, and blocks of earlier keys; the last one for the first heads alone.
+_SHAPES = ((8192, 8192, True), (8192, 32768, False), (2048, 2048, True), (2048, 8192, False), (8192, 131072, False))
+
+#: Packed sequences of one length in as many tokens as the first shape has queries.
+_PACKED = 512
+
+_aten = torch.ops.aten
+
+Way = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def measure_kernels(device: torch.device, *, toy: bool, add: Callable[[Row], None]) -> None:
+    """Add a row of TFLOP/s for each shape: the FLOPs of what is seen, which is half of a causal square."""
+    for number, (heads, kv_heads, head_dim) in enumerate(((4, 2, 16),) if toy else _HEADS):
+        shapes = [tuple(size // 64 if toy else size for size in shape[:2]) for shape in _SHAPES]
+        for (queries, keys), (*_, causal) in list(zip(shapes, _SHAPES, strict=True))[: None if number == 0 else -1]:
+            add(_row(device, (heads, kv_heads, head_dim), queries, keys, Form(head_dim**-0.5, causal=causal)))
+        queries, packed = shapes[0][0], _PACKED // 64 if toy else _PACKED
+        borders = tuple(range(0, queries + 1, packed))
+        add(_row(device, (heads, kv_heads, head_dim), queries, queries, Form(head_dim**-0.5, True, borders=borders)))
+
+
+def _row(device: torch.device, sizes: tuple[int, int, int], queries: int, keys: int, form: Form) -> Row:
+    heads, kv_heads, head_dim = sizes
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query, grad_out = torch.randn(2, queries, heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, keys, kv_heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
+    longest = queries if form.borders is None else form.borders[1]
+    flops = 4 * queries * (keys if form.borders is None else longest) * heads * head_dim / (2 if form.causal else 1)
+    row: Row = {"H": f"{heads}/{kv_heads}x{head_dim}"}
+    if form.borders is None:
+        row |= {"q": queries, "k": keys, "causal": form.causal}
+    else:
+        row |= {"packed": f"{queries // longest} x {longest}"}
+    first: Tensor | None = None
+    for name, (forward, backward) in _ways(device, dtype, query, key, value, grad_out, form).items():
+        try:
+            result = forward()
+            out = result[0].reshape(heads, queries, head_dim).float()
+            seconds, back_seconds = (_seconds(run, device) for run in (forward, partial(backward, result)))
+        except RuntimeError as error:
+            row[f"{name} error"] = str(error).splitlines()[0][:150]
+            continue
+        row[f"{name} fwd"] = _tera(flops / seconds)
+        row[f"{name} bwd"] = _tera(2.5 * flops / back_seconds)
+        if first is not None:  # how far it is from the first
+            row[f"{name} err"] = float(f"{(out - first).norm() / first.norm():.2g}")
+        first = out if first is None else first
+    return row
+
+
+def _ways(
+    device: torch.device, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, form: Form
+) -> dict[str, Way]:
+    head_dims = (query.shape[-1], value.shape[-1])
+    ways: dict[str, Way] = {
+        name: (
+            lambda kernel=kernel: kernel.forward(query, key, value, form),
+            lambda result, kernel=kernel: kernel.backward(grad_out, query, key, value, *result[:2], form),
+        )
+        for name, kernel in KERNELS.items()
+        if name != "reference" and kernel.why_not(device, dtype, head_dims, form) is None
+    }
+    if device.type == "cuda" and form.borders is None and hasattr(_aten, "_scaled_dot_product_cudnn_attention"):
+        q, k, v, g = (tensor[None] for tensor in (query, key, value, grad_out))
+
+        def forward() -> Any:
+            return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, form.causal, False)
+
+        def backward(result: Any) -> Any:
+            out, lse, cum_q, cum_k, max_q, max_k, seed, offset = result[:8]
+            return _aten._scaled_dot_product_cudnn_attention_backward(
+                g, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, form.causal
+            )
+
+        ways["cuDNN operator"] = forward, backward
+    return ways
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of several measurements, each of a few runs that nothing waits between."""
+    found = []
+    for runs in (2, 4, 4, 4):
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(runs):
+            run()
+        synchronize(device)
+        found.append((time.perf_counter() - started) / runs)
+    return statistics.median(found[1:])
+
+
+def _tera(rate: float) -> float:
+    return round(rate / 1e12) if rate >= 1e13 else float(f"{rate / 1e12:.2g}")

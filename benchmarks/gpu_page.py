@@ -1,0 +1,180 @@
+"""Writes docs/gpu-report.md: every file in benchmarks/measured/ as a section, the newest first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+INTRODUCTION = """\
+# What has run on a GPU
+
+*Written by `make gpu-report` from the files in `benchmarks/measured/`.* It measures the GPU at hand in minutes, with
+torch, transformers and pyarrow (adapters need peft, its tests pytest) and nothing of the planner, and prints each row
+as it comes; `benchmarks/gpu_report.py` says what its parts are. Tokens are random, lengths real."""
+
+ATTENTION = """\
+TFLOP/s in bf16, forward / backward, counting what is seen: half of a causal square, all of a block of earlier keys.
+`torch-cuda` is PyTorch's FlashAttention-2. The cuDNN operator is PyTorch's too."""
+
+STEPS = """\
+Forwards and backwards of a step with bf16 weights, fp32 master weights and fp32 gradients, without the optimizer's
+update and states. Predictions are by the hardware profile as shipped then, and by the one that `calibrate` fitted on
+this GPU."""
+
+CHUNKS = """\
+A chunk of one sequence, or packed, behind earlier tokens of its sequence: a forward for its keys and values alone, and
+a forward with a backward; beside them what the fitted profile says."""
+
+#: What the first file calls the plans of its steps, in words.
+_PLANS = {
+    "p15_8k1": "1.5B, ChunkSize 8,192",
+    "p15_32k1": "1.5B, ChunkSize 32,768",
+    "p15_long": "1.5B, whole sequences",
+    "p7_s128": "7B, LoRA, ChunkSize 8,192",
+    "p05_s256": "0.5B, ChunkSize 8,192",
+}
+
+_KERNELS = {"fa2": "torch-cuda", "cudnn gqa": "cuDNN operator"}
+
+
+def slug(name: str) -> str:
+    """What a device's name is in the name of a file: "NVIDIA H200" is h200."""
+    return "-".join(word for word in re.findall(r"[a-z0-9]+", name.lower()) if word != "nvidia")
+
+
+def page(folder: Path) -> str:
+    """The page of all files in `folder`."""
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    documents.sort(key=lambda document: document["machine"]["date"], reverse=True)
+    parts = [INTRODUCTION]
+    for document in documents:
+        parts += _section(document)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(document: Row) -> Iterator[str]:
+    machine = document["machine"]
+    yield f"## {machine['gpu']}, {machine['date']}"
+    about = {name: value for name, value in machine.items() if name not in ("gpu", "date", "sequences") and value}
+    yield _fill(", ".join(f"{name} {value}" for name, value in about.items()) + ".")
+    if machine.get("sizes") == "toy":
+        yield "**At toy sizes: these figures mean nothing.**"
+    if rows := document.get("attention_tflops"):
+        yield "### Attention"
+        yield ATTENTION
+        yield _table([_attention(row) for row in rows])
+    if rows := document.get("probe"):
+        yield "### The probe: four layers and the head of a 7B"
+        yield _table(rows)
+    for part, title in (("steps", "Steps"), ("long", "A long step"), ("million", "A million tokens")):
+        if rows := [row for row in document.get(part, []) if "plan" in row]:
+            yield f"### {title}"
+            yield STEPS
+            last = {tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")): row for row in rows}
+            yield _table([_step(row, document) for row in last.values()])  # what ran first warmed up
+    if found := document.get("calibrate"):
+        yield "### Chunks, and the profile fitted to them"
+        yield _fill(f"{found['model']}. {CHUNKS}")
+        yield _table([_chunk(row) for row in found["chunks"]])
+        yield _table([_rates(found["fitted"])])
+    if found := document.get("predicted_gib"):
+        yield "### Memory that was predicted"
+        yield _fill(found["what"][0].upper() + found["what"][1:] + ".")
+        memory = {name.partition(" ")[0]: value for name, value in found.items() if name != "what"}
+        yield _table([{"plan": _PLANS.get(name, name), "predicted GiB": value} for name, value in memory.items()])
+    if rows := document.get("trainer"):
+        yield "### The trainer"
+        yield _table([_trainer(row) for row in rows])
+    if rows := document.get("nccl"):
+        yield "### Several processes"
+        for kind in ("collective", "trainer"):
+            if some := [row for row in rows if kind in row]:
+                yield _table(some)
+    if rows := document.get("tests"):
+        yield "### Tests"
+        yield _table(rows)
+
+
+def _attention(row: Row) -> Row:
+    if "packed" in row:
+        size = {"heads / KV heads x size": row["H"], "tokens": f"{row['packed']} packed", "keys": "", "form": "causal"}
+    else:
+        form = "causal" if row["causal"] else "earlier keys"
+        size = {"heads / KV heads x size": row["H"], "tokens": row["q"], "keys": row["k"], "form": form}
+    for name in row:
+        if name.endswith(" fwd") and "expanded" not in name:
+            kernel = name.removesuffix(" fwd")
+            size[_KERNELS.get(kernel, kernel)] = f"{row[name]} / {row[f'{kernel} bwd']}"
+    return size
+
+
+def _step(row: Row, document: Row) -> Row:
+    found = {
+        "plan": _PLANS.get(row["plan"], row["plan"]),
+        "checkpointing": row["ckpt"],
+        "keys on": "host" if row["kv_offload"] else "GPU",
+        "tokens": row["tokens"],
+        "chunks": row["chunks"],
+        "s": row["seconds"],
+    }
+    keys = (row["plan"], f"{row['plan']} {row['ckpt']}")
+    predicted = {name: value for name, value in row.items() if name.startswith("predicted s, ")}
+    for name, steps in document.get("predicted_seconds", {}).items():
+        predicted |= {f"predicted s, {name}": steps[key][row["step"]] for key in keys if key in steps}
+    for name, seconds in predicted.items():
+        found[name] = f"{seconds} ({seconds / row['seconds'] - 1:+.0%})"
+    found |= {"GiB": row["peak_gib"]} if row.get("peak_gib") else {}
+    found |= {name: row[name] for name in ("predicted GiB", "done") if name in row}
+    return found
+
+
+def _chunk(row: Row) -> Row:
+    number, size = len(row["segments"]), row["segments"][0]
+    found: Row = {"tokens": size if number == 1 else f"{number} x {size:,}", "behind": row["prefix_tokens"]}
+    for name in ("forward_kv", "train"):
+        measured, fitted = row[f"{name}_ns"] / 1e6, row[f"fitted_{name}_ns"] / 1e6
+        what = "forward for keys" if name == "forward_kv" else "forward and backward"
+        found[f"{what}, ms"] = round(measured, 1)
+        found[f"fitted {what}"] = f"{fitted:.1f} ({fitted / measured - 1:+.0%})"
+    return found
+
+
+def _rates(fitted: Row) -> Row:
+    elsewhere = ("peak_flops", "gpu_link_bytes", "node_link_bytes")  # which one GPU does not tell
+    return {name: f"{value:.4g}" for name, value in fitted.items() if type(value) is float and name not in elsewhere}
+
+
+def _trainer(row: Row) -> Row:
+    return {
+        "step": row["step"],
+        "tokens": row["tokens"],
+        "s": round(row["seconds"], 2),
+        "tokens/s": round(row["tokens_per_second"]),
+        "loss": round(row["loss"], 4),
+        "peak GiB": round(row["peak_memory_bytes"] / 2**30, 1),
+    }
+
+
+def _table(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines: list[Iterable[str]] = [names, ["---"] * len(names)]
+    lines += [[_cell(row.get(name, "")) for name in names] for row in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if type(value) is int else str(value).replace("|", "\\|")
+
+
+def _fill(text: str) -> str:
+    lines = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) > 118:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)

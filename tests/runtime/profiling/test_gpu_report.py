@@ -1,0 +1,174 @@
+"""`make gpu-report` runs at toy sizes on a CPU, without the planner; its page and its plans are those that are here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunkplan.planfile.load import load_plan
+from tests.support.places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+#: Runs a program where these packages are not installed.
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({missing}))
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {benchmarks!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def report(folder: Path, *words: str, missing: tuple[str, ...] = ()) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """What the program printed, and the file that it wrote."""
+    code = BARE.format(missing={"polars", "ortools", "numba", "typer", "rich", *missing}, benchmarks=str(BENCHMARKS))
+    program = [sys.executable, "-c", code, str(BENCHMARKS / "gpu_report.py"), "--device", "cpu", "--size", "toy"]
+    paths = os.pathsep.join(str(ROOT / each) for each in ("", "runtime", "cli"))
+    ran = subprocess.run(
+        [*program, "--output", str(folder), *words],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    files = list(folder.glob("*.json"))
+    return ran, json.loads(files[0].read_text()) if files else None
+
+
+def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    """A model with adapters needs peft, which is not there; all that does not need it is measured."""
+    ran, found = report(tmp_path, "--parts", "kernels,steps,probe", missing=("peft",))
+    assert (ran.returncode, "Traceback" in ran.stderr) == (1, False), ran.stderr
+    assert ran.stderr.splitlines()[-1] == "failed: steps"
+    failed = [line for line in ran.stdout.splitlines() if "FAILED" in line]
+    assert [line.split(":")[0] for line in failed] == ["steps, 7b-lora-32k", "steps"] and "peft" in failed[0]
+    for part, number in (("attention_tflops", 6), ("probe", 4), ("steps", 6)):
+        assert len(found[part]) == number
+        shown = [line.partition(": ")[2] for line in ran.stdout.splitlines() if line.startswith(f"{part}: {{")]
+        assert list(map(json.loads, shown)) == found[part]
+    on_device, on_host = (
+        [row for row in found["steps"] if row["kv_offload"] == where and row["plan"] == "1.5b-8k"]
+        for where in (False, True)
+    )
+    assert [row["loss"] for row in on_device] == [row["loss"] for row in on_host]
+    assert all(row["seconds"] > 0 and row["predicted s, profile h100"] > 0 for row in found["steps"])
+    page = (tmp_path / "gpu-report.md").read_text()
+    assert "figures mean nothing" in page and "### Attention" in page and page.count("| 1.5b-8k |") == 4
+
+
+@pytest.mark.soak
+def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
+    """Where no process can import what the planner needs."""
+    (tmp_path / "missing").mkdir()
+    for name in ("polars", "ortools", "numba"):
+        (tmp_path / "missing" / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})")
+    parts = "kernels,tests,probe,calibrate,steps,nccl,long,million"
+    words = ["make", "gpu-report", "SIZE=toy", f"OUTPUT={tmp_path}", f"PARTS={parts}", f"PYTHON={sys.executable}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path / "missing")}
+    ran = subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [file] = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert {row["outcome"].split()[0] for row in found["tests"]} == {"skipped"}
+    assert len(found["calibrate"]["chunks"]) == 9 and "calibrated_chunks" not in found
+    assert all("predicted s, calibrated" in row for part in ("steps", "long", "million") for row in found[part])
+    losses = {row["trainer"]: [] for row in found["nccl"] if "trainer" in row}
+    for row in found["nccl"]:
+        losses.get(row.get("trainer"), []).append(row.get("loss"))
+    one, several = losses.values()
+    assert several == pytest.approx(one, abs=1e-5)
+
+
+def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path: Path) -> None:
+    for words, expected in ((["--parts", "kernel"], "no part kernel; choose of kernels,"), ([], "there is no GPU")):
+        size = ["--size", "full"] if not words else []
+        ran, found = report(tmp_path, *words, *size)
+        assert (ran.returncode, found) == (2, None) and expected in ran.stderr.splitlines()[-1]
+
+
+def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> None:
+    import gpu_steps  # type: ignore[import-not-found]
+
+    rows: list[dict[str, Any]] = []
+    run = gpu_steps.Run(torch.device("cpu"), True, {"h100": "h100"}, rows.append)
+    gpu_steps.run_plan(run, "0.5b-1m", (True,))
+    whole = {row["step"]: row for row in rows}
+    rows.clear()
+    gpu_steps.run_plan(run, "0.5b-1m", (True,), seconds=0)
+    assert len(rows) == 2
+    for row in rows:
+        assert re.fullmatch(r"1 of \d+ actions", row["done"]) and "loss" not in row
+        assert 0 < row["predicted s, h100"] < whole[row["step"]]["predicted s, h100"]
+
+
+def test_predictions_of_a_report_are_those_of_the_planner(benchmarks: None, tmp_path: Path) -> None:
+    """Which plays the schedule of a step; the report, without the planner, adds up its actions."""
+    import gpu_plans  # type: ignore[import-not-found]
+    import gpu_steps
+
+    from chunkplan_runtime.feed.stream import PlanStream, open_plan
+
+    plan = gpu_plans.PLANS["7b-lora-32k"]
+    opened = open_plan(gpu_plans.FOLDER / "7b-lora-32k", gpu_plans.write_tokens(plan, tmp_path / "analysis"))
+    gpu_plans.make(tmp_path, ("7b-lora-32k",))
+    [anew] = load_plan(tmp_path / "7b-lora-32k").iter_steps()
+    [work] = PlanStream(*opened, vocab_size=152064, max_positions=None, prefetch=0)
+    seconds = gpu_steps.predicted_seconds(plan.cost(), work, work.ranks[0].actions)
+    assert seconds == pytest.approx(anew.predicted_us / 1e6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "names", [("toy", "toy-dp8", "1.5b-8k"), pytest.param((), marks=pytest.mark.soak, id="all of them")]
+)
+def test_plans_are_those_that_the_program_makes(benchmarks: None, tmp_path: Path, names: tuple[str, ...]) -> None:
+    import gpu_plans
+
+    names = names or tuple(gpu_plans.PLANS)
+    gpu_plans.make(tmp_path, names)
+    for name in names:
+        kept = load_plan(gpu_plans.FOLDER / name).manifest
+        assert load_plan(tmp_path / name).manifest["content_hash"] == kept["content_hash"], name
+    assert {path.name for path in gpu_plans.FOLDER.iterdir()} == {*gpu_plans.PLANS, "lengths.json"}
+
+
+def test_the_page_is_that_of_the_files_that_are_kept() -> None:
+    page = runpy.run_path(str(BENCHMARKS / "gpu_page.py"))["page"](BENCHMARKS / "measured")
+    assert (ROOT / "docs" / "gpu-report.md").read_text(encoding="utf-8") == page
+
+
+def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    figures = r"on one (\w+): a step of ([\d,]+) tokens of a 1.5B model takes ([\d.]+) s, ([\d.]+) s by a profile"
+    [(gpu, tokens, seconds, predicted)] = re.findall(figures, text)
+    found = json.loads((BENCHMARKS / "measured" / "h200-2026-11-26.json").read_text())
+    assert gpu in found["machine"]["gpu"]
+    [row] = [row for row in found["steps"] if row.get("plan") == "p15_8k1" and f"{row['tokens']:,}" == tokens]
+    fitted = found["predicted_seconds"]["profile fitted by calibrate"]["p15_8k1"][row["step"]]
+    assert (f"{row['seconds']:.1f}", f"{fitted:.1f}") == (seconds, predicted)
+
+
+def test_all_tests_of_a_gpu_are_in_the_files_that_are_run_there(benchmarks: None) -> None:
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^@?\s*pytest\.mark\.gpu\b", path.read_text(encoding="utf-8"), re.M)
+    }
+    import gpu_report  # type: ignore[import-not-found]
+
+    assert marked == {*gpu_report.GPU_TESTS}
+    assert " ".join(gpu_report.GPU_TESTS) in (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n\t\t", "")
