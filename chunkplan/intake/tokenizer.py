@@ -74,12 +74,14 @@ class TokenizerEntry(TypedDict):
 class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
-    `path` is what it was loaded from. `eos` and `bos` are the tokens that end and begin a sequence, with their ids;
-    `ends_text` and `begins_text` say that plain text gets them.
+    `path` is what it was loaded from. `content_hash` is of what it encodes, `earlier_hash` what analyses of earlier
+    versions name it by. `eos` and `bos` are the tokens that end and begin a sequence, with their ids; `ends_text` and
+    `begins_text` say that plain text gets them.
     """
 
     path: str
     content_hash: str
+    earlier_hash: str
     bos: tuple[str, int] | None
     eos: tuple[str, int] | None
     begins_text: bool
@@ -114,7 +116,7 @@ class RecordTokenizer:
             self.ends_text,
             template and template.identity,
         ]
-        return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
 
     def encode(
         self, records: Sequence[Record], left_out: dict[int, set[str]] | None = None

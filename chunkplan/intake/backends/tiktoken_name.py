@@ -54,9 +54,11 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
     """A tokenizer of an encoding; raises DataError where the chat template is not one."""
     eos_id = encoding._special_tokens.get("<|endoftext|>")
     eos = None if eos_id is None else (encoding.decode([eos_id]), eos_id)
+    content_hash = _content_hash(encoding)
     return RecordTokenizer(
         path=name,
-        content_hash=_content_hash(encoding),
+        content_hash=content_hash,
+        earlier_hash=content_hash,
         bos=None,
         eos=eos,
         begins_text=False,
