@@ -314,7 +314,7 @@ def test_tokens_are_those_of_transformers() -> None:
     messages = [{"role": "system", "content": SPACED}, *TOOL_USE]
     tools = [_call({})]
     text, spans = _template("qwen2_5").render(_parse({"messages": messages, "tools": tools}))
-    [(input_ids, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
+    [(input_ids, _, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
     joined = [{"role": "system", "content": JOINED}, *TOOL_USE]
     found = REFERENCE.apply_chat_template(joined, tools=tools, chat_template=_source("qwen2_5"))
     assert input_ids.tolist() == found["input_ids"]
