@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer, models
 
 #: An object of JSON.
-_Object = dict[str, Any]
+_Object = Mapping[str, Any]
 
 #: The id of the text in what is put around it.
 _TEXT = 2**32 - 1
@@ -33,7 +34,7 @@ def tokenizer_hashes(description: _Object, content: bytes) -> tuple[str, str]:
         merges = [one if isinstance(one, str) else " ".join(one) for one in model.pop("merges", None) or ()]
         vocabulary = model.pop("vocab")
         empty = {"type": "BPE", "vocab": {}, "merges": []}
-        off = {"added_tokens": [], "truncation": None, "padding": None}
+        off: _Object = {"added_tokens": [], "truncation": None, "padding": None}
         steps = Tokenizer.from_str(json.dumps({**description, **off, "model": empty}))
     except Exception as error:  # the library raises nothing more precise
         raise ValueError(str(error)) from error

@@ -57,8 +57,12 @@ def _in_another_order(description: Description) -> None:
 def _truncated(description: Description) -> None:
     description["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     description["padding"] = {
-        **{"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None},
-        **{"pad_id": 1, "pad_type_id": 0, "pad_token": "<|im_start|>"},
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "<|im_start|>",
     }
 
 
