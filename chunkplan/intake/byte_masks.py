@@ -1,8 +1,7 @@
 """Target masks of byte-level tokenizers, from how many bytes every token is: far cheaper than asking for offsets.
 
-The tokens of such a tokenizer, one after another, are the bytes of the text. A token begins in a character at or after
-character c exactly where it begins at or after the first byte of c, since one that begins within a character begins
-before the next.
+The tokens of such a tokenizer, one after another, are the bytes of the text, so a token holds a character of a span
+where it has a byte of it.
 """
 
 from __future__ import annotations
@@ -40,21 +39,24 @@ def starts_in_bytes(input_ids: Int32Array, num_bytes: Int64Array, total: int) ->
     return starts
 
 
-def mask_from(input_ids: Int32Array, num_bytes: Int64Array, text: str, place: int) -> BoolArray | None:
-    """Which tokens of `text` begin at character `place` or later; None where bytes do not say."""
-    [border], total = first_bytes(text, [place])
-    starts = starts_in_bytes(input_ids, num_bytes, total)
-    return None if starts is None else starts >= border
+def mask_in(
+    input_ids: Int32Array, num_bytes: Int64Array, text: str, spans: list[Span]
+) -> tuple[BoolArray, bool] | None:
+    """Which tokens of `text` hold a character of one of `spans`, ordered, disjoint and not empty.
 
-
-def mask_in(input_ids: Int32Array, num_bytes: Int64Array, text: str, spans: list[Span]) -> BoolArray | None:
-    """Which tokens of `text` begin in one of `spans`, ordered and disjoint; None where bytes do not say."""
+    And whether one of them begins before its span. None where bytes do not say.
+    """
     borders, total = first_bytes(text, (place for span in spans for place in span))
     starts = starts_in_bytes(input_ids, num_bytes, total)
     if starts is None:
         return None
     mask = np.zeros(len(input_ids), np.bool_)
     places = starts.searchsorted(borders).tolist()
-    for start, stop in zip(places[::2], places[1::2], strict=True):
-        mask[start:stop] = True
-    return mask
+    shares = False
+    for start, stop, border in zip(places[::2], places[1::2], borders[::2], strict=True):
+        first = start
+        if (starts[start] if start < len(starts) else total) > border:  # the token before it reaches into the span
+            first -= 1
+            shares = shares or not mask[first]
+        mask[first:stop] = True
+    return mask, shares

@@ -30,7 +30,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 7
+_VERSION = 8
 
 _LONGEST = np.iinfo(np.int32).max
 

@@ -41,7 +41,8 @@ class Message(NamedTuple):
 
     `content` is None only beside tool calls. `fields` holds everything else a chat template may use (`tool_calls`,
     `name`, ...) and is not changed. `loss` is what the record says about it, or None where it says nothing. `parts` are
-    the texts that `content` was joined from, for templates that read a list of parts.
+    the texts that `content` was joined from, for templates that read a list of parts. `calls` are the calls of tools
+    that `content` is the text of, for templates that have a place for them, behind what is said beside.
     """
 
     role: str
@@ -49,6 +50,7 @@ class Message(NamedTuple):
     loss: bool | None = None
     fields: JsonObject = {}  # noqa: RUF012 - shared, and so never changed
     parts: tuple[str, ...] = ()
+    calls: tuple[str, list[JsonObject]] | None = None
 
     @property
     def counts_in_loss(self) -> bool:

@@ -19,6 +19,9 @@ LEFT_OUT = {
     "end": "the token that ends the last turn",
 }
 
+#: Beside `LEFT_OUT`, with which it is counted: a token that counts begins in the prompt, or in a turn of somebody else.
+SHARED = "shared"
+
 
 @dataclass
 class PieceResult:

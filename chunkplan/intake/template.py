@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import date, datetime
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jinja2
@@ -21,10 +23,11 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.template_blocks import num_direct_marks, num_marks, split_marks, without_marks
+from chunkplan.intake.template_calls import calls_put_out, forms_of, takes_calls, with_calls
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate
 from chunkplan.intake.template_left_out import find_left_out, refuse_left_out
 from chunkplan.intake.template_nulls import MarkedNulls
-from chunkplan.intake.template_parts import calls_put_out, other_forms, reads_parts
+from chunkplan.intake.template_parts import reads_parts
 from chunkplan.intake.template_prompts import Prompts
 from chunkplan.intake.template_sandbox import Pieces, TemplateEnvironment, Variables, compile_tree
 from chunkplan.intake.template_shapes import MOST_SHAPES, shape_of
@@ -102,9 +105,9 @@ class ChatTemplate:
         """The conversation as a string, and the spans of characters that count in the loss, in order and disjoint.
 
         An assistant message counts where it stands in generation blocks; without such blocks from the end of the
-        generation prompt to the token that ends it. Any other message counts as a whole. Where the template raises,
-        arguments of calls that are objects are written as JSON, and those that are JSON read; and tools that are bare
-        functions are written as tools. To `left_out` is added what of the conversation is not there: see `LEFT_OUT`.
+        generation prompt to the token that ends it. Any other message counts as a whole. Calls of tools are in the form
+        that the template takes; where it raises, in the other one, and tools that are bare functions are written as
+        tools. To `left_out` is added what of the conversation is not there: see `LEFT_OUT`.
 
         Raises:
             RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
@@ -112,6 +115,7 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation, left_out)
+        conversation = self._with_calls(conversation)
         (full, spans), messages, tools = self._in_some_form(
             conversation, lambda messages, tools: self._render_all(conversation, messages, tools)
         )
@@ -132,7 +136,7 @@ class ChatTemplate:
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.text(conversation)
-        rendered, _, _ = self._in_some_form(conversation, self._render_watched)
+        rendered, _, _ = self._in_some_form(self._with_calls(conversation), self._render_watched)
         return rendered.text
 
     def _in_some_form(
@@ -140,19 +144,28 @@ class ChatTemplate:
     ) -> tuple[T, list[JsonObject], list[JsonObject] | None]:
         """What `render` makes of the messages and tools as the template gets them, and these.
 
-        Where the template raises, they are in the first of their other forms at which it does not.
+        They are in the first of their forms at which the template does not raise.
         """
-        messages, tools = [self._shown(message) for message in conversation.messages], conversation.tools
-        try:
-            return render(messages, tools), messages, tools
-        except TemplateRaisedError as first:
-            raised = first
-            for other, others in other_forms(messages, tools):
-                try:
-                    return render(other, others), other, others
-                except TemplateRaisedError as error:
-                    raised = raised if others is tools else error  # of tools that it can read
-            raise raised from None
+        shown, tools = [self._shown(message) for message in conversation.messages], conversation.tools
+        takes = self._takes_calls if any("tool_calls" in message for message in shown) else None
+        raised: TemplateRaisedError | None = None
+        for messages, others in forms_of(shown, tools, takes):
+            try:
+                return render(messages, others), messages, others
+            except TemplateRaisedError as error:
+                raised = raised if raised and others is tools else error  # of tools that it can read
+        assert raised is not None
+        raise raised from None
+
+    @cached_property
+    def _takes_calls(self) -> str | None:
+        return takes_calls(lambda messages, tools: self._render_watched(messages, tools).text)
+
+    def _with_calls(self, conversation: Conversation) -> Conversation:
+        """The conversation with calls that were text as calls; as it is where the template has no place for these."""
+        if all(message.calls is None for message in conversation.messages) or self._takes_calls is None:
+            return conversation
+        return replace(conversation, messages=with_calls(conversation.messages))
 
     def _calls_put_out(
         self, messages: list[JsonObject], tools: list[JsonObject] | None

@@ -14,11 +14,15 @@ from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
 from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import SHARED
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_spans import Span
 
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
+
+#: As `Encoded`, but with any first target; and whether a token that is a target begins before what counts.
+Masked = tuple[Int32Array, BoolArray, bool]
 
 #: The most that is encoded in one call, in bytes: a tokenizer needs up to 130 bytes of memory for every byte of text,
 #: and is a little faster where these stay in the caches of the processor.
@@ -41,14 +45,17 @@ class TokenizerLibrary(Protocol):
     def texts(self, texts: list[str]) -> list[Int32Array]:
         """The tokens of texts, with what the tokenizer adds to a text."""
 
-    def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
-        """As `texts`, and which tokens begin at or after the border, in characters.
+    def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
+        """As `texts`, and which tokens hold a character behind the border, in characters.
 
-        A token of half a character begins where that character does; one that is added behind goes with the last.
+        A token of half a character holds that character; one that is added behind goes with the last.
         """
 
-    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
-        """The tokens of rendered conversations, with nothing added, and which of them begin in a span."""
+    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
+        """The tokens of rendered conversations, with nothing added, and which of them hold a character of a span.
+
+        No span is empty.
+        """
 
     def knows(self, input_id: int) -> bool:
         """Whether this is the id of a token."""
@@ -74,12 +81,14 @@ class TokenizerEntry(TypedDict):
 class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
-    `path` is what it was loaded from. `eos` and `bos` are the tokens that end and begin a sequence, with their ids;
-    `ends_text` and `begins_text` say that plain text gets them.
+    `path` is what it was loaded from. `content_hash` is of what it encodes, `earlier_hash` what analyses of earlier
+    versions name it by. `eos` and `bos` are the tokens that end and begin a sequence, with their ids; `ends_text` and
+    `begins_text` say that plain text gets them.
     """
 
     path: str
     content_hash: str
+    earlier_hash: str
     bos: tuple[str, int] | None
     eos: tuple[str, int] | None
     begins_text: bool
@@ -114,14 +123,15 @@ class RecordTokenizer:
             self.ends_text,
             template and template.identity,
         ]
-        return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
 
     def encode(
         self, records: Sequence[Record], left_out: dict[int, set[str]] | None = None
     ) -> list[Encoded | RecordError]:
         """Token ids and target masks of `records` in order, and the error of each that has none.
 
-        To `left_out` is added, by place in `records`, what the chat template leaves out of each: see `LEFT_OUT`.
+        To `left_out` is added, by place in `records`, what the chat template leaves out of each: see `LEFT_OUT`; and
+        `SHARED`, where a token that counts begins in what does not.
 
         Raises:
             UsageError: some are conversations and the tokenizer has no chat template.
@@ -146,7 +156,12 @@ class RecordTokenizer:
                     encoded[index] = input_ids, target
                 case _:
                     raise AssertionError("a length has no tokens")
-        for index, one in (*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations, left_out)):
+        left_out = {} if left_out is None else left_out
+        for index, one in (
+            *self._texts(texts),
+            *self._prompts(prompts, left_out),
+            *self._conversations(conversations, left_out),
+        ):
             if isinstance(one, RecordError):
                 encoded[index] = one
             elif len(one[0]):
@@ -161,21 +176,25 @@ class RecordTokenizer:
             for (index, _), input_ids in zip(call, found, strict=True):
                 yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
 
-    def _prompts(self, records: list[tuple[int, PromptRecord]]) -> Iterator[tuple[int, Encoded]]:
-        """Prompt and completion are encoded as one string; targets begin at or after the end of the prompt."""
+    def _prompts(
+        self, records: list[tuple[int, PromptRecord]], left_out: dict[int, set[str]]
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Prompt and completion are encoded as one string; targets hold a character of the completion."""
         for call in calls(records, lambda item: size_of(item[1].prompt) + size_of(item[1].completion)):
             texts = [record.prompt + record.completion for _, record in call]
             found = self.library.prompts(texts, [len(record.prompt) for _, record in call])
-            for (index, _), (input_ids, target) in zip(call, found, strict=True):
+            for (index, _), (input_ids, target, shares) in zip(call, found, strict=True):
+                if shares:
+                    left_out.setdefault(index, set()).add(SHARED)
                 input_ids, target = self._framed(input_ids, target, ends=True)
                 if self.eos:
                     target[-1:] = True
                 yield index, (input_ids, target)
 
     def _conversations(
-        self, records: list[tuple[int, Conversation]], left_out: dict[int, set[str]] | None
+        self, records: list[tuple[int, Conversation]], left_out: dict[int, set[str]]
     ) -> Iterator[tuple[int, Encoded | RecordError]]:
-        """The rendered conversation is encoded as one string; targets begin in a span that counts."""
+        """The rendered conversation is encoded as one string; targets hold a character of a span that counts."""
         if not records:
             return
         if self.template is None:
@@ -190,12 +209,15 @@ class RecordTokenizer:
                 rendered.append((index, *self.template.render(record, kinds)))
             except RecordError as error:
                 yield index, error
-            if kinds and left_out is not None:
+            if kinds:
                 left_out[index] = kinds
         for call in calls(rendered, lambda item: size_of(item[1])):
-            found = self.library.rendered([text for _, text, _ in call], [spans for _, _, spans in call])
-            for (index, _, _), one in zip(call, found, strict=True):
-                yield index, one
+            spans = [[span for span in spans if span[0] < span[1]] for _, _, spans in call]
+            found = self.library.rendered([text for _, text, _ in call], spans)
+            for (index, _, _), (input_ids, target, shares) in zip(call, found, strict=True):
+                if shares:
+                    left_out.setdefault(index, set()).add(SHARED)
+                yield index, (input_ids, target)
 
     def _framed(self, input_ids: Int32Array, target: BoolArray, *, ends: bool) -> Encoded:
         """A text with the tokens that begin and end it, once: as the tokenizer put them there, or else as it says.

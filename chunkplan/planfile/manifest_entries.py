@@ -61,7 +61,8 @@ class SourceEntry(TypedDict):
     `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
     that nothing was made of, each with the number of records, or None where that is not known. `num_truncated`
     sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which the chat template leaves
-    something out, by what it is, and `first_left_out` the row of the first of them.
+    something out, by what it is, or with a token of prompt and answer (`shared`), and `first_left_out` the row of the
+    first of them.
     """
 
     path: str

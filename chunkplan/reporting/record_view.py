@@ -18,7 +18,7 @@ from chunkplan.intake.one_record import FoundRecord, find_record, read_place
 from chunkplan.intake.process import too_long
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import LEFT_OUT
+from chunkplan.intake.result import LEFT_OUT, SHARED
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
@@ -42,7 +42,7 @@ class SequenceView:
 
     `trained` are the turns of the assistant that count in it, from 1. `num_target_tokens` is None where that is not
     known, as of a bare length. `num_cut` tokens are beyond the maximum length. `left_out` are the kinds of `LEFT_OUT`
-    that the chat template leaves out of it. `text` is None unless decoded.
+    that the chat template leaves out of it, and `SHARED`. `text` is None unless decoded.
     """
 
     trained: tuple[int, ...]
@@ -254,7 +254,7 @@ def _sequences(
         text = None
         if tokenizer is not None and decodes:
             text = decode_sequence(tokenizer.library, input_ids, target, most_tokens)
-        lacks = tuple(kind for kind in LEFT_OUT if kind in left_out.get(place, ()))
+        lacks = tuple(kind for kind in (*LEFT_OUT, SHARED) if kind in left_out.get(place, ()))
         views.append(replace(view, num_target_tokens=int(target.sum()), left_out=lacks, text=text))
     return tuple(views)
 

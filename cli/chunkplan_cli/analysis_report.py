@@ -141,6 +141,8 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
         note(f"rejected records are listed in {analysis.path / 'rejected.jsonl'}")
     _warn_of_lost(lost)
     _warn_of_sources([source for source in all_sources if not _is_lost(source)])
+    if sharing := _left_out(sources, "shared"):
+        note(*_beside(f"one token holds the end of a prompt and the begin of an answer {sharing}", "(it is trained)"))
     _warn_of_left_out(sources)
 
 

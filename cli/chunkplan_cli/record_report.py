@@ -51,7 +51,7 @@ def print_record(
 
 
 def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> Table:
-    from chunkplan.intake.result import LEFT_OUT
+    from chunkplan.intake.result import LEFT_OUT, SHARED
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
@@ -71,6 +71,7 @@ def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None
         rows["target tokens"] = f"{num_targets:,}, {percent(num_targets / max(_num_tokens(shown), 1))} of the tokens"
     kinds = {kind for one in shown for kind in one.left_out}
     rows["left out"] = "; ".join(words for kind, words in LEFT_OUT.items() if kind in kinds)
+    rows["shared"] = "a token that holds the end of a prompt and the begin of an answer" if SHARED in kinds else ""
     if view.rejected is not None:
         rows["rejected"] = f"{view.rejected.reason}: {view.rejected.message}"
     rows |= _what_is_missing(view, tokenizer)

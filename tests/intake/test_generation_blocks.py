@@ -50,7 +50,7 @@ def test_generation_blocks_give_the_mask_of_transformers(name: str) -> None:
             tokenize=True,
         )
         text, spans = template.render(Conversation(tuple(messages)))
-        [(input_ids, mask)] = loaded.library.rendered([text], [spans])
+        [(input_ids, mask, _)] = loaded.library.rendered([text], [spans])
         assert input_ids.tolist() == found["input_ids"]
         assert mask.astype(int).tolist() == found["assistant_masks"]
 

@@ -290,6 +290,24 @@ def test_what_is_left_out_is_on_the_screen_and_in_the_manifest(command: Run, tmp
     assert re.search(r"left out +what the assistant says; the token that ends the last turn *\n", shown)
 
 
+def test_a_token_of_prompt_and_answer_is_on_the_screen_and_in_the_manifest(command: Run, tmp_path: Path) -> None:
+    pairs = [("Feeling:", " good"), ("Feeling: ", "good"), ("Feeling: ", "bad")]
+    write_lines(tmp_path / "c.jsonl", [{"prompt": prompt, "completion": said} for prompt, said in pairs])
+    ran = command("analyze", "c.jsonl", "--tokenizer", TOKENIZER, "--json")
+    [source] = json.loads(ran.out)["sources"]
+    assert (source["left_out"], source["first_left_out"]) == ({"shared": 2}, {"shared": 1})
+    assert "one token holds the end of a prompt and the begin of an answer in 2 sequences, the first of c.jsonl:2" in (
+        ran.err
+    )
+    assert "warning" not in ran.err
+    asked = ("inspect", "--record", "c.jsonl:2", "--tokenizer", TOKENIZER)
+    assert json.loads(command(*asked, "--json").out)["sequences"]["rendered"][0]["left_out"] == ["shared"]
+    shown = command(*asked).out
+    assert "⟦ good<|im_end|>⟧" in shown
+    assert re.search(r"shared +a token that holds the end of a prompt", shown)
+    assert "left_out" not in command("validate", "chunkplan-out/analysis").out
+
+
 def test_thinking_that_is_left_out_is_a_note_beside_the_turns(command: Run, tmp_path: Path) -> None:
     thoughts = [message.for_template() for message in THOUGHT.messages]
     write_lines(tmp_path / "t.jsonl", [chat(*question_and_answer("Hi?", "Hello.")), chat(*thoughts)])

@@ -116,19 +116,20 @@ def test_a_message_counts_as_it_says_or_else_if_the_assistant_wrote_it(
 
 
 def test_sharegpt_speakers_become_roles() -> None:
-    speakers = ["system", "human", "gpt", "function_call", "observation", "user", "assistant", "tool", "chatgpt"]
+    speakers = ["system", "human", "gpt", "observation", "user", "assistant", "tool", "chatgpt"]
     messages = _messages("conversations", {"conversations": [{"from": name, "value": name} for name in speakers]})
-    roles = ["system", "user", "assistant", "assistant", "tool", "user", "assistant", "tool", "assistant"]
+    roles = ["system", "user", "assistant", "tool", "user", "assistant", "tool", "assistant"]
     assert [message.role for message in messages] == roles
     assert [message.content for message in messages] == speakers
     assert all(message.counts_in_loss == (message.role == "assistant") for message in messages)
 
 
 def test_sharegpt_may_begin_with_gpt_and_have_a_system_text_weights_and_calls_as_values() -> None:
+    call = {"name": "f", "arguments": {"ü": 1}}
     record = {
         "conversations": [
             {"from": "gpt", "value": "hi", "weight": 0},
-            {"from": "function_call", "value": [{"name": "f", "arguments": {"ü": 1}}]},
+            {"from": "function_call", "value": [call]},
             {"from": "observation", "value": {"a": 1}},
         ],
         "system": "Be kind.",
@@ -136,7 +137,9 @@ def test_sharegpt_may_begin_with_gpt_and_have_a_system_text_weights_and_calls_as
     assert _messages("conversations", record) == (
         Message("system", "Be kind."),
         Message("assistant", "hi", False),
-        Message("assistant", '[{"name": "f", "arguments": {"ü": 1}}]'),
+        Message(
+            "assistant", '[{"name": "f", "arguments": {"ü": 1}}]', calls=("", [{"type": "function", "function": call}])
+        ),
         Message("tool", '{"a": 1}'),
     )
     blank = _messages("conversations", {**record, "system": " "})

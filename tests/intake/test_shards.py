@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from chunkplan import IntakeOptions, analyze, load_analysis, validate
 from chunkplan.errors import ChunkplanError, DataError, UsageError
@@ -121,6 +122,15 @@ def test_the_files_may_be_in_other_folders_on_every_machine(data: Path, tmp_path
     alone = analyze(data, tmp_path / "alone", SKIP, tokenizer=TOKENIZER)
     for order in (made, made[::-1]):
         assert merge(order, tmp_path / "merged").manifest == alone.manifest
+
+
+def test_the_tokenizer_may_be_written_otherwise_on_every_machine(data: Path, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "saved")
+    made = [tmp_path / "shard-1", tmp_path / "shard-2"]
+    for index, tokenizer in enumerate((TOKENIZER, tmp_path / "saved"), 1):
+        write_shard(request(data, tmp_path / f"cache-{index}", tokenizer=tokenizer), made[index - 1], (index, 2))
+    alone = analyze(data, tmp_path / "alone", SKIP, tokenizer=TOKENIZER)
+    assert merge(made, tmp_path / "merged").manifest == alone.manifest
 
 
 def test_a_shard_is_made_again_from_what_was_done(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

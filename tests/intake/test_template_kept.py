@@ -70,7 +70,7 @@ def test_a_template_that_puts_the_first_question_out_before_its_loop_keeps_conve
     expected = [f"{text}<|eot_id|>" for text in said]
     assert counting(name, asked) == expected
     text, spans = template(name).render(asked)
-    [(input_ids, counts)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
+    [(input_ids, counts, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
     shown = [message.for_template() for message in messages]
     found = REFERENCE.apply_chat_template(shown, tools=[LOOK_UP], chat_template=source_of(name), **SPECIAL)
     assert input_ids.tolist() == found["input_ids"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from functools import cache
@@ -23,6 +22,7 @@ from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Ran, Run
 from tests.support.intake_checks import parse_as
 from tests.support.places import ROOT
+from tests.support.template_cases import with_arguments
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -128,7 +128,10 @@ ANY_ORDER = st.lists(st.one_of(USER, ASSISTANT, TOOL, _with_role("assistant", CA
 
 
 def _renderings(name: str, record: dict[str, Any]) -> set[str]:
-    """What transformers makes of a record, with lists of parts as they are or joined, for every role either way."""
+    """What transformers makes of a record, with lists of parts as they are or joined, for every role either way.
+
+    Arguments of calls are parsed; where a template raises at that, they are JSON.
+    """
     messages = record["messages"]
     with_parts = {message["role"] for message in messages if isinstance(message.get("content"), list)}
     found, others = set(), []
@@ -141,29 +144,16 @@ def _renderings(name: str, record: dict[str, Any]) -> set[str]:
                 for message in messages
             ]
             try:
-                found.add(_transformers(name, shown, record["tools"]))
+                found.add(_transformers(name, with_arguments(shown, is_json=False), record["tools"]))
             except Exception as error:
                 assert error
                 others.append(shown)
     for shown in others if not found else ():
         try:
-            found.add(_transformers(name, _with_other_arguments(shown), record["tools"]))
+            found.add(_transformers(name, with_arguments(shown, is_json=True), record["tools"]))
         except Exception as error:
             assert error
     return found
-
-
-def _with_other_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Objects as JSON and JSON as objects: what a template gets that raises at the form in the record."""
-    messages = copy.deepcopy(messages)
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            arguments = call["function"]["arguments"]
-            if isinstance(arguments, str):
-                call["function"]["arguments"] = json.loads(arguments)
-            elif arguments is not None:
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return messages
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -314,7 +304,7 @@ def test_tokens_are_those_of_transformers() -> None:
     messages = [{"role": "system", "content": SPACED}, *TOOL_USE]
     tools = [_call({})]
     text, spans = _template("qwen2_5").render(_parse({"messages": messages, "tools": tools}))
-    [(input_ids, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
+    [(input_ids, _, _)] = load_tokenizer(TOKENIZER).library.rendered([text], [spans])
     joined = [{"role": "system", "content": JOINED}, *TOOL_USE]
     found = REFERENCE.apply_chat_template(joined, tools=tools, chat_template=_source("qwen2_5"))
     assert input_ids.tolist() == found["input_ids"]

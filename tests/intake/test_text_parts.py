@@ -100,7 +100,7 @@ def test_a_text_that_is_cut_has_the_tokens_of_the_whole(name: str, text: str, si
         patch.setattr(text_parts, "PART_CHARS", size)
         assert "".join(parts(text)) == text
         assert tokenizer.texts([text, "", text])[2].tolist() == whole.encode(text).ids
-        [(input_ids, _)] = tokenizer.rendered([text], [[]])
+        [(input_ids, _, _)] = tokenizer.rendered([text], [[]])
         assert input_ids.tolist() == whole.encode(text, add_special_tokens=False).ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -17,6 +18,7 @@ from chunkplan.intake import tokenizer as module
 from chunkplan.intake.backends import fast, load_tokenizer
 from chunkplan.intake.records import Exchange, PromptRecord, Record, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.result import SHARED
 from chunkplan.intake.schemas import detect, parse
 from tests.support.intake_checks import encode_all
 from tests.support.places import ROOT
@@ -49,6 +51,29 @@ def test_text_gets_an_end_only_where_the_configuration_says_so_and_none_is_there
     (first, target), (second, _) = encode_all(loaded, TextRecord("It is"), TextRecord("It is<|im_end|>"))
     assert first.tolist() == second.tolist() == [*tokenizer.encode("It is").ids, end]
     assert target[-1]
+
+
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_a_token_that_holds_the_end_of_a_prompt_and_the_begin_of_an_answer_is_trained_and_counted(
+    tmp_path: Path, is_byte_level: bool
+) -> None:
+    """As a label behind a space is, in a prompt or in what a template puts before an answer."""
+    tokenizer = byte_level()
+    if not is_byte_level:  # as its normalizer is not one of those of which bytes tell
+        tokenizer.normalizer = normalizers.Replace("\u2003", " ")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    loaded = load_tokenizer(save_tokenizer(tmp_path, tokenizer, chat_template=template))
+    assert " is" in [tokenizer.decode([token]) for token in tokenizer.encode("What is").ids]
+    records = [
+        *(PromptRecord("What ", "is"), PromptRecord("What", " is")),
+        *(conversation(("user", "It"), ("assistant", "is")), conversation(("user", "It"), ("assistant", "\nis"))),
+    ]
+    noted: dict[int, set[str]] = {}
+    encoded = loaded.encode(records, noted)
+    learnt = [tokenizer.decode(ids[target].tolist(), skip_special_tokens=False) for ids, target in encoded]
+    assert learnt == [" is<|im_end|>", " is<|im_end|>", " is<|im_end|>", "\nis<|im_end|>"]
+    assert noted == {0: {SHARED}, 2: {SHARED}}
 
 
 def test_completions_count_from_the_first_character_after_the_prompt(tmp_path: Path) -> None:
@@ -150,7 +175,7 @@ PIECES = [*STRINGS, "<|im_start|>", "<|im_end|>", "<pad>", "e\u0301", "\u0958", 
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_masks_told_from_bytes_are_those_told_from_offsets(tmp_path: Path, habit: str) -> None:
-    """A token counts if the first of its characters does, as offsets say, whatever the tokenizer does to a text."""
+    """A token counts if one of its characters does, as offsets say, whatever the tokenizer does to a text."""
     tokenizer = _with_habits(**HABITS[habit])
     loaded = load_tokenizer(save_tokenizer(tmp_path, tokenizer))
     reference = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -158,23 +183,32 @@ def test_masks_told_from_bytes_are_those_told_from_offsets(tmp_path: Path, habit
     texts, spans, borders = [], [], []
     for _ in range(300):
         texts.append("".join(rng.choices(PIECES, k=rng.randint(0, 8))))
-        places = sorted(rng.choices(range(len(texts[-1]) + 1), k=2 * rng.randint(0, 3)))
+        places = sorted(rng.sample(range(len(texts[-1]) + 1), k=2 * rng.randint(0, min(3, (len(texts[-1]) + 1) // 2))))
         spans.append(list(zip(places[::2], places[1::2], strict=True)))
         borders.append(rng.randint(0, len(texts[-1])))
-    for text, inside, (input_ids, mask) in zip(texts, spans, loaded.library.rendered(texts, spans), strict=True):
+    for text, inside, (input_ids, mask, shares) in zip(
+        texts, spans, loaded.library.rendered(texts, spans), strict=True
+    ):
         encoding = reference.encode(text, add_special_tokens=False)
         assert input_ids.tolist() == encoding.ids
-        assert mask.tolist() == [
-            end > start and any(first <= start < last for first, last in inside) for start, end in encoding.offsets
+        expected = [
+            end > start and any(start < last and end > first for first, last in inside)
+            for start, end in encoding.offsets
         ]
-    for text, border, (input_ids, mask) in zip(texts, borders, loaded.library.prompts(texts, borders), strict=True):
+        assert mask.tolist() == expected
+        starts = [start for start, _ in itertools.compress(encoding.offsets, expected)]
+        assert shares == any(not any(first <= start < last for first, last in inside) for start in starts)
+    for text, border, (input_ids, mask, shares) in zip(
+        texts, borders, loaded.library.prompts(texts, borders), strict=True
+    ):
         encoding = reference.encode(text)
-        expected, place = [], -1
-        for is_added, (start, _) in zip(encoding.special_tokens_mask, encoding.offsets, strict=True):
-            place = place if is_added else max(place, start)
-            expected.append(place >= border)
+        expected, place = [], 0
+        for is_added, (start, end) in zip(encoding.special_tokens_mask, encoding.offsets, strict=True):
+            place = place if is_added or start == end else end
+            expected.append(place > border and (is_added or start < end))
         assert input_ids.tolist() == encoding.ids
         assert mask.tolist() == expected
+        assert shares == any(start < border < end for start, end in encoding.offsets)
 
 
 def test_offsets_are_not_asked_for_where_bytes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +301,7 @@ def _reference(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[
         return ids, [False] + [True] * (len(ids) - 1)
     if "prompt" in record:
         found = tokenizer(record["prompt"] + record["completion"], return_offsets_mapping=True)
-        mask = [start >= len(record["prompt"]) for start, _ in found["offset_mapping"]]
+        mask = [end > len(record["prompt"]) for _, end in found["offset_mapping"]]
         return [*found["input_ids"], end], [False, *mask[1:], True]
     names = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
     messages = record.get("messages") or [
@@ -283,7 +317,7 @@ def _reference(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[
         if message["role"] == "assistant"
     ]
     found = tokenizer(render(len(messages)), add_special_tokens=False, return_offsets_mapping=True)
-    mask = [any(first <= start < last for first, last in spans) for start, _ in found["offset_mapping"]]
+    mask = [any(start < last and end > first for first, last in spans) for start, end in found["offset_mapping"]]
     return found["input_ids"], [False, *mask[1:]]
 
 

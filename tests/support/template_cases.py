@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import trl
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -57,6 +60,19 @@ def in_transformers(source: str, asked: Conversation) -> tuple[str, list[str]]:
         **SPECIAL,
     )
     return str(text), [text[start:stop] for start, stop in spans]
+
+
+def with_arguments(messages: list[dict[str, Any]], *, is_json: bool) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as values that were JSON, or as JSON that were values."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str) and not is_json:
+                call["function"]["arguments"] = json.loads(arguments)
+            elif isinstance(arguments, dict) and is_json:
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return messages
 
 
 PLAIN = conversation("Hi?", "Hello.", "And?", "Well.")

@@ -46,13 +46,13 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
 
 
 def reference_mask(tokenizer: Tokenizer, ids: list[int], text: str, prompt: str) -> list[bool]:
-    """Found from the bytes of every token alone: does it begin in a character at or after the end of the prompt?
+    """Found from the bytes of every token alone: is one of them of a character at or after the end of the prompt?
 
     The name of a byte-level token has one character a byte.
     """
     character = [index for index, letter in enumerate(text) for _ in letter.encode()]
-    starts = np.cumsum([0, *(len(tokenizer.id_to_token(token)) for token in ids)])[:-1]
-    return [bool(index) and character[start] >= len(prompt) for index, start in enumerate(starts)]
+    stops = np.cumsum([len(tokenizer.id_to_token(token)) for token in ids])
+    return [bool(index) and character[stop - 1] >= len(prompt) for index, stop in enumerate(stops)]
 
 
 def conversation(*messages: tuple[str, str], counts: tuple[bool, ...] | None = None) -> Conversation:

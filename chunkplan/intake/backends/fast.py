@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import DataError
 from chunkplan.intake.backends.text_parts import can_be_cut, parts
-from chunkplan.intake.byte_masks import mask_from, mask_in
+from chunkplan.intake.byte_masks import mask_in
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.template_spans import Span
-from chunkplan.intake.tokenizer import calls, size_of
+from chunkplan.intake.tokenizer import Masked, calls, size_of
 
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 #: Steps that cut text and leave its bytes as they are.
@@ -77,37 +77,37 @@ class FastTokenizer:
             return self._of_parts(texts, added=True)
         return [_ids(encoding) for encoding in self._encode(texts, added=True)]
 
-    def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
+    def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
         """See `TokenizerLibrary`."""
-        if self._num_bytes is None:
-            encodings = self._encode(texts, added=True, offsets=True)
-            return [_mask_from(encoding, border) for encoding, border in zip(encodings, borders, strict=True)]
-        encoded = []
+        spans = [
+            [(border, len(text))] if border < len(text) else [] for text, border in zip(texts, borders, strict=True)
+        ]
         front, behind = self.num_added
-        for text, border, input_ids in zip(texts, borders, self.texts(texts), strict=True):
-            own = input_ids[front : len(input_ids) - behind]
-            mask = mask_from(own, self._num_bytes, text, border) if self._keeps(text) else None
-            if mask is None:
-                encoded.append(_mask_from(self._encode([text], added=True, offsets=True)[0], border))
-            else:
-                encoded.append(
-                    (input_ids, np.pad(mask, (front, behind), constant_values=(False, bool(mask[-1:].any()))))
-                )
-        return encoded
+        return [
+            (input_ids, np.pad(mask, (front, behind), constant_values=(False, bool(mask[-1:].any()))), shares)
+            for input_ids, mask, shares in self._masked(texts, spans, front, behind)
+        ]
 
-    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
+    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
         """See `TokenizerLibrary`."""
+        return self._masked(texts, spans, 0, 0)
+
+    def _masked(self, texts: list[str], spans: list[list[Span]], front: int, behind: int) -> list[Masked]:
+        """As `rendered`; with `front` and `behind` tokens that are added, and that the masks leave out."""
+        added = bool(front or behind)
         if self._num_bytes is None:
-            encodings = self._encode(texts, offsets=True)
-            return [_mask_in(encoding, inside) for encoding, inside in zip(encodings, spans, strict=True)]
+            encodings = self._encode(texts, added=added, offsets=True)
+            return [_mask_in(*each, front, behind) for each in zip(encodings, spans, strict=True)]
         encoded = []
-        found = self._of_parts(texts) if self._is_cut else map(_ids, self._encode(texts))
+        found = self._of_parts(texts, added=added) if self._is_cut else map(_ids, self._encode(texts, added=added))
         for text, inside, input_ids in zip(texts, spans, found, strict=True):
-            mask = mask_in(input_ids, self._num_bytes, text, inside) if self._keeps(text) else None
-            if mask is None:
-                encoded.append(_mask_in(self._encode([text], offsets=True)[0], inside))
+            own = input_ids[front : len(input_ids) - behind]
+            masked = mask_in(own, self._num_bytes, text, inside) if self._keeps(text) else None
+            if masked is None:
+                [encoding] = self._encode([text], added=added, offsets=True)
+                encoded.append(_mask_in(encoding, inside, front, behind))
             else:
-                encoded.append((input_ids, mask))
+                encoded.append((input_ids, *masked))
         return encoded
 
     def knows(self, input_id: int) -> bool:
@@ -220,20 +220,13 @@ def _ids(encoding: Encoding) -> Int32Array:
     return np.array(encoding.ids, dtype=np.int32)
 
 
-def _mask_from(encoding: Encoding, border: int) -> tuple[Int32Array, BoolArray]:
-    """The tokens, and which of them begin at or after character `border`."""
-    starts = character_ranges(encoding)[:, 0]
-    # Tokens that the tokenizer adds have no place in the text. They are where the text before them ends.
-    starts[np.array(encoding.special_tokens_mask, dtype=np.bool_)] = -1
-    return _ids(encoding), np.maximum.accumulate(starts) >= border if len(starts) else np.zeros(0, np.bool_)
-
-
-def _mask_in(encoding: Encoding, spans: list[Span]) -> tuple[Int32Array, BoolArray]:
-    """The tokens, and which of them begin in a span and are not of no width."""
-    starts, stops = character_ranges(encoding).T
-    borders = np.array(spans, dtype=np.int64).reshape(-1)  # start, stop, start, stop, ...: ascending
-    inside = np.searchsorted(borders, starts, side="right") % 2 == 1
-    return _ids(encoding), inside & (stops > starts)
+def _mask_in(encoding: Encoding, spans: list[Span], front: int, behind: int) -> Masked:
+    """The tokens, with a mask of those between `front` and `behind` that are added, and whether one is shared."""
+    starts, stops = character_ranges(encoding)[front : len(encoding) - behind].T
+    borders = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    first = np.searchsorted(borders[:, 1], starts, side="right")  # the span that a token may be in
+    inside = (first < np.searchsorted(borders[:, 0], stops)) & (stops > starts)
+    return _ids(encoding), inside, bool((starts[inside] < borders[first[inside], 0]).any())
 
 
 def character_ranges(encoding: Encoding) -> npt.NDArray[np.int64]:

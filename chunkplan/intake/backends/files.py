@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.backends.json_object import HINT, read_object
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -39,7 +39,9 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         raise UsageError(what, hint=f"--tokenizer takes a {_FILE} or a folder with one, a name, or tiktoken:NAME")
     content = file.read_bytes()
     try:
-        library = FastTokenizer(read_object(content, file), content.decode())
+        description = read_object(content, file)
+        content_hash, file_hash = tokenizer_hashes(description, content)  # before it is changed
+        library = FastTokenizer(description, content.decode())
     except ValueError as error:
         raise DataError(f"not a tokenizer: {error}", where=str(file), hint=HINT) from error
     config_file = file.with_name(_CONFIG)
@@ -56,7 +58,8 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         raise DataError(f"`eos_token` is {eos!r}, which {file} does not know", where=str(config_file), hint=HINT)
     return RecordTokenizer(
         path=name,
-        content_hash=hashlib.sha256(content).hexdigest(),
+        content_hash=content_hash,
+        earlier_hash=file_hash,
         bos=library.find(special_tokens.get("bos_token")),
         eos=library.find(eos),
         begins_text=config.get("add_bos_token") is True,

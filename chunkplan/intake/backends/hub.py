@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice, choose_template
 from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
 
 #: How long the hub has to answer before what was fetched from it earlier is all there is.
 _SECONDS_TO_ANSWER = 5.0
@@ -57,11 +57,14 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
             hint="give a tokenizer that has a tokenizer.json",
         )
     content = own.to_str()
-    library = FastTokenizer(json.loads(content), content)
+    description = json.loads(content)
+    content_hash, text_hash = tokenizer_hashes(description, content.encode())  # before it is changed
+    library = FastTokenizer(description, content)
     special_tokens: dict[str, str] = loaded.special_tokens_map
     return RecordTokenizer(
         path=name,
-        content_hash=hashlib.sha256(content.encode()).hexdigest(),
+        content_hash=content_hash,
+        earlier_hash=text_hash,
         bos=library.find(special_tokens.get("bos_token")),
         eos=library.find(special_tokens.get("eos_token")),
         begins_text=getattr(loaded, "add_bos_token", False) is True,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import Int32Array
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice
-from chunkplan.intake.byte_masks import mask_from, mask_in
+from chunkplan.intake.byte_masks import mask_in
 from chunkplan.intake.template_spans import Span
-from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.intake.tokenizer import Masked, RecordTokenizer
 
 if TYPE_CHECKING:
     from tiktoken import Encoding
@@ -54,9 +54,11 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
     """A tokenizer of an encoding; raises DataError where the chat template is not one."""
     eos_id = encoding._special_tokens.get("<|endoftext|>")
     eos = None if eos_id is None else (encoding.decode([eos_id]), eos_id)
+    content_hash = _content_hash(encoding)
     return RecordTokenizer(
         path=name,
-        content_hash=_content_hash(encoding),
+        content_hash=content_hash,
+        earlier_hash=content_hash,
         bos=None,
         eos=eos,
         begins_text=False,
@@ -82,24 +84,20 @@ class _TiktokenTokenizer:
         """See `TokenizerLibrary`."""
         return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
 
-    def prompts(self, texts: list[str], borders: list[int]) -> list[tuple[Int32Array, BoolArray]]:
+    def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
         """See `TokenizerLibrary`."""
-        encoded = []
-        for text, border, input_ids in zip(texts, borders, self.texts(texts), strict=True):
-            mask = mask_from(input_ids, self._num_bytes, text, border)
-            assert mask is not None  # it encodes every byte
-            encoded.append((input_ids, mask))
-        return encoded
+        found = zip(texts, borders, self.texts(texts), strict=True)
+        return [self._masked(text, ids, [(border, len(text))][: border < len(text)]) for text, border, ids in found]
 
-    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[Int32Array, BoolArray]]:
+    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
         """See `TokenizerLibrary`."""
-        encoded = []
-        for text, inside in zip(texts, spans, strict=True):
-            input_ids = np.array(self._encoding.encode(text, allowed_special="all"), np.int32)
-            mask = mask_in(input_ids, self._num_bytes, text, inside)
-            assert mask is not None
-            encoded.append((input_ids, mask))
-        return encoded
+        found = (np.array(self._encoding.encode(text, allowed_special="all"), np.int32) for text in texts)
+        return [self._masked(*each) for each in zip(texts, found, spans, strict=True)]
+
+    def _masked(self, text: str, input_ids: Int32Array, spans: list[Span]) -> Masked:
+        masked = mask_in(input_ids, self._num_bytes, text, spans)
+        assert masked is not None  # it encodes every byte
+        return input_ids, *masked
 
     def knows(self, input_id: int) -> bool:
         """See `TokenizerLibrary`."""

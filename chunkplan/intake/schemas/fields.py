@@ -159,7 +159,7 @@ def _objects(record: JsonObject, key: str) -> list[JsonObject]:
             value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
             wrong(f"`{key}` is a string that is not JSON ({error}), expected a list")
-        if not isinstance(value, list):
+        if not isinstance(value, (list, type(None))):
             wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
     if value is None:
         return []

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
 from chunkplan.intake.records import Conversation, JsonObject, Message
+from chunkplan.intake.schemas.calls import CALL_ROLES, call_of, calls_in_text, with_calls_read
 from chunkplan.intake.schemas.fields import (
     empty,
     field,
@@ -40,6 +39,9 @@ _LOSS_OF_PARTS = "train_detail"
 _OWN_KEYS = {*_LOSS_KEYS, "role", "content"}
 _TURN_KEYS = {*_LOSS_KEYS, "from", "value"}
 
+#: The roles of those who say what is in their messages, as most do.
+_SPEAKERS = {name: role for name, role in ROLES.items() if name not in CALL_ROLES}
+
 #: The roles of a question and its answer in one object, besides those of `ROLES`.
 _EXCHANGE_ROLES = {"input": "user", "output": "assistant"}
 _OF_EXCHANGE = dict.fromkeys(("system", "user", "assistant")).keys()
@@ -48,8 +50,7 @@ _OF_EXCHANGE = dict.fromkeys(("system", "user", "assistant")).keys()
 def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
     """The messages of a list found at `path`. `is_sharegpt` says what is expected of one that has neither layout.
 
-    A ShareGPT call of a function stays text that the assistant writes, as the data has it. `tool_calls` are handed on
-    to chat templates as they are, arguments that are a JSON string included: that is what transformers does.
+    A turn whose role says that it calls tools has its `calls` beside the text.
 
     Raises:
         RecordError: a message is in neither layout, or is more than text.
@@ -58,21 +59,24 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
     for index, value in enumerate(values):
         if type(value) is dict:
             content, role = value.get("content"), value.get("role")
-            if type(content) is str and len(value) == 2 and type(role) is str and role in ROLES:
-                messages.append(Message(ROLES[role], content))  # what most messages are
+            if type(content) is str and len(value) == 2 and type(role) is str and role in _SPEAKERS:
+                messages.append(Message(_SPEAKERS[role], content))  # what most messages are
                 continue
             said, speaker = value.get("value"), value.get("from")
-            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in ROLES:
-                messages.append(Message(ROLES[speaker], said))
+            if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _SPEAKERS:
+                messages.append(Message(_SPEAKERS[speaker], said))
                 continue
         value = typed(value, dict, f"{path}[{index}]")
         if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
             roles = [role for role in _OF_EXCHANGE if role in exchange and (role != "system" or exchange[role].strip())]
             messages += [Message(role, exchange[role]) for role in roles]
-        elif "role" in value or not ("from" in value or is_sharegpt):
-            messages.append(_message(value, f"{path}[{index}]"))
-        else:
-            messages.append(_turn(value, f"{path}[{index}]"))
+            continue
+        inside, name = f"{path}[{index}]", value.get("role", value.get("from"))
+        is_call = type(name) is str and name.lower() in CALL_ROLES
+        value = calls_in_text(value) if is_call else value
+        read = _message if "role" in value or not ("from" in value or is_sharegpt) else _turn
+        message = read(value, inside)
+        messages.append(with_calls_read(message, inside) if is_call else message)
     return with_system(messages)
 
 
@@ -196,7 +200,7 @@ def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, .
         if kind not in ("text", "reasoning", "tool_call"):
             unsupported(f'`{inside}` is a part of type "{kind}": only text, reasoning and tool calls are planned')
         if kind == "tool_call":
-            calls.append(_call(part.get("value"), f"{inside}.value"))
+            calls.append(call_of(part.get("value"), f"{inside}.value"))
         else:
             (texts if kind == "text" else reasoning).append(
                 field(part, "text" if "text" in part else "value", str, inside)
@@ -215,16 +219,4 @@ def _take_function_call(fields: JsonObject, path: str) -> None:
         return
     if fields.get("tool_calls"):
         wrong(f"`{path}` has both `function_call` and `tool_calls`", hint="leave one of the two out")
-    fields["tool_calls"] = [_call(value, f"{path}.function_call")]
-
-
-def _call(value: Any, path: str) -> JsonObject:
-    """A call of a tool as chat templates expect it, from a JSON string or object with `name` and `arguments`."""
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except (ValueError, RecursionError) as error:
-            wrong(f"`{path}` is a string that is not JSON ({error})")
-    if not isinstance(value, dict) or type(value.get("name")) is not str:
-        wrong(f"`{path}` is {json_type(value)}, expected an object with `name` and `arguments`")
-    return {"type": "function", "function": {"name": value["name"], "arguments": value.get("arguments", {})}}
+    fields["tool_calls"] = [call_of(value, f"{path}.function_call")]

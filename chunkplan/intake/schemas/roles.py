@@ -6,7 +6,7 @@ A name is here if everybody who writes it means the same by it, and no chat temp
   for the assistant by themselves), `bot` and `chatbot` Cohere's, `ai` LangChain's and `prompter` OpenAssistant's.
 - `function` is OpenAI's name, before there were tools, for what a function returned; `ipython` Llama's, whose templates
   take `tool` for the same; `observation` is ShareGPT's and GLM's, `tool_response` swift's.
-- `function_call` and `tool_call` are calls that the assistant wrote, as text.
+- `function_call` and `tool_call` are calls that the assistant wrote, as JSON.
 - `developer` is OpenAI's newer name for `system`. Beside a system message, or later in a conversation, it is something
   else, which some templates know, and stays as it is.
 

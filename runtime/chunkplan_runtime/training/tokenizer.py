@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
 from chunkplan_runtime.training.config import TrainConfig
 
 _TOKENIZER = "tokenizer.json"
@@ -50,17 +51,19 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
     folder = files[0].parent
     made_with = analysis.manifest.get("tokenizer") or {}
     expected = made_with.get("content_hash")
-    if expected and files[0].name == _TOKENIZER and hashlib.sha256(files[0].read_bytes()).hexdigest() != expected:
-        raise UsageError(
-            f"{files[0]} is not the tokenizer that the data was made with, {made_with.get('path')}",
-            hint="give that one with --tokenizer, or analyze again with this one",
-        )
     try:
+        content = files[0].read_bytes() if files[0].name == _TOKENIZER else None
+        hashes = () if content is None else tokenizer_hashes(json.loads(content), content)
         num_tokens = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # whatever it is, what it writes could not be loaded either
         raise UsageError(
             f"the tokenizer in {folder} cannot be loaded: {error}", hint="give another --tokenizer"
         ) from error
+    if expected and hashes and expected not in hashes:
+        raise UsageError(
+            f"{files[0]} is not the tokenizer that the data was made with, {made_with.get('path')}",
+            hint="give that one with --tokenizer, or analyze again with this one",
+        )
     if num_tokens > vocab_size:
         raise UsageError(
             f"the tokenizer in {folder} has {num_tokens:,} tokens, the model's vocabulary {vocab_size:,}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pty
@@ -15,13 +16,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chunkplan import PlanConfig, analyze, build, load_plan
+from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan
+from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training import screen as screen_module
 from chunkplan_runtime.training.json_lines import append_lines, cut_back
 from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.screen import Screen
+from chunkplan_runtime.training.tokenizer import check_tokenizer
 from tests.support.places import ROOT
 from tests.support.training_checks import SOURCES, after_step, learning, lines, make_training, options
 
@@ -189,6 +192,17 @@ def test_the_tokenizer_goes_with_the_weights_to_the_byte(chats, tmp_path, capsys
     assert not (tmp_path / "none" / "final" / "tokenizer.json").exists()
 
 
+def test_a_tokenizer_that_encodes_the_same_is_taken_however_it_was_saved(chats, tmp_path):
+    """Also where an earlier version named it in the analysis, by the bytes of its file."""
+    AutoTokenizer.from_pretrained(SAMPLES / "tokenizer").save_pretrained(tmp_path / "saved")
+    assert train_chats(chats, tmp_path / "run", "--tokenizer", tmp_path / "saved") == 0
+    analysis, file = load_analysis(chats / "analysis"), SAMPLES / "tokenizer" / "tokenizer.json"
+    analysis.manifest["tokenizer"]["content_hash"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    check_tokenizer([file], analysis, 4096)
+    with pytest.raises(UsageError, match="is not the tokenizer that the data was made with"):
+        check_tokenizer([tmp_path / "saved" / "tokenizer.json"], analysis, 4096)
+
+
 def test_the_umask_says_who_may_read_what_a_run_leaves(chats, tmp_path):
     """Also of files that come from ones which only their owner may read, and of checkpoints."""
     shutil.copytree(SAMPLES / "tokenizer", tmp_path / "tokenizer")
@@ -208,7 +222,9 @@ def test_the_umask_says_who_may_read_what_a_run_leaves(chats, tmp_path):
 def test_a_tokenizer_that_does_not_belong_is_refused(chats, made, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(SAMPLES / "tokenizer", other)
-    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    written = json.loads((other / "tokenizer.json").read_text())
+    written["model"]["merges"][0], written["model"]["merges"][1] = written["model"]["merges"][1::-1]
+    (other / "tokenizer.json").write_text(json.dumps(written))
     assert train_chats(chats, tmp_path / "run", "--tokenizer", other) == 2
     assert "is not the tokenizer that the data was made with" in capsys.readouterr().err
     assert main(options(made, tmp_path / "run", "--tokenizer", SAMPLES / "tokenizer")) == 2
