@@ -133,8 +133,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
 def _remove(folder: Path) -> None:
     """Remove a temporary folder, if it is there; under another name, so that no thread makes a file in it meanwhile."""
     with suppress(OSError):
-        os.rename(folder, gone := folder.with_name(folder.name + "x"))
-        folder = gone
+        folder = folder.rename(folder.with_name(f"{folder.name}x"))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 _undoings: dict[object, Callable[[], None]] = {}
@@ -40,6 +41,6 @@ def end_process(code: int, last_words: str = "") -> NoReturn:
             undo()
     said = sys.stderr
     with suppress(Exception):
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the process ends
+        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
         print(end=last_words, file=said, flush=True)
     os._exit(code)

@@ -15,7 +15,7 @@ import pytest
 from chunkplan.validation.validate import validate
 from tests.support.process_checks import begin, in_group, left_behind, wait_until
 
-#: What takes long: a search; one round of packing, in compiled code and a linear program; steps that are played through.
+#: What takes long: a search; one round of packing, in compiled code and a linear program; rounds of an integer program.
 SLOW_PLANS = (
     ("--schedule", "search", "--pp", "8", "--global-batch", "32"),
     ("--packing", "exact", "--global-batch", "60000"),
@@ -72,7 +72,7 @@ def test_a_tuning_ends_at_once_with_all_that_its_threads_have_begun(space: Path)
 @pytest.mark.soak
 @pytest.mark.parametrize("command", AT_ANY_MOMENT)
 def test_at_any_moment_a_command_ends_with_130_and_one_line(space: Path, command: str) -> None:
-    """Fourteen signals each, spread over the time that a whole run takes; every third is SIGTERM, or a double Ctrl-C."""
+    """Fourteen signals each, spread over the time of a whole run; every third is SIGTERM, or a double Ctrl-C."""
     data = space.parent / "long.npy"
 
     def start(name: str) -> subprocess.Popen[str]:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path

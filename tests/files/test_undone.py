@@ -33,7 +33,7 @@ while True:
         file.write(str(number))
         file.flush()
         file.write(str(number))
-    print("a word", file=sys.stderr)
+    sys.stderr.write("a word\\n")
 """
 
 
