@@ -4,7 +4,10 @@ The same arguments give the same list on every machine: what a folder or a patte
 
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
 and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan or a cache of ours is. What is named itself is read, whatever it is called.
+analysis, a shard, a plan or a cache of ours is. So is what Spark hides: files and folders that begin with `_`, less
+folders of a partition (`_year=2026`). What is named itself is read, whatever it is called.
+
+The first bytes of a text say how it is compressed, or that it is a table, whatever its name says.
 
 Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
 others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
@@ -17,13 +20,15 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
-from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
+from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
+from chunkplan.intake.signatures import HEAD_BYTES, compression_of, kind_of
 from chunkplan.intake.source_columns import is_named
 
 #: What may stand behind the suffix of a kind that is text.
@@ -141,6 +146,11 @@ class _Search:
         return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
 
 
+def _is_hidden(name: str) -> bool:
+    """Whether Spark and Hive read nothing in what has this name: `_SUCCESS`, `_temporary`; a partition is read."""
+    return name.startswith("_") and "=" not in name
+
+
 def _named(suffix: str) -> str:
     """A name with this suffix."""
     return f"x.{suffix.removeprefix('.')}"
@@ -203,7 +213,13 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
     if described is None:
         say = f"say what it is: --format {shlex.quote(f'{name_of(path)}=jsonl')}"
         raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {say}")
-    return SourceFile(path, *described, files.size(path))
+    kind, compression = described
+    num_bytes = files.size(path)
+    if kind in _TEXT_KINDS and num_bytes and not is_url(path):
+        with open_file(path) as file:
+            head = file.read(HEAD_BYTES)
+        kind, compression = kind_of(head, kind), compression_of(head, compression)
+    return SourceFile(path, kind, compression, num_bytes)
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:
@@ -228,24 +244,45 @@ def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
 
 def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
     found = [_found(files, path, search) for path in _below(files, folder, search)]
-    return _check_any(found, f"{folder} has no data in it or below")
+    return _check_any(found, f"{folder} has no data in it or below{_less_hidden(search)}")
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
     found: dict[str, None] = {}
+    left_out: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
+    asked = [part for part in pattern[named:].split("/") if _is_hidden(part)]
     is_ours, is_link = cache(partial(_is_ours, files)), cache(files.is_folder_link)
     for path in files.matches(pattern):
         folders = list(_folders_of(path, named))
-        if "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
+        hidden = _outermost_hidden(path, named, asked)
+        if hidden is not None:
+            left_out[hidden] = None
+        elif "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
             found[links[-1]] = None  # the outermost
         elif not files.is_folder(path):
             if not any(map(is_ours, folders)):
                 found |= {path: None} if _is_source(files, path, search) else {}
         elif "**" not in pattern:
             found |= dict.fromkeys(_below(files, path, search))
-    return _check_any([_found(files, path, search) for path in found], f"no data matches {pattern}")
+    search.beside.extend(left_out)
+    sources = [_found(files, path, search) for path in found]
+    return _check_any(sources, f"no data matches {pattern}{_less_hidden(search)}")
+
+
+def _outermost_hidden(path: str, named: int, asked: Sequence[str]) -> str | None:
+    """What is hidden of a `path`, less its first `named` characters and what has a name that is `asked` for."""
+    parts = path[named:].split("/")
+    for place, part in enumerate(parts):
+        if _is_hidden(part) and not any(fnmatchcase(part, pattern) for pattern in asked):
+            return path[:named] + "/".join(parts[: place + 1])
+    return None
+
+
+def _less_hidden(search: _Search) -> str:
+    hidden = next((path for path in search.beside if _is_hidden(name_of(path))), None)
+    return "" if hidden is None else f"; names that begin with _ are left out: {hidden} is read if it is named itself"
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -275,6 +312,8 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
     if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
+    search.beside.extend(path for path in (*inside, *folders) if _is_hidden(name_of(path)))
+    inside, folders = ([path for path in paths if not _is_hidden(name_of(path))] for paths in (inside, folders))
     yield from ((file, False) for file in inside if _is_source(files, file, search))
     for child in folders:
         if files.is_folder_link(child):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,12 @@ def space(tmp_path: Path) -> Path:
     np.save(tmp_path / "long.npy", np.geomspace(100, 700_000, 1000).astype(np.int32))
     np.save(tmp_path / "pairs.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
     return tmp_path / "space"
+
+
+def awaits_signals(running: subprocess.Popen[str]) -> bool:
+    """Whether a command blocks Ctrl-C in its main thread, or has ended: Python's own first moments are over."""
+    blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{running.pid}/status").read_text())
+    return running.poll() is not None or (blocked is not None and bool(int(blocked[1], 16) >> signal.SIGINT - 1 & 1))
 
 
 def interrupt(running: subprocess.Popen[str], *numbers: signal.Signals) -> tuple[int, str]:
@@ -78,7 +86,7 @@ def test_at_any_moment_a_command_ends_with_130_and_one_line(space: Path, command
     def start(name: str) -> subprocess.Popen[str]:
         return begin(name, *([] if name == "simulate" else [data]), *AT_ANY_MOMENT[name], workspace=space)
 
-    for name in ("build", "tune", command):
+    for name in ("build", "tune", command, command):  # the second one compiles nothing
         began = time.monotonic()
         _, said = start(name).communicate(timeout=600)
         seconds = time.monotonic() - began
@@ -89,14 +97,17 @@ def test_at_any_moment_a_command_ends_with_130_and_one_line(space: Path, command
     num_at_work = 0
     for turn in range(14):
         running = start(command)
-        time.sleep(seconds * (turn + dice.random()) / 14)
+        wait_until(partial(awaits_signals, running))
+        time.sleep(seconds * (turn + dice.random()) / 15)
         if running.poll() is None:
             numbers = ((signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,))[turn % 3]
             code, line = interrupt(running, *numbers)
-            # The first moments and the last are those of Python itself.
-            assert (code, line) in ((130, "interrupted"), (143, ""), (0, said.splitlines()[-1])), (code, line)
+            if code == 0:  # it ended just before the signal
+                assert line == (said.splitlines()[-1] if said else "")
+            else:
+                assert code == 128 + numbers[0] and (line == "interrupted") == (numbers[0] == signal.SIGINT)
             num_at_work += code != 0
         assert left_behind(space) == []
         assert (space / "tuning.json").read_bytes() == tuning
         assert validate(space / "plan").content_hash == plan
-    assert num_at_work > 10
+    assert num_at_work > 7

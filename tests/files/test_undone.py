@@ -21,7 +21,7 @@ from chunkplan.files.undone import end_process
 from chunkplan.files.whole_file import whole_file
 
 place, seconds = Path(sys.argv[1]), float(sys.argv[2])
-threading.Thread(target=lambda: (time.sleep(seconds), end_process(130, "last words\\n")), daemon=True).start()
+end = threading.Thread(target=lambda: (time.sleep(seconds), end_process(130, "last words\\n")), daemon=True)
 number = 0
 while True:
     number += 1
@@ -34,6 +34,8 @@ while True:
         file.flush()
         file.write(str(number))
     sys.stderr.write("a word\\n")
+    if number == 1:
+        end.start()
 """
 
 
@@ -41,7 +43,7 @@ while True:
 def test_whatever_is_being_written_is_whole_or_as_it_was(tmp_path: Path, turns: int) -> None:
     for turn in range(turns):
         ran = subprocess.run(
-            [sys.executable, "-c", WRITE, str(tmp_path), str(0.1 + 0.001 * turn)],
+            [sys.executable, "-c", WRITE, str(tmp_path), str(0.001 * turn)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
