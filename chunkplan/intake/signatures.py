@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 
+from chunkplan.intake.files import open_file
+
 #: How many bytes tell.
 HEAD_BYTES = 16
 
@@ -24,9 +26,12 @@ _TABLES = {
 }
 
 
-def kind_of(head: bytes, kind: str) -> str:
-    """The kind of a file that begins with `head`, `kind` where the bytes say nothing else."""
-    return next((name for name, begin in _TABLES.items() if begin.match(head)), kind)
+def by_bytes(path: str, kind: str, compression: str | None) -> tuple[str, str | None]:
+    """The kind and the compression of a file of this machine, which its name says as given."""
+    with open_file(path) as file:
+        head = file.read(HEAD_BYTES)
+    kind = next((name for name, begin in _TABLES.items() if begin.match(head)), kind)
+    return kind, compression_of(head, compression)
 
 
 def compression_of(head: bytes, named: str | None) -> str | None:

@@ -15,20 +15,20 @@ others, so that it is named. What looks like data and cannot be opened is a sour
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
-from chunkplan.intake.signatures import HEAD_BYTES, compression_of, kind_of
+from chunkplan.intake.hidden import is_hidden, less_hidden, outermost_hidden
+from chunkplan.intake.saved_dataset import INFO, SPLITS, STATE, data_files
+from chunkplan.intake.signatures import by_bytes
 from chunkplan.intake.source_columns import is_named
 
 #: What may stand behind the suffix of a kind that is text.
@@ -51,14 +51,11 @@ KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _
     COMPRESSIONS
 )
 
-#: What `save_to_disk` of Hugging Face datasets writes beside the data: one split, and a folder of splits.
-_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-
 #: Files that lie beside data, models and tokenizers, by name, and how the names of some others end.
 _NO_DATA = {
-    _STATE,
-    _INFO,
-    _SPLITS,
+    STATE,
+    INFO,
+    SPLITS,
     "dataset_infos.json",
     "config.json",
     "adapter_config.json",
@@ -146,11 +143,6 @@ class _Search:
         return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
 
 
-def _is_hidden(name: str) -> bool:
-    """Whether Spark and Hive read nothing in what has this name: `_SUCCESS`, `_temporary`; a partition is read."""
-    return name.startswith("_") and "=" not in name
-
-
 def _named(suffix: str) -> str:
     """A name with this suffix."""
     return f"x.{suffix.removeprefix('.')}"
@@ -213,13 +205,10 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
     if described is None:
         say = f"say what it is: --format {shlex.quote(f'{name_of(path)}=jsonl')}"
         raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {say}")
-    kind, compression = described
     num_bytes = files.size(path)
-    if kind in _TEXT_KINDS and num_bytes and not is_url(path):
-        with open_file(path) as file:
-            head = file.read(HEAD_BYTES)
-        kind, compression = kind_of(head, kind), compression_of(head, compression)
-    return SourceFile(path, kind, compression, num_bytes)
+    if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
+        described = by_bytes(path, *described)
+    return SourceFile(path, *described, num_bytes)
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:
@@ -244,7 +233,7 @@ def _check_any(found: list[SourceFile], message: str) -> list[SourceFile]:
 
 def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
     found = [_found(files, path, search) for path in _below(files, folder, search)]
-    return _check_any(found, f"{folder} has no data in it or below{_less_hidden(search)}")
+    return _check_any(found, f"{folder} has no data in it or below{less_hidden(search.beside)}")
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
@@ -252,11 +241,10 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
     left_out: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
-    asked = [part for part in pattern[named:].split("/") if _is_hidden(part)]
     is_ours, is_link = cache(partial(_is_ours, files)), cache(files.is_folder_link)
     for path in files.matches(pattern):
         folders = list(_folders_of(path, named))
-        hidden = _outermost_hidden(path, named, asked)
+        hidden = outermost_hidden(path, pattern, named)
         if hidden is not None:
             left_out[hidden] = None
         elif "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
@@ -268,21 +256,7 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
             found |= dict.fromkeys(_below(files, path, search))
     search.beside.extend(left_out)
     sources = [_found(files, path, search) for path in found]
-    return _check_any(sources, f"no data matches {pattern}{_less_hidden(search)}")
-
-
-def _outermost_hidden(path: str, named: int, asked: Sequence[str]) -> str | None:
-    """What is hidden of a `path`, less its first `named` characters and what has a name that is `asked` for."""
-    parts = path[named:].split("/")
-    for place, part in enumerate(parts):
-        if _is_hidden(part) and not any(fnmatchcase(part, pattern) for pattern in asked):
-            return path[:named] + "/".join(parts[: place + 1])
-    return None
-
-
-def _less_hidden(search: _Search) -> str:
-    hidden = next((path for path in search.beside if _is_hidden(name_of(path))), None)
-    return "" if hidden is None else f"; names that begin with _ are left out: {hidden} is read if it is named itself"
+    return _check_any(sources, f"no data matches {pattern}{less_hidden(search.beside)}")
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -299,7 +273,7 @@ def _below(files: Files, folder: str, search: _Search) -> list[str]:
     A folder of `save_to_disk` stands where its path does, and is a whole.
     """
     found = sorted(_walk(files, folder, search))
-    return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
+    return [file for path, is_dataset in found for file in (data_files(files, path) if is_dataset else [path])]
 
 
 def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, bool]]:
@@ -309,11 +283,11 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
     names = {name_of(file) for file in inside}
     if _says_ours(folder, names):
         return
-    if _SPLITS in names or {_STATE, _INFO} <= names:
+    if SPLITS in names or {STATE, INFO} <= names:
         yield folder, True
         return
-    search.beside.extend(path for path in (*inside, *folders) if _is_hidden(name_of(path)))
-    inside, folders = ([path for path in paths if not _is_hidden(name_of(path))] for paths in (inside, folders))
+    search.beside.extend(path for path in (*inside, *folders) if is_hidden(name_of(path)))
+    inside, folders = ([path for path in paths if not is_hidden(name_of(path))] for paths in (inside, folders))
     yield from ((file, False) for file in inside if _is_source(files, file, search))
     for child in folders:
         if files.is_folder_link(child):
@@ -346,29 +320,3 @@ def _says_ours(folder: str, names: Collection[str]) -> bool:
             return _OURS.match(file.read(100)) is not None
     except OSError:  # it is a source that is damaged
         return False
-
-
-def _in_dataset(files: Files, folder: str) -> list[str]:
-    """The data files of a folder of `save_to_disk`, as it lists them."""
-    if files.exists(join(folder, _SPLITS)):
-        splits = _listed(join(folder, _SPLITS), "splits")
-        return [file for split in splits for file in _in_dataset(files, join(folder, split))]
-    listed = [join(folder, file) for file in _listed(join(folder, _STATE), "_data_files")]
-    missing = next((file for file in listed if not files.exists(file)), None)
-    if missing is not None:
-        raise DataError(f"{missing} is missing", where=join(folder, _STATE), hint="save the dataset to disk again")
-    return listed
-
-
-def _listed(path: str, key: str) -> list[str]:
-    """Names in a file of `save_to_disk`: strings, or objects with a `filename`."""
-    with reading(path), open_file(path) as file:
-        content = file.read()
-    try:
-        return [entry if isinstance(entry, str) else str(entry["filename"]) for entry in json.loads(content)[key]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"does not list the {key.strip('_')} of a dataset ({type(error).__name__})",
-            where=path,
-            hint="save the dataset to disk again, or name its files",
-        ) from error

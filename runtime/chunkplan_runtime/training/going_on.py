@@ -52,7 +52,7 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     if checkpoint is None:
         return None
     state = read_state(checkpoint)
-    plan = state["fixed"].get("plan")
+    plan = str(state["fixed"].get("plan"))
     hashes = [data.plan.content_hash] if plan == data.plan.content_hash else hashes_by_epoch(data.plan)
     before = {field: _fixed_before(state, _ENDS)[flag] for flag, field in _ENDS.items()}
     is_of_fewer_epochs = plan in hashes[:-1]
