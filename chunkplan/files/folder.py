@@ -8,11 +8,13 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from chunkplan.errors import UsageError
 from chunkplan.files.lock import hold
+from chunkplan.files.undone import changing, undone
 from chunkplan.files.writing import filling, writing
 
 MANIFEST = "manifest.json"
@@ -101,14 +103,15 @@ def put_in_place(temporary: Path, target: Path) -> None:
         sync(path)
     sync(temporary)
     old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
-    try:
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
-        sync(target.parent)
-    finally:
-        if old.exists():
-            old.rename(temporary if target.exists() else target)
+    with changing:
+        try:
+            if target.exists():
+                target.rename(old)
+            temporary.rename(target)
+            sync(target.parent)
+        finally:
+            if old.exists():
+                old.rename(temporary if target.exists() else target)
 
 
 @contextmanager
@@ -119,12 +122,19 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.tmp-{owner}-", dir=parent))
-    let_umask_decide(temporary)
-    try:
+    with ExitStack() as made:
+        with changing:
+            temporary = Path(tempfile.mkdtemp(prefix=f".{name}.tmp-{owner}-", dir=parent))
+            made.enter_context(undone(partial(_remove, temporary)))
+        let_umask_decide(temporary)
         yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a temporary folder, if it is there; under another name, so that no thread makes a file in it meanwhile."""
+    with suppress(OSError):
+        folder = folder.rename(folder.with_name(f"{folder.name}x"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_other_content(target: Path, kind: str) -> None:

@@ -11,10 +11,11 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from chunkplan.errors import UsageError
+from chunkplan.files.undone import changing, undone
 
 #: The most characters of a command that a lock shows.
 _MOST_CHARACTERS = 200
@@ -35,14 +36,18 @@ def hold(target: Path) -> Iterator[None]:
         OSError: no file can be written there.
     """
     path = target.with_name(f".{target.name}.lock")
-    descriptor = _take(path, target)
-    try:
+
+    def let_go() -> None:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+    with ExitStack() as held:
+        with changing:
+            descriptor = _take(path, target)
+            held.enter_context(undone(let_go))
         os.ftruncate(descriptor, 0)
         os.write(descriptor, _describe_this_run().encode("utf-8", "replace"))
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from chunkplan.errors import UsageError
+from chunkplan.files.undone import changing, undone
 from chunkplan.files.writing import writing
 
 
@@ -28,14 +30,14 @@ def whole_file(path: Path) -> Iterator[TextIO]:
                 yield file
             return
         target, temporary = _target_and_temporary(path)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+        with ExitStack() as made:
+            with changing:
+                made.enter_context(undone(partial(temporary.unlink, missing_ok=True)))
+                file = made.enter_context(temporary.open("w", encoding="utf-8"))
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
             temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def refuse_unwritable(path: Path) -> None:
@@ -48,10 +50,8 @@ def refuse_unwritable(path: Path) -> None:
         _refuse_folder(path)
         if not _is_written_into(path):
             _, temporary = _target_and_temporary(path)
-            try:
+            with changing, undone(partial(temporary.unlink, missing_ok=True)):
                 temporary.touch()
-            finally:
-                temporary.unlink(missing_ok=True)
 
 
 def _refuse_folder(path: Path) -> None:

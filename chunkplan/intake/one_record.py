@@ -10,6 +10,7 @@ from pathlib import Path
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
+from chunkplan.files.folder import temporary_folder
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.probe import find_layout, look_ahead
@@ -84,10 +85,10 @@ def find_record(
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
     schema = schemas_of_sources(options.schema, options.formats, paths)[index]
     source = Source(file, columns_of_sources(options.columns, paths)[index], schema)
-    with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
+    with temporary_folder(Path(tempfile.gettempdir()), "chunkplan") as spool:
         total = 0
         row = 0
-        pieces, records = look_ahead(cut(file, 0, Path(spool)), source, replace(options, on_error="skip"))
+        pieces, records = look_ahead(cut(file, 0, spool), source, replace(options, on_error="skip"))
         for piece in pieces:
             if source.layout is None:
                 source.layout = find_layout(source, records)
@@ -96,7 +97,7 @@ def find_record(
             rows = num_rows(piece)
             if row < total + rows:
                 place_of_row = record_place(source.name, source.format, row)
-                found = _found(piece, row - total, place_of_row, source.layout, options, Path(spool))
+                found = _found(piece, row - total, place_of_row, source.layout, options, spool)
                 return replace(found, row=row)
             total += rows
             if piece.is_temporary:

@@ -4,7 +4,10 @@ The same arguments give the same list on every machine: what a folder or a patte
 
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
 and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan or a cache of ours is. What is named itself is read, whatever it is called.
+analysis, a shard, a plan or a cache of ours is. So is what Spark hides: files and folders that begin with `_`, less
+folders of a partition (`_year=2026`). What is named itself is read, whatever it is called.
+
+The first bytes of a text say how it is compressed, or that it is a table, whatever its name says.
 
 Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
 others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
@@ -12,7 +15,6 @@ others, so that it is named. What looks like data and cannot be opened is a sour
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, MANIFEST
-from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
+from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
+from chunkplan.intake.hidden import is_hidden, less_hidden, outermost_hidden
+from chunkplan.intake.saved_dataset import INFO, SPLITS, STATE, data_files
+from chunkplan.intake.signatures import by_bytes
 from chunkplan.intake.source_columns import is_named
 from chunkplan.intake.unknown_suffix import what_to_do
 
@@ -46,14 +51,11 @@ KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _
     COMPRESSIONS
 )
 
-#: What `save_to_disk` of Hugging Face datasets writes beside the data: one split, and a folder of splits.
-_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-
 #: Files that lie beside data, models and tokenizers, by name, and how the names of some others end.
 _NO_DATA = {
-    _STATE,
-    _INFO,
-    _SPLITS,
+    STATE,
+    INFO,
+    SPLITS,
     "dataset_infos.json",
     "config.json",
     "adapter_config.json",
@@ -202,7 +204,10 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
     described = search.describe(path)
     if described is None:
         raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {what_to_do(path)}")
-    return SourceFile(path, *described, files.size(path))
+    num_bytes = files.size(path)
+    if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
+        described = by_bytes(path, *described)
+    return SourceFile(path, *described, num_bytes)
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:
@@ -220,12 +225,12 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
     if all(source.kind == LINK for source in found):
         hint = f"suffixes that are read: {KNOWN}"
         if other := next(
-            (path for path in beside if describe(path) is None and not name_of(path).startswith(".")), None
+            (path for path in beside if describe(path) is None and not name_of(path).startswith((".", "_"))), None
         ):
             hint += f"; of {other}: {what_to_do(other)}"
         if found:
             hint = f"links to folders are not followed: name {found[0].path}/ itself"
-        raise UsageError(message, hint=hint)
+        raise UsageError(f"{message}{less_hidden(beside)}", hint=hint)
     return found
 
 
@@ -236,19 +241,25 @@ def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
     found: dict[str, None] = {}
+    left_out: dict[str, None] = {}
     # What stands before the first sign of a pattern is named; all that is matched is not.
     named = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
     is_ours, is_link = cache(partial(_is_ours, files)), cache(files.is_folder_link)
     for path in files.matches(pattern):
         folders = list(_folders_of(path, named))
-        if "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
+        hidden = outermost_hidden(path, pattern, named)
+        if hidden is not None:
+            left_out[hidden] = None
+        elif "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
             found[links[-1]] = None  # the outermost
         elif not files.is_folder(path):
             if not any(map(is_ours, folders)):
                 found |= {path: None} if _is_source(files, path, search) else {}
         elif "**" not in pattern:
             found |= dict.fromkeys(_below(files, path, search))
-    return _check_any([_found(files, path, search) for path in found], f"no data matches {pattern}", search.beside)
+    search.beside.extend(left_out)
+    sources = [_found(files, path, search) for path in found]
+    return _check_any(sources, f"no data matches {pattern}", search.beside)
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -265,7 +276,7 @@ def _below(files: Files, folder: str, search: _Search) -> list[str]:
     A folder of `save_to_disk` stands where its path does, and is a whole.
     """
     found = sorted(_walk(files, folder, search))
-    return [file for path, is_dataset in found for file in (_in_dataset(files, path) if is_dataset else [path])]
+    return [file for path, is_dataset in found for file in (data_files(files, path) if is_dataset else [path])]
 
 
 def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, bool]]:
@@ -275,9 +286,11 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
     names = {name_of(file) for file in inside}
     if _says_ours(folder, names):
         return
-    if _SPLITS in names or {_STATE, _INFO} <= names:
+    if SPLITS in names or {STATE, INFO} <= names:
         yield folder, True
         return
+    search.beside.extend(path for path in (*inside, *folders) if is_hidden(name_of(path)))
+    inside, folders = ([path for path in paths if not is_hidden(name_of(path))] for paths in (inside, folders))
     yield from ((file, False) for file in inside if _is_source(files, file, search))
     for child in folders:
         if files.is_folder_link(child):
@@ -310,29 +323,3 @@ def _says_ours(folder: str, names: Collection[str]) -> bool:
             return _OURS.match(file.read(100)) is not None
     except OSError:  # it is a source that is damaged
         return False
-
-
-def _in_dataset(files: Files, folder: str) -> list[str]:
-    """The data files of a folder of `save_to_disk`, as it lists them."""
-    if files.exists(join(folder, _SPLITS)):
-        splits = _listed(join(folder, _SPLITS), "splits")
-        return [file for split in splits for file in _in_dataset(files, join(folder, split))]
-    listed = [join(folder, file) for file in _listed(join(folder, _STATE), "_data_files")]
-    missing = next((file for file in listed if not files.exists(file)), None)
-    if missing is not None:
-        raise DataError(f"{missing} is missing", where=join(folder, _STATE), hint="save the dataset to disk again")
-    return listed
-
-
-def _listed(path: str, key: str) -> list[str]:
-    """Names in a file of `save_to_disk`: strings, or objects with a `filename`."""
-    with reading(path), open_file(path) as file:
-        content = file.read()
-    try:
-        return [entry if isinstance(entry, str) else str(entry["filename"]) for entry in json.loads(content)[key]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"does not list the {key.strip('_')} of a dataset ({type(error).__name__})",
-            where=path,
-            hint="save the dataset to disk again, or name its files",
-        ) from error

@@ -15,15 +15,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from chunkplan.intake.files import is_url, name_of, open_file, reading
+from chunkplan.intake.signatures import compression_of, table_of
 
 #: How much of a file is looked at: as it is stored, of its content, and of the members of an archive.
 _STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
 
-#: How compressed files begin: the suffix, and the name that Arrow has for it.
-_COMPRESSED = {b"\x1f\x8b": ("gz", "gzip"), b"\x28\xb5\x2f\xfd": ("zst", "zstd"), b"BZh": ("bz2", "bz2")}
-
-#: How tables and lengths begin: the suffix that says what they are.
-_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x93NUMPY": "npy"}
+#: The suffix of what is compressed, by the name that Arrow has for it.
+_PACKINGS = {"gzip": "gz", "zstd": "zst", "bz2": "bz2"}
 
 #: How other files begin, or texts are named: the Python that writes Parquet, with the file and the new one in it.
 _TO_PARQUET = {
@@ -54,11 +52,12 @@ def what_to_do(path: str) -> str:
     with reading(path), open_file(path) as file:
         stored = file.read(_STORED_BYTES)
     name = name_of(path)
-    packing, codec = next((how for begin, how in _COMPRESSED.items() if stored.startswith(begin)), (None, None))
+    codec = compression_of(stored, None)
+    packing = codec and _PACKINGS[codec]
     head = _content(stored, codec)
     suffix = Path(name.removesuffix(f".{packing}")).suffix.lower()
     kind = kind_of(head, suffix)
-    if kind and (packing is None or kind not in _TABLES.values()):
+    if kind and (packing is None or table_of(head) is None):
         words = "it is one text, the whole file a record" if kind == "txt" else f"its bytes are those of .{kind}"
         format_of_it = ".".join([kind, *([packing] if packing else [])])
         return f"{words}: --format {shlex.quote(f'{name}={format_of_it}')}"
@@ -75,9 +74,8 @@ def _content(stored: bytes, codec: str | None) -> bytes:
 
 def kind_of(head: bytes, suffix: str) -> str | None:
     """The suffix of what begins with these bytes, where it is one that is read."""
-    for begin, kind in _TABLES.items():
-        if head.startswith(begin):
-            return kind
+    if table := table_of(head):
+        return table
     with suppress(pa.ArrowException):
         if head.startswith(b"\xff\xff\xff\xff") and pa.ipc.open_stream(head).schema:
             return "arrow"

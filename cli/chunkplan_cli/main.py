@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 #: The exit code of an interrupted command, as shells have it: 128 and the number of SIGINT.
 INTERRUPTED = 130
+
+#: Commands in which Python raises what a signal asks for: they end other processes, or write a checkpoint. All others
+#: spend their time in compiled code, which crashes where it finds that Python has raised something in it.
+_RAISING = ("analyze", "merge", "train")
 
 
 def main() -> None:
@@ -14,7 +21,8 @@ def main() -> None:
     try:
         from chunkplan_cli.app import run_command  # the most of the time that a command takes to begin
 
-        run_command()
+        with nullcontext() if set(_RAISING).intersection(sys.argv[1:2]) else _ended_by_signals():
+            run_command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -22,6 +30,25 @@ def main() -> None:
         _report_missing(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python takes a while to end
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """In the block a thread waits for Ctrl-C and SIGTERM, and ends the process: no other thread ever gets them."""
+    from chunkplan.files.undone import changing, end_process
+
+    numbers = {number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN}
+
+    def end() -> None:
+        number = signal.sigwait(numbers)
+        end_process(128 + number, "interrupted\n" if number == signal.SIGINT else "")
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # threads that are started later inherit this
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        yield
+    finally:
+        changing.acquire()  # for good: all is done, and nothing is undone any more
 
 
 def _report_missing(error: ModuleNotFoundError) -> None:

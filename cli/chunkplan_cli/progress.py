@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from chunkplan.files.undone import undone
 from chunkplan.quantities import Pace, left_words
 from chunkplan_cli.terminal import note, stderr
 
@@ -46,7 +47,7 @@ def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[speed]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
         task = bar.add_task("", total=None, speed="")
         paces: dict[str, Pace] = {}
 
@@ -67,7 +68,7 @@ def reading_progress() -> Iterator[ReadingReport]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
         task = bar.add_task("", total=None, rate="")
         started = time.monotonic()
         pace = Pace()

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.files.folder import temporary_folder
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
@@ -132,17 +133,17 @@ def parity(
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))
         config.output_router_logits = False  # the load-balancing loss is in the proof
-    with tempfile.TemporaryDirectory(prefix="chunkplan-parity-") as folder:
-        (Path(folder) / "analysis").mkdir()
-        analysis = write_random_analysis(Path(folder) / "analysis", lengths, config.vocab_size, seed)
+    with temporary_folder(Path(tempfile.gettempdir()), "chunkplan-parity") as folder:
+        (folder / "analysis").mkdir()
+        analysis = write_random_analysis(folder / "analysis", lengths, config.vocab_size, seed)
         build(
             analysis,
-            Path(folder) / "plan",
+            folder / "plan",
             PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
         )
         model = new_model(config, torch.float64, seed, attention=attention)
         model.set_checkpointing(checkpointing)
-        report = compare_plan(Path(folder) / "plan", analysis.path, model, kv_offload=kv_offload)
+        report = compare_plan(folder / "plan", analysis.path, model, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -124,39 +120,6 @@ def test_an_empty_option_is_not_taken_for_none(run: Run, sources: Path) -> None:
     refused = run("build", *BUILD_OPTIONS, "--config", "plan.toml")
     assert refused.code == 2
     assert 'plan.toml: `mix` is "a.jsonl=2", expected weights by source' in refused.err
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(("--packing", "exact", "--global-batch", "16"), marks=pytest.mark.soak),
-        ("--schedule", "search", "--pp", "8", "--global-batch", "32"),
-        pytest.param(
-            ("--balance", "search", "--dp", "2", "--global-batch", "8", "--workers", "1"), marks=pytest.mark.soak
-        ),
-        pytest.param(("--packing", "exact", "--global-batch", "32"), marks=pytest.mark.soak),
-        pytest.param(("--balance", "search", "--dp", "8", "--global-batch", "32"), marks=pytest.mark.soak),
-    ],
-)
-def test_an_interrupt_ends_even_a_slow_build_and_leaves_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """SIGINT in the middle of a refinement by solvers, or a search: exit code 130, soon, and no half-written plan.
-
-    Of larger global batches a single refinement takes long, and is not interrupted.
-    """
-    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2049, 4096, 60_000))
-    words = ["build", "lengths.npy", "--chunk-size", "8192", "--k", "1", *options]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "chunkplan_cli.main", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    while not list(tmp_path.glob("chunkplan-out/.plan.tmp-*")):
-        time.sleep(0.05)
-    time.sleep(2)
-    assert running.poll() is None, "this build takes far longer"
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=200)
-    assert running.returncode == 130, said
-    assert "interrupted" in said
-    assert list((tmp_path / "chunkplan-out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

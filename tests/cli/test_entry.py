@@ -21,16 +21,22 @@ RUN = "\nfrom chunkplan_cli.main import main\nmain()"
 
 #: Ctrl-C as soon as a module is looked for.
 INTERRUPTED_AT = """
-import signal, sys
+import os, signal, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 """
 
 #: Ctrl-C when Python ends.
-INTERRUPTED_AT_THE_END = "import atexit, signal\natexit.register(signal.raise_signal, signal.SIGINT)"
+INTERRUPTED_AT_THE_END = """
+import atexit, os, signal, time
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)  # for a thread that waits for it
+atexit.register(interrupt)
+"""
 
 #: A signal as compiled code returns: Python wraps what the handler raises.
 SIGNALLED_IN_COMPILED_CODE = """
@@ -67,7 +73,7 @@ def test_ctrl_c_while_modules_are_imported_ends_in_words(folder: Path, module: s
 
 @pytest.mark.parametrize(("name", "said"), [("SIGTERM", ""), ("SIGINT", "interrupted\n")])
 def test_a_signal_while_compiled_code_returns_is_no_bug(folder: Path, name: str, said: str) -> None:
-    ran = run(folder, SIGNALLED_IN_COMPILED_CODE.format(name=name), *BUILD)
+    ran = run(folder, SIGNALLED_IN_COMPILED_CODE.format(name=name), "analyze", "data.jsonl")
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.Signals[name], "", said)
 
 

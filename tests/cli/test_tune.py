@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -365,15 +364,3 @@ def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
     ran = run(tmp_path, "analyze", "data.jsonl", "--headline")
     assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.soak
-def test_an_interrupt_ends_it_without_waiting_for_what_it_has_begun(tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.geomspace(100, 700_000, 4000).astype(np.int32))
-    command = [sys.executable, "-m", "chunkplan_cli.main", "tune", "lengths.npy", "--pp", "8", "--schedules", "search"]
-    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        running.wait(12)
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == 130 and "interrupted" in said

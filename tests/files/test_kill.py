@@ -66,7 +66,7 @@ def content(folder: Path) -> set[str]:
     return {path.read_text() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("rename", "leaves"), [(0, "old"), (1, None), (2, "new"), (3, "new")])
+@pytest.mark.parametrize(("rename", "leaves"), [(0, "old"), (1, None), (2, "new"), (3, "new"), (4, "new")])
 def test_a_run_that_is_killed_around_its_renames_leaves_what_the_next_puts_right(
     tmp_path: Path, rename: int, leaves: str | None
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_around_its_renames_leaves_what_the_next_puts_right
         timeout=60,
         check=False,
     )
-    assert killed.returncode == (0 if rename == 3 else -signal.SIGKILL)
+    assert killed.returncode == (0 if rename == 4 else -signal.SIGKILL)
     assert content(target) == {manifest(leaves)} if leaves else not target.exists()
     with pytest.raises(KeyboardInterrupt), replace_folder(target, "plan"):
         assert content(target) == {manifest(leaves or "old")}

@@ -40,7 +40,7 @@ BAD = {
     "f.npy": (b"\x93NUMPY and no more", "not a file of numpy, or it is torn"),
     "g.jsonl": (b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n', "a preference pair"),
     "h.jsonl.gz": (b"\x1f\x8b", "cut short after 0 bytes"),
-    "i.txt.gz": (b"no gzip", "damaged, or not gzip"),
+    "i.txt.gz": (b"\x07\0 no gzip", "damaged, or not gzip"),
 }
 #: Those of which every record is a bad one.
 BAD_RECORDS = {

@@ -121,7 +121,7 @@ def test_shards_drop_what_one_run_drops(tmp_path: Path) -> None:
 def test_blank_records_are_counted_and_what_is_damaged_stops_the_run(tmp_path: Path) -> None:
     records = [{"text": "one"}, {"text": ""}, {"text": " \n"}, {"text": "two"}]
     file = _write(tmp_path / "data" / "a.jsonl", records)
-    (tmp_path / "data" / "__init__.txt").write_bytes(b"")
+    (tmp_path / "data" / "Init.txt").write_bytes(b"")
     chats = [{"messages": question_and_answer("a", "b")}, {"messages": []}, {"messages": question_and_answer(" ", "")}]
     _write(tmp_path / "data" / "c.parquet", chats)
     analysis = analyze(tmp_path / "data", tmp_path / "out", tokenizer=TOKENIZER)

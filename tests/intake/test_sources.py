@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -90,6 +91,25 @@ def test_what_lies_beside_data_is_left_out_unless_it_is_named(tmp_path: Path) ->
     assert _found(*named, folder=tmp_path) == ["model/config.json", ".cache/x.jsonl", ".cache/x.jsonl"]
     with pytest.raises(UsageError, match="no data in it or below"):
         find_sources([tmp_path / "model"])
+
+
+def test_what_spark_hides_is_no_data_unless_it_is_named(tmp_path: Path) -> None:
+    """Below a leading underscore, in folders as in patterns; a folder of a partition is read."""
+    _write(tmp_path, "_SUCCESS", "part-0.jsonl", ".part-0.jsonl.crc", "_temporary/0/task/part-1.jsonl", "_x.jsonl")
+    _write(tmp_path, "_lang=en/part-2.jsonl", "year=2026/_delta_log/00.json", "year=2026/part-3.jsonl")
+    data = ["_lang=en/part-2.jsonl", "part-0.jsonl", "year=2026/part-3.jsonl"]
+    for argument in (tmp_path, tmp_path / "**/*.json*", f"{tmp_path}/"):
+        beside: list[str] = []
+        found = find_sources([argument], beside)
+        assert sorted(str(Path(source.path).relative_to(tmp_path)) for source in found) == data
+        assert {"_temporary", "_delta_log", "_x.jsonl"} <= {Path(path).name for path in beside}
+    assert _found(tmp_path / "*", folder=tmp_path) == data
+    named = ["_temporary", "_x.jsonl", "_temp*/0", "_*.jsonl", "_temporary/**/*.jsonl"]
+    part = "_temporary/0/task/part-1.jsonl"
+    assert _found(*(tmp_path / name for name in named), folder=tmp_path) == [part, "_x.jsonl", part, "_x.jsonl", part]
+    with pytest.raises(UsageError, match=r"no data in it or below; names that begin with _ are left out: .*_delta_log"):
+        (tmp_path / "year=2026/part-3.jsonl").unlink()
+        find_sources([tmp_path / "year=2026"])
 
 
 def test_what_commands_made_of_data_is_none(tmp_path: Path) -> None:
@@ -190,10 +210,10 @@ def test_arguments_are_taken_in_their_order_and_as_often_as_they_are_given(tmp_p
 
 
 def test_a_source_has_its_size_and_what_can_be_read_once_has_none(tmp_path: Path) -> None:
-    _write(tmp_path, "a.jsonl.gz")
+    size = (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
     os.mkfifo(tmp_path / "pipe")
     assert find_sources([tmp_path / "a.jsonl.gz", "-", tmp_path / "pipe"]) == [
-        SourceFile(str(tmp_path / "a.jsonl.gz"), "jsonl", "gzip", 3),
+        SourceFile(str(tmp_path / "a.jsonl.gz"), "jsonl", "gzip", size),
         SourceFile("-", "jsonl", None, None),
         SourceFile(str(tmp_path / "pipe"), "jsonl", None, None),
     ]

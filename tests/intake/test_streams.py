@@ -115,7 +115,7 @@ def test_of_a_stream_cut_short_the_records_before_the_cut_are_read(tmp_path: Pat
     [
         (b"", "empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS"),
-        (b'{"text": "a"}\n' * 10, "damaged, or not"),
+        (b"\x07\0" * 100, "damaged, or not"),
     ],
 )
 def test_what_is_not_compressed_data_is_unreadable(tmp_path: Path, suffix: str, content: bytes, message: str) -> None:

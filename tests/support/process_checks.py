@@ -32,8 +32,9 @@ def begin(*arguments: str | Path, workspace: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
+    program = ["-c", _COMMAND] if "analyze" in arguments else ["-m", "chunkplan_cli.main"]
     return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, *map(str, arguments), "--workspace", str(workspace)],
+        [sys.executable, *program, *map(str, arguments), "--workspace", str(workspace)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,6 +15,7 @@ from chunkplan.intake.disk import check_room
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 
 #: What git leaves in place of a file that Git LFS has not fetched.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -34,6 +35,8 @@ class Taken:
 def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is_look: bool = False) -> Iterator[bytes]:
     """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
 
+    Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
+
     `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
 
     Raises:
@@ -45,12 +48,19 @@ def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is
     with reading(path), open_file(path, block_bytes if is_look else None) as file:
         head = file.read(len(_LFS_POINTER))
         check_head(head, path)
+        compression = compression_of(head[:HEAD_BYTES], compression)
         if compression is None:
             taken.num_bytes = len(head)
             yield head
             while data := file.read(block_bytes):
                 taken.num_bytes += len(data)
                 yield data
+        elif not file.seekable():
+            raise unreadable(
+                f"it is compressed ({compression}), and can be read only once",
+                path,
+                hint="decompress it before, or name a file",
+            )
         else:
             file.seek(0)
             for data in _decompressed(file, path, compression, block_bytes):

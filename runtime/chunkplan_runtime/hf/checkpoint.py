@@ -10,6 +10,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan_writer import hashes_by_epoch
 
 #: What transformers leaves in a checkpoint when everything else is there.
 _STATE = "trainer_state.json"
@@ -26,8 +28,8 @@ class PlanIdentity(TrainerCallback, ExportableState):
         return {"args": {"plan": self.plan}, "attributes": {}}
 
 
-def checkpoint_of_plan(asked: str | bool, output: str | None, plan: str) -> str:
-    """The checkpoint to go on from: `asked`, or the last one in `output`; `plan` is a content hash.
+def checkpoint_of_plan(asked: str | bool, output: str | None, plan: Plan) -> str:
+    """The checkpoint to go on from: `asked`, or the last one in `output`; `plan` may have more epochs than its own.
 
     Raises:
         UsageError: there is none, or it is of another plan.
@@ -42,10 +44,11 @@ def checkpoint_of_plan(asked: str | bool, output: str | None, plan: str) -> str:
         )
     states: dict[str, Any] = TrainerState.load_from_json(str(Path(found) / _STATE)).stateful_callbacks or {}
     state = states.get(PlanIdentity.__name__)
-    if state is None or state["args"]["plan"] != plan:
-        of = "no plan" if state is None else f"plan {state['args']['plan'][:12]}"
+    before = None if state is None else state["args"]["plan"]
+    if before != plan.content_hash and before not in hashes_by_epoch(plan):
+        of = "no plan" if before is None else f"plan {before[:12]}"
         raise UsageError(
-            f"a checkpoint of {of}, this one is {plan[:12]}",
+            f"a checkpoint of {of}, this one is {plan.content_hash[:12]}",
             where=found,
             hint="go on with the plan it was begun with, or start anew from its weights",
         )

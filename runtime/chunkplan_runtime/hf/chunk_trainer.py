@@ -101,7 +101,7 @@ class ChunkTrainer(Trainer):
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
         fuse(list(base.modules()), fused_kernels, self.args.device)
         self._base = base
-        self._plan_hash = opened.content_hash
+        self._plan = opened
         causal_lm = CausalLM(base, call=_in_autocast(self.accelerator.autocast))
         scope = router_loss_scope(base.config, router_loss, type(base).__name__)
         self._router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(causal_lm, scope)
@@ -140,7 +140,7 @@ class ChunkTrainer(Trainer):
             UsageError: there is no checkpoint, or it is of another plan.
         """
         if resume_from_checkpoint:
-            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args.output_dir, self._plan_hash)
+            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args.output_dir, self._plan)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

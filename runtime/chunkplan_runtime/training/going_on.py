@@ -1,7 +1,7 @@
 """Whether a run may go on from a checkpoint: with the same plan, model and way of learning, as far as it was to go.
 
-It may end after another number of steps where the steps that are done had the same learning rates, so that it is then
-the run that it would have been from the start.
+It may end after another number of steps, also with a plan that has more epochs and else is the same, where the steps
+that are done had the same learning rates, so that it is then the run that it would have been from the start.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
+from chunkplan.planfile.plan_writer import hashes_by_epoch
+from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
 from chunkplan_runtime.training.config import EARLIER, RENAMED, TrainConfig
@@ -27,11 +29,15 @@ _ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
 
 @dataclass(frozen=True)
 class Earlier:
-    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
+    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have.
+
+    `is_of_fewer_epochs`: its plan is the one there is now, with fewer epochs.
+    """
 
     checkpoint: Path
     state: CheckpointState
     num_steps: int
+    is_of_fewer_epochs: bool
 
 
 def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
@@ -46,11 +52,30 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     if checkpoint is None:
         return None
     state = read_state(checkpoint)
-    before = _fixed_before(state, _ENDS)
-    num_steps = data.num_steps(replace(config, **{field: before[flag] for flag, field in _ENDS.items()}))
-    if is_finished and data.num_steps(config) <= num_steps:
-        raise folder.finished(f"no more than its {num_steps:,} steps are asked for")
-    return Earlier(checkpoint, state, num_steps)
+    plan = str(state["fixed"].get("plan"))
+    hashes = [data.plan.content_hash] if plan == data.plan.content_hash else hashes_by_epoch(data.plan)
+    before = {field: _fixed_before(state, _ENDS)[flag] for flag, field in _ENDS.items()}
+    is_of_fewer_epochs = plan in hashes[:-1]
+    if is_of_fewer_epochs:
+        epochs = hashes.index(plan) + 1
+        before["max_epochs"] = min(before["max_epochs"] or epochs, epochs)
+    num_steps = data.num_steps(replace(config, **before))
+    if is_finished and plan in hashes and data.num_steps(config) <= num_steps:
+        raise _no_more(folder, config, data, num_steps)
+    return Earlier(checkpoint, state, num_steps, is_of_fewer_epochs)
+
+
+def _no_more(folder: RunFolder, config: TrainConfig, data: TrainingData, num_steps: int) -> UsageError:
+    """The error of a finished run that is to go on, and has all that is asked for, or all that its plan has."""
+    epochs, steps = data.plan.manifest["epochs"], data.plan.manifest["totals"]["num_steps"]
+    asked = {"--max-epochs": (config.max_epochs, epochs), "--max-steps": (config.max_steps, steps)}
+    more = [f"{flag} is {number:,}" for flag, (number, most) in asked.items() if number and number > most]
+    if not more:
+        return folder.finished(f"no more than its {num_steps:,} steps are asked for")
+    return folder.finished(
+        f"its plan has {counted(epochs, 'epoch')}, {counted(steps, 'step')}: {', '.join(more)}",
+        hint="build the plan again with more --epochs, and nothing else changed: the same command goes on then",
+    )
 
 
 def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
@@ -62,10 +87,11 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
     now = json.loads(json.dumps(fixed))
     before = _fixed_before(earlier.state, now)
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    ends = {*_ENDS, *(["plan"] if earlier.is_of_fewer_epochs else [])}
     hint = "resume with what it was started with, or start anew in another --output"
-    if any(name in _ENDS for name in differ):
+    if any(name in ends for name in differ):
         why_not = _why_it_ends_there(earlier, config, num_steps)
-        differ = [name for name in differ if why_not or name not in _ENDS]
+        differ = [name for name in differ if why_not or name not in ends]
         hint = f"{why_not}: {hint}" if why_not else hint
     if differ:
         changes = "; ".join(f"{name} {_was(before.get(name))}, {_is(now.get(name))}" for name in differ)

@@ -110,16 +110,17 @@ class RunFolder:
             return f"the same command with --resume goes on from {checkpoints[-1]}"
         return "there is no checkpoint yet; the same command with --resume starts from the beginning"
 
-    def finished(self, why: str) -> UsageError:
-        """The error of a run that is finished and cannot go on; `why` says what it would need."""
+    def finished(self, why: str, hint: str = "") -> UsageError:
+        """The error of a run that is finished and cannot go on: `why`, and the `hint` where something helps that."""
         is_adapter = (self.final / "adapter_config.json").exists()
+        merged = (
+            "start another run, with --merge-adapters one whose weights can be trained on from; "
+            "peft merges those that are here into their model (merge_and_unload)"
+        )
+        weights = f"`--model {self.final}` with another --output trains on from its weights; "
         return UsageError(
             f"the run in {self.path} is finished: {self.final} is there, and {why}",
-            hint="start another run, with --merge-adapters one whose weights can be trained on from; "
-            "peft merges those that are here into their model (merge_and_unload)"
-            if is_adapter
-            else f"`--model {self.final}` with another --output trains on from its weights; "
-            "it begins the plan again from its first step",
+            hint=hint or (merged if is_adapter else f"{weights}it begins the plan again from its first step"),
         )
 
     def check(self, resume: bool) -> None:

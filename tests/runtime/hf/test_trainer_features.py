@@ -13,6 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
@@ -94,6 +95,26 @@ def test_a_resumed_run_is_the_run_bit_for_bit(adapters, new_trainer, new_model, 
         assert all((weights[name] == weight).all() for name, weight in resumed.model.state_dict().items())
     saved = {path.name for path in (tmp_path / "whole" / "checkpoint-3").iterdir()}
     assert ("adapter_model.safetensors" in saved, "model.safetensors" in saved) == (adapters, not adapters)
+
+
+def test_a_finished_run_goes_on_with_a_plan_of_more_epochs(made, new_trainer, tmp_path):
+    """From its end, with the steps and losses of one that had them from the start."""
+    settings = {"save_strategy": "epoch", "lr_scheduler_type": "constant"}
+    whole = new_trainer(output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    config = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=1, holdout=2)
+    build(made / "analysis", tmp_path / "plan", config)
+    new_trainer(plan=tmp_path / "plan", **settings).train()
+    with pytest.raises(UsageError, match="num_train_epochs=2, the plan has 1"):
+        new_trainer(plan=tmp_path / "plan", num_train_epochs=2, **settings)
+    longer = new_trainer(num_train_epochs=2, **settings)
+    assert longer.train(resume_from_checkpoint=True).global_step == 6
+    assert [entry["step"] for entry in learned(longer)] == [1, 2, 3, 4, 5, 6]
+    assert [(entry["step"], entry["loss"]) for entry in learned(longer)[3:]] == [
+        (entry["step"], entry["loss"]) for entry in learned(whole)[3:]
+    ]
+    weights = whole.model.state_dict()
+    assert all((weights[name] == weight).all() for name, weight in longer.model.state_dict().items())
 
 
 def test_done_steps_are_not_read_again(new_trainer):

@@ -16,12 +16,14 @@ import time
 import pytest
 import torch
 
+from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.checkpoint import read_state, restore_random_states
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from tests.support.training_checks import (
     after_step,
     command,
+    cost_of_a_run,
     hidden_files,
     learning,
     lines,
@@ -282,6 +284,40 @@ def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_had_them(made, tmp_
     assert f"removed   {output / 'final'}: the run goes on" in capsys.readouterr().err
     assert learning(output) == learning(tmp_path / "whole")
     assert same_weights(output / "final", tmp_path / "whole" / "final")
+
+
+def test_a_finished_run_goes_on_with_a_plan_of_more_epochs_as_if_it_had_had_them(made, tmp_path, capsys):
+    """And names what its plan has, where more is asked for than that; another plan is refused."""
+
+    def plan(**changes):
+        config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, "cp": "off", **changes})
+        build(made / "analysis", tmp_path / "plan", config, cost=cost_of_a_run(made))
+
+    def run(folder, *more):
+        code = main(options(made, tmp_path / folder, "--save-every", 3, *more, plan=tmp_path / "plan"))
+        return code, capsys.readouterr().err
+
+    plan(epochs=2)
+    assert run("run")[0] == run("cosine", "--lr-schedule", "cosine")[0] == 0
+    for flag, number in (("--max-epochs", 3), ("--max-steps", 6)):
+        code, told = run("run", "--resume", flag, number)
+        assert (
+            code == 2 and f"and its plan has 2 epochs, 4 steps: {flag} is {number}\nhint: build the plan again" in told
+        )
+    plan(epochs=3, seed=1)
+    code, told = run("run", "--resume")
+    assert code == 2 and "is of another run: plan was " in told
+    plan(epochs=3)
+    code, told = run("cosine", "--lr-schedule", "cosine", "--resume")
+    assert code == 2 and "learning rates of the steps that are done go by how many there are" in told
+    code, told = run("run", "--resume", "--max-epochs", 2)
+    assert code == 2 and "no more than its 4 steps are asked for" in told
+    code, told = run("run", "--resume")
+    assert code == 0 and "resumed   at step 3" in told
+    assert run("whole")[0] == 0
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole") and len(learning(tmp_path / "run")) == 6
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+    assert run("run", "--resume")[1].startswith(f"error: the run in {tmp_path / 'run'} is finished")
 
 
 def test_a_run_that_learns_by_its_number_of_steps_does_not_go_on_with_another(made, tmp_path, capsys):
