@@ -18,7 +18,7 @@ from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRec
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources, suffixes_of
+from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources, suffixes_of
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
@@ -83,7 +83,8 @@ def find_record(
     file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
     schema = schemas_of_sources(options.schema, options.formats, paths)[index]
-    source = Source(file, columns_of_sources(options.columns, paths)[index], schema)
+    ignored = ignored_of_sources(options.ignore_columns, paths)[index]
+    source = Source(file, columns_of_sources(options.columns, paths)[index], schema, ignored)
     with tempfile.TemporaryDirectory(prefix="chunkplan-") as spool:
         total = 0
         row = 0

@@ -30,7 +30,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 7
+_VERSION = 8
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -116,6 +116,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "reader": reader,  # the same bytes are other records as lines than as one text
         "schema": layout.schema,
         "columns": layout.columns,
+        "ignored": sorted(layout.ignored),
         "tokenizer": settings.identity,
         "turns": options.turns,
         "max_length": options.max_length,

@@ -22,8 +22,8 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `asked_columns` is the key of each role, and `asked_schema` the schema, where the user says it. `num_cut` pieces
-    have been cut so far; `num_pieces` is None until all are.
+    `asked_columns` is the key of each role, and `asked_schema` the schema, where the user says it; `asked_ignored` are
+    the keys to be ignored. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
 
     `reader` is that of its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a
     stream early, where the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards
@@ -33,6 +33,7 @@ class Source:
     file: SourceFile
     asked_columns: dict[str, str] = field(default_factory=dict)
     asked_schema: str | None = None
+    asked_ignored: tuple[str, ...] = ()
     layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Recor
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.schemas import SCHEMAS, count_unread
+from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
 from chunkplan.planfile.analysis import Analysis
@@ -179,9 +180,10 @@ def _view(
     rejected: RecordRejection | None = None,
 ) -> RecordView:
     layout, keys = found.layout, found.keys
+    own = {} if keys is None else without_ignored(keys, layout.ignored)
     sequences = sequences or {}
     rejected = rejected or _first_rejected(sequences.get(options.turns, ()))
-    columns = {} if keys is None else SCHEMAS[layout.schema].keys_of(keys, layout.columns)
+    columns = SCHEMAS[layout.schema].keys_of(own, layout.columns)
     is_read = keys is not None and not isinstance(found.read, RecordError)
     is_shown = any(one.text is not None for one in sequences.get(options.turns, ()))
     return RecordView(
@@ -190,7 +192,7 @@ def _view(
         has_changed=False,
         schema=layout.schema,
         evidence=layout.evidence,
-        columns={role: key for role, key in columns.items() if keys is not None and keys.get(key) is not None},
+        columns={role: key for role, key in columns.items() if own.get(key) is not None},
         messages=None if conversation is None else dict(Counter(each.role for each in conversation.messages)),
         num_turns=num_turns,
         unread=tuple(sorted(count_unread(layout, [keys]))) if is_read and keys is not None else (),

@@ -60,7 +60,7 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
     Raises:
         UsageError: the file cannot be read.
     """
-    is_columns = layout.schema in COLUMN_ROLES
+    is_columns = layout.schema in COLUMN_ROLES and not {*layout.ignored} & {*layout.columns.values()}
     max_lines = pieces.COLUMN_RECORDS if is_columns else pieces.BATCH_RECORDS
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):

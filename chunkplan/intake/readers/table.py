@@ -198,9 +198,9 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
 def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:
     """The columns that records of the layout may have, and those they are refused for.
 
-    All if there are none of the former, for errors to say what there is.
+    All if there are none of the former, for errors to say what there is. None of those that are ignored.
     """
-    names = list(table.schema.names)
+    names = [name for name in table.schema.names if name not in layout.ignored]
     keys = SCHEMAS[layout.schema].all_keys(layout.columns)
     return [name for name in names if name in keys | SUSPECT] if keys.intersection(names) else names
 

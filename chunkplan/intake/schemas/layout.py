@@ -18,12 +18,13 @@ def has_all(record: JsonObject, keys: Mapping[str, str]) -> bool:
 class RecordLayout:
     """How a source's records are laid out: a schema, and for each of its roles the key that has it.
 
-    `evidence` is a line for people that says why.
+    `evidence` is a line for people that says why. `ignored` are the keys that are as if they were not there.
     """
 
     schema: str
     columns: dict[str, str]
     evidence: str
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
