@@ -165,8 +165,8 @@ def _record(batch: Batch) -> Record | RecordError:
     match batch.records:
         case LengthColumn(num_tokens):
             return LengthRecord(int(num_tokens[0]))
-        case TokenColumns(_, input_ids, target):
-            return TokensRecord(input_ids, target)
+        case TokenColumns(offsets, input_ids, target):
+            return TokensRecord(input_ids, target, offsets[:-1])
         case records:
             return records[0]
 

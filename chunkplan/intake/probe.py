@@ -25,6 +25,7 @@ from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.flags import TRY, LayoutError
+from chunkplan.intake.schemas.input_ids import marks_of
 from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
@@ -148,8 +149,10 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
         return _NO_RECORD
     columns, ignored = source.asked_columns or default_columns(source.file), source.asked_ignored
     try:
-        found = detect([without_ignored(one, ignored) for one in records], schema=source.asked_schema, columns=columns)
-        return replace(found, ignored=ignored)
+        records = [without_ignored(record, ignored) for record in records]
+        found = detect(records, schema=source.asked_schema, columns=columns)
+        marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
+        return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:
         raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
     except DataError as error:

@@ -18,9 +18,11 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
+from chunkplan.intake.padding import without_padded
 from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
+from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_left_out, add_unread, most_unread
@@ -117,6 +119,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "schema": layout.schema,
         "columns": layout.columns,
         "ignored": sorted(layout.ignored),
+        "marks": layout.marks and sorted(layout.marks),
         "tokenizer": settings.identity,
         "turns": options.turns,
         "max_length": options.max_length,
@@ -172,8 +175,8 @@ class _Task:
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
-            case TokenColumns(offsets, input_ids, target):
-                self._tokens(batch.numbers, offsets, input_ids, target)
+            case TokenColumns():
+                self._documents(batch.numbers, batch.records)
             case records:
                 self._records(batch.numbers, records)
         counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
@@ -202,10 +205,18 @@ class _Task:
             lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
             self._lengths(numbers, np.array(lengths, np.int32))
         elif records and isinstance(records[0], TokensRecord):
-            pairs = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
-            self._encoded(numbers, pairs)
+            found = [record for record in records if isinstance(record, TokensRecord)]
+            counts = np.array([len(record.begins) for record in found])
+            self._documents(numbers, token_columns([one for record in found for one in record.documents], counts))
         else:
             self._sequences(*self._by_turns(numbers, records))
+
+    def _documents(self, numbers: Int64Array, found: TokenColumns) -> None:
+        """Add the sequences of records that are tokens, which are several of a packed row."""
+        self._result.num_more += len(found.offsets) - 1 - len(numbers)
+        numbers, found, rejected = without_padded(np.repeat(numbers, found.counts), found, self._encoder)
+        self._rejected += rejected
+        self._tokens(numbers, found.offsets, found.input_ids, found.target)
 
     def _by_turns(self, numbers: Int64Array, records: list[Record]) -> tuple[list[int], list[Record]]:
         """The records that become sequences, and of each the number of the record that it is of: conversations make

@@ -4,7 +4,8 @@ The same arguments give the same list on every machine: what a folder or a patte
 
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
 and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan or a cache of ours is. What is named itself is read, whatever it is called.
+analysis, a shard, a plan, its order or a cache of ours is; of an export of rows, what says how it was made. What is
+named itself is read, whatever it is called.
 
 Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
 others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import DataError, UsageError
-from chunkplan.files.folder import CACHE_TAG, MANIFEST
+from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, join, name_of, open_file, reading
 from chunkplan.intake.source_columns import is_named
 
@@ -81,6 +82,10 @@ LINK = "link"
 
 #: How the manifest of a folder of ours begins.
 _OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
+
+#: How the file begins that says what an export has in it, with its own path first.
+_EXPORTED = re.compile(rb'\s*\{\s*"path":.*\s*"format":\s*"([\w-]+)",\s*"tool_version":')
+_LONGEST_PATH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -289,24 +294,30 @@ def _is_source(files: Files, path: str, search: _Search) -> bool:
     What is neither is noted as beside data.
     """
     found = search.is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
+    found = found and not (name_of(path) == EXPORT and _begin(path, _EXPORTED))
     if not found:
         search.beside.append(path)
     return found
 
 
 def _is_ours(files: Files, folder: str) -> bool:
-    return _says_ours(folder, [name for name in (CACHE_TAG, MANIFEST) if files.exists(join(folder, name))])
+    return _says_ours(folder, [name for name in (CACHE_TAG, MANIFEST, EXPORT) if files.exists(join(folder, name))])
 
 
 def _says_ours(folder: str, names: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is a cache, an analysis, a shard or a plan."""
-    if MANIFEST not in names:
-        return CACHE_TAG in names
+    """Whether a folder that holds files of these names is a cache, an analysis, a shard, a plan, or a plan's order."""
+    if EXPORT in names and (found := _begin(join(folder, EXPORT), _EXPORTED)):
+        return found[1] == b"torch-pipelining"  # all others are data
+    return CACHE_TAG in names or (MANIFEST in names and _begin(join(folder, MANIFEST), _OURS) is not None)
+
+
+def _begin(path: str, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+    """How a file that we may have written begins, where it does as `pattern` has it."""
     try:
-        with open_file(join(folder, MANIFEST)) as file:
-            return _OURS.match(file.read(100)) is not None
+        with open_file(path) as file:
+            return pattern.match(file.read(_LONGEST_PATH))
     except OSError:  # it is a source that is damaged
-        return False
+        return None
 
 
 def _in_dataset(files: Files, folder: str) -> list[str]:

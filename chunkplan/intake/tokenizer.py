@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
-from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord, TokensRecord
+from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_spans import Span
@@ -74,8 +74,8 @@ class TokenizerEntry(TypedDict):
 class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
-    `path` is what it was loaded from. `eos` and `bos` are the tokens that end and begin a sequence, with their ids;
-    `ends_text` and `begins_text` say that plain text gets them.
+    `path` is what it was loaded from. `eos`, `bos` and `pad` are the tokens that end, begin and pad a sequence, with
+    their ids; `ends_text` and `begins_text` say that plain text gets the first two.
     """
 
     path: str
@@ -86,6 +86,7 @@ class RecordTokenizer:
     ends_text: bool
     template: ChatTemplate | None
     library: TokenizerLibrary = field(repr=False)
+    pad: tuple[str, int] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -110,6 +111,7 @@ class RecordTokenizer:
             self.content_hash,
             self.bos,
             self.eos,
+            self.pad,
             self.begins_text,
             self.ends_text,
             template and template.identity,
@@ -142,10 +144,8 @@ class RecordTokenizer:
                     prompts.append((index, record.plain))
                 case Exchange():
                     conversations.append((index, record.conversation))
-                case TokensRecord(input_ids, target):
-                    encoded[index] = input_ids, target
                 case _:
-                    raise AssertionError("a length has no tokens")
+                    raise AssertionError("it has tokens, or a length, already")
         for index, one in (*self._texts(texts), *self._prompts(prompts), *self._conversations(conversations, left_out)):
             if isinstance(one, RecordError):
                 encoded[index] = one

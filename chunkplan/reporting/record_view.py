@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -154,7 +155,11 @@ def _made_of(
         )
     if isinstance(record, Exchange) and tokenizer is not None and tokenizer.template is not None:
         record = record.conversation
+    if isinstance(record, TokensRecord):
+        sequences = _views(record.documents, [()] * len(record.begins), options, tokenizer, most_tokens)
+        return _view(found, options, {options.turns: sequences})
     if not isinstance(record, Conversation):
+        assert tokenizer is not None
         sequences = _sequences([record], [()], options, tokenizer, most_tokens)
         return _view(found, options, {options.turns: sequences})
     assert tokenizer is not None
@@ -233,18 +238,26 @@ def _sequences(
     records: Sequence[Record],
     trained: Sequence[tuple[int, ...]],
     options: IntakeOptions,
-    tokenizer: RecordTokenizer | None,
+    tokenizer: RecordTokenizer,
     most_tokens: int | None,
     *,
     decodes: bool = True,
 ) -> tuple[SequenceView, ...]:
     """What `records` become, which train these turns each."""
-    encoded: Sequence[Encoded | RecordError]
     left_out: dict[int, set[str]] = {}
-    if tokenizer is None:
-        encoded = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
-    else:
-        encoded = tokenizer.encode(records, left_out)
+    encoded = tokenizer.encode(records, left_out)
+    return _views(encoded, trained, options, tokenizer if decodes else None, most_tokens, left_out)
+
+
+def _views(
+    encoded: Sequence[Encoded | RecordError],
+    trained: Sequence[tuple[int, ...]],
+    options: IntakeOptions,
+    tokenizer: RecordTokenizer | None,
+    most_tokens: int | None,
+    left_out: Mapping[int, set[str]] = MappingProxyType({}),
+) -> tuple[SequenceView, ...]:
+    """The views of sequences, which are decoded if there is a tokenizer."""
     views = []
     for place, (one, turns) in enumerate(zip(encoded, trained, strict=True)):
         if isinstance(one, RecordError):
@@ -254,7 +267,7 @@ def _sequences(
         view = _limited(SequenceView(trained=turns, num_tokens=len(input_ids)), options)
         input_ids, target = input_ids[: view.num_tokens], target[: view.num_tokens]
         text = None
-        if tokenizer is not None and decodes:
+        if tokenizer is not None:
             text = decode_sequence(tokenizer.library, input_ids, target, most_tokens)
         lacks = tuple(kind for kind in LEFT_OUT if kind in left_out.get(place, ()))
         views.append(replace(view, num_target_tokens=int(target.sum()), left_out=lacks, text=text))

@@ -123,8 +123,9 @@ def rows_of(batches: list[list[Batch]]) -> tuple[dict[int, Any], dict[int, Rejec
             match batch.records:
                 case LengthColumn(num_tokens):
                     found = num_tokens.tolist()
-                case TokenColumns(offsets, ids, target):
+                case TokenColumns(offsets, ids, target, counts):
                     places = pairwise(offsets)
+                    assert (counts == 1).all()
                     found = [(ids[a:b].tolist(), target[a:b].tolist()) for a, b in places]
                 case list(found):
                     pass

@@ -12,28 +12,42 @@ from typing import NoReturn
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import messages_in, shortened, unsupported
+from chunkplan.intake.schemas.fields import messages_in, shortened, unsupported, wrong
+from chunkplan.intake.schemas.flags import CHOOSE
 
 #: How a key of the objects in a list is named, in screens and by the user: messages[].weight.
 OF_EACH = "[]."
 
-_IGNORE = "--ignore-column "
+_COLUMN, _IGNORE = "--column ", "--ignore-column "
 
 
-def refuse_unread(key: str, says: str) -> NoReturn:
+def refuse_unread(key: str, says: str, ways: str = "") -> NoReturn:
     """Raises RecordError for a key, such as `weight` or `messages[].weight`, that nothing reads and that `says` more.
 
     `says` are words for what is in it and what that may mean: "a number for each token, which may say what counts".
+    `ways` are other ways on than to ignore it, for the hint.
     """
     unsupported(
-        f"`{shortened(key)}` is not read, and has {says}",
-        hint=f"if it does not matter here: {_IGNORE}{shlex.quote(key)}",
+        f"`{shortened(key)}` is not read, and has {says}", hint=f"{ways}if it does not matter here: {_ignore(key)}"
     )
 
 
+def refuse_contradiction(key: str, other: str, what: str) -> NoReturn:
+    """Raises RecordError for two keys that say different things of `what`."""
+    wrong(f"`{key}` and `{other}` contradict each other: {what}", hint=f"{CHOOSE}{_ignore(other)}, or {_ignore(key)}")
+
+
+def _ignore(key: str) -> str:
+    """What the user types for a key to be ignored."""
+    return f"{_IGNORE}{shlex.quote(key)}"
+
+
 def hint_of_source(hint: str, source: str | None) -> str:
-    """`hint`, whose keys to ignore are those of the sources that `source` names, or of all."""
-    return hint if source is None else hint.replace(_IGNORE, f"{_IGNORE}{shlex.quote(f'{source}:')}")
+    """`hint`, whose flags are for the sources that `source` names, or for all."""
+    flags = () if source is None else (_COLUMN, _IGNORE)
+    for flag in flags:
+        hint = hint.replace(flag, f"{flag}{shlex.quote(f'{source}:')}")
+    return hint
 
 
 def without_ignored(record: JsonObject, ignored: tuple[str, ...]) -> JsonObject:

@@ -25,7 +25,8 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     `conversations[].key`.
     """
     schema, columns = SCHEMAS[layout.schema], layout.columns
-    always_read = {key for role, key in columns.items() if role != "label"}.union(MEDIA)  # media there are none
+    surely = schema.required if schema.reads else columns.keys() - {"label"}
+    always_read = {columns[role] for role in surely}.union(MEDIA)  # media there are none
     perhaps_read = schema.all_keys(columns) - always_read
     lists = {role: columns[role] for role in schema.required}
     are_messages = not lists.keys().isdisjoint(("messages", "conversations"))
@@ -60,6 +61,8 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
 def _read(schema: Schema, columns: dict[str, str], record: JsonObject) -> set[str]:
     """The keys that `record` has for its roles."""
     keys = schema.keys_of(record, columns)
+    if schema.reads:
+        return {*(keys[role] for role in schema.required), *schema.reads(record, columns)}
     if "label" in keys and not is_label(record.get(keys["label"]), keys["label"]):
         del keys["label"]
     return set(keys.values())
