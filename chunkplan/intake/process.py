@@ -25,11 +25,12 @@ from chunkplan.intake.readers import digest, read
 from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_left_out, add_unread, most_unread
+from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
+from chunkplan.planfile.unread_keys import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
 _VERSION = 8

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from chunkplan.errors import DataError
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import PieceResult, add_unread, most_unread
+from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.planfile.analysis import record_place
 from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.unread_keys import add_unread, most_unread
 from chunkplan.quantities import counted
 
 
