@@ -22,8 +22,8 @@ def without_padded(
 
     Padding is a run of the tokenizer's padding token, or else of its end token, at either end of a sequence.
     """
-    pad = tokenizer and (tokenizer.pad or tokenizer.eos)
-    if not pad or not len(numbers):
+    pad = None if tokenizer is None else tokenizer.pad or tokenizer.eos
+    if tokenizer is None or pad is None or not len(numbers):
         return numbers, found, []
     name, pad_id = pad
     first, last = found.offsets[:-1], found.offsets[1:] - 1

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 
@@ -119,8 +118,8 @@ class TokensRecord:
     @property
     def documents(self) -> list[tuple[Int32Array, BoolArray]]:
         """The tokens and targets of each of its documents."""
-        ends = self.begins[1:]
-        return list(zip(np.split(self.input_ids, ends), np.split(self.target, ends), strict=True))
+        ends = pairwise([*self.begins.tolist(), len(self.input_ids)])
+        return [(self.input_ids[begin:end], self.target[begin:end]) for begin, end in ends]
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ def rows(batch: pa.RecordBatch) -> list[Row]:
 
 def token_rows(batch: pa.RecordBatch) -> list[Row]:
     """As `rows`, of records that are tokens: lists of whole numbers are arrays, int32 [n]."""
-    lists = {name: found for name in batch.schema.names if (found := _lists(batch, name)) is not None}
-    found = rows(batch.drop_columns(list(lists))) if len(lists) < batch.num_columns else [{} for _ in range(len(batch))]
+    lists = {name: own for name in batch.schema.names if (own := _lists(batch, name)) is not None}
+    others = batch.drop_columns(list(lists))
+    found: list[Row] = rows(others) if others.num_columns else [{} for _ in range(len(batch))]
     for name, (values, offsets, present) in lists.items():
         for index, row in enumerate(found):
             if present[index] and isinstance(row, dict):
@@ -59,7 +60,7 @@ def is_mark(field: pa.Field, layout: RecordLayout) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
 def mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:

@@ -13,11 +13,12 @@ from chunkplan.intake.readers.token_columns import plain_tokens
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.input_ids import SPLITS, WEIGHTS
 from chunkplan.intake.schemas.refused import SUSPECT
-from chunkplan.intake.schemas.token_marks import TOKEN_MARKS
+from chunkplan.intake.schemas.token_marks import FOR_EACH, TOKEN_MARKS
 from chunkplan.intake.schemas.unread import named
 
-#: Keys besides columns that `schemas.parse` reads, or may refuse a line for.
-_OTHERS = sorted({*SUSPECT, *SPLITS, *WEIGHTS, *(key for keys in TOKEN_MARKS.values() for key in keys)})
+#: Keys besides columns that `schemas.parse` may refuse a line for, whatever they have; or reads, of lines of tokens.
+_OTHERS = sorted(SUSPECT)
+_OF_TOKENS = [*_OTHERS, *SPLITS, *WEIGHTS, *(key for role in FOR_EACH for key in TOKEN_MARKS[role])]
 
 
 def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: RecordLayout) -> PlainRows:
@@ -25,7 +26,8 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Reco
     block = np.frombuffer(data, np.uint8)
     roles = COLUMN_ROLES[layout.schema]
     wanted = [layout.columns[role] for role in roles]
-    names = [key.encode() for key in (*wanted, *(key for key in _OTHERS if key not in wanted))]
+    refused = _OF_TOKENS if layout.schema == "input_ids" else _OTHERS
+    names = [key.encode() for key in (*wanted, *(key for key in refused if key not in wanted))]
     keys = Keys(np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names]))
     first = np.empty((len(starts), len(roles)), np.int64)  # [num_lines, num_roles]
     counts = np.empty_like(first)
@@ -40,7 +42,8 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Reco
         values[lengths.present] = lengths.values
         plain = plain_lengths(values, lengths.present)
     else:
-        plain = plain_tokens(*columns, layout)
+        input_ids, labels, attention_mask = columns
+        plain = plain_tokens(input_ids, labels, attention_mask, layout)
     unread: Counter[str] = Counter()
     for index in range(num_others):
         start, size = int(others.starts[index]), int(others.sizes[index])

@@ -26,6 +26,8 @@ SPLITS = (
 )
 WEIGHTS = ("weight", "loss_weight", "sample_weight", "train", "trainable")
 
+_ROLES = {key: role for role, keys in TOKEN_MARKS.items() for key in keys}
+
 
 def parse(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
     """Labels and masks stand at the place of the token they are for, not shifted; what is padding is left out.
@@ -56,11 +58,11 @@ def parse(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
 
 def marks_of(record: JsonObject, columns: Mapping[str, str]) -> dict[str, str]:
     """The keys of `record` that say something of its tokens, each with its role: those of `columns` and usual ones."""
+    roles = _ROLES | {key: role for role, key in columns.items() if role in TOKEN_MARKS}
     return {
-        key: role
-        for role, keys in TOKEN_MARKS.items()
-        for key in dict.fromkeys((columns.get(role, role), *keys))
-        if record.get(key) is not None and (role not in ONLY_LISTS or _is_list(record[key]))
+        key: roles[key]
+        for key, value in record.items()
+        if key in roles and value is not None and (roles[key] not in ONLY_LISTS or _is_list(value))
     }
 
 
@@ -82,14 +84,16 @@ def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: Mapping[st
             refuse_unread(name, "what may say how much the record counts")
         return
     values = value.tolist() if isinstance(value, np.ndarray) else value
-    if not values or not set(map(type, values)) <= {int, float, bool}:
+    kinds = set(map(type, values)) - {type(None)}
+    if not kinds or not kinds <= {int, float, bool}:
         return
     if len(values) == len(input_ids):
         flags = [f"--column {shlex.quote(f'{role}={name}')}" for role in ("loss_mask", "prompt_mask")]
         ways = f"where 1 counts in the loss: {flags[0]}; where 1 does not: {flags[1]}; " if {*values} <= {0, 1} else ""
         refuse_unread(name, "a number for each token, which may say what counts", ways)
-    is_partition = sum(values) == len(input_ids) or values[-1] == len(input_ids)
-    if len(values) > 1 and (is_partition or (values[0] == 0 and sorted(set(values)) == values)):
+    if len(values) < 2 or set(map(type, values)) != {int}:
+        return
+    if len(input_ids) in (sum(values), values[-1]) or (values[0] == 0 and sorted({*values}) == values):
         refuse_unread(name, "numbers that may say where documents begin; `seq_lengths` or `cu_seqlens` would be read")
 
 

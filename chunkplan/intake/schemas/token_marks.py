@@ -137,8 +137,9 @@ def _targets(
 
 
 def _ones(mask: Int32Array, name: str) -> BoolArray:
-    _refuse_at((mask != 0) & (mask != 1), lambda at: f"`{name}[{at}]` is {mask[at]}, expected 0 or 1")
-    return mask == 1
+    ones: BoolArray = mask == 1
+    _refuse_at(~ones & (mask != 0), lambda at: f"`{name}[{at}]` is {mask[at]}, expected 0 or 1")
+    return ones
 
 
 def _inside(kept: BoolArray, extent: range, name: str) -> range:

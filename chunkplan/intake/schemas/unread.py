@@ -60,9 +60,9 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
 
 def _read(schema: Schema, columns: dict[str, str], record: JsonObject) -> set[str]:
     """The keys that `record` has for its roles."""
-    keys = schema.keys_of(record, columns)
     if schema.reads:
-        return {*(keys[role] for role in schema.required), *schema.reads(record, columns)}
+        return {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
+    keys = schema.keys_of(record, columns)
     if "label" in keys and not is_label(record.get(keys["label"]), keys["label"]):
         del keys["label"]
     return set(keys.values())
