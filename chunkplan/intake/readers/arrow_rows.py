@@ -41,7 +41,7 @@ def rows(batch: pa.RecordBatch) -> list[Row]:
 def token_rows(batch: pa.RecordBatch) -> list[Row]:
     """As `rows`, of records that are tokens: lists of whole numbers are arrays, int32 [n]."""
     lists = {name: own for name in batch.schema.names if (own := _lists(batch, name)) is not None}
-    others = batch.drop_columns(list(lists))
+    others = batch.select([name for name in batch.schema.names if name not in lists])
     found: list[Row] = rows(others) if others.num_columns else [{} for _ in range(len(batch))]
     for name, (values, offsets, present) in lists.items():
         for index, row in enumerate(found):
