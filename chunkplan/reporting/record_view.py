@@ -16,7 +16,9 @@ from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
+from chunkplan.intake.padding import without_padded
 from chunkplan.intake.process import too_long
+from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import LEFT_OUT
@@ -156,7 +158,8 @@ def _made_of(
     if isinstance(record, Exchange) and tokenizer is not None and tokenizer.template is not None:
         record = record.conversation
     if isinstance(record, TokensRecord):
-        sequences = _views(record.documents, [()] * len(record.begins), options, tokenizer, most_tokens)
+        documents = [_unless_padded(document, tokenizer) for document in record.documents]
+        sequences = _views(documents, [()] * len(documents), options, tokenizer, most_tokens)
         return _view(found, options, {options.turns: sequences})
     if not isinstance(record, Conversation):
         assert tokenizer is not None
@@ -172,6 +175,14 @@ def _made_of(
     rejected = _first_rejected(made[options.turns])
     rendered = _rendered(record, tokenizer) if rejected is not None and rejected.reason == "template" else None
     return _view(found, options, made, conversation=record, num_turns=len(turns), rendered=rendered)
+
+
+def _unless_padded(document: Encoded, tokenizer: RecordTokenizer | None) -> Encoded | RecordError:
+    """A document that is tokens already, or the error of one that would be trained on padding."""
+    columns = token_columns([document], np.ones(1, np.int64))
+    for rejected in without_padded(np.zeros(1, np.int64), columns, tokenizer)[2]:
+        return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
+    return document
 
 
 def _view(

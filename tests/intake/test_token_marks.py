@@ -302,6 +302,13 @@ def test_padding_that_nothing_marks_is_refused_where_the_tokenizer_names_it(tmp_
             assert analyze(path, tmp_path / "out", tokenizer=TOKENIZER).num_target_tokens.sum() > 0
 
 
+def test_padding_is_refused_where_a_record_is_shown_too(tmp_path: Path, command: Run) -> None:
+    _write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 4095, 4093, 4093]}])
+    shown = command("inspect", "--record", "a.jsonl:1", "--tokenizer", str(TOKENIZER))
+    assert shown.code == 3
+    assert "padding (`<|endoftext|>`) that counts in the loss" in shown.err
+
+
 def test_a_packed_row_is_shown_as_its_documents(tmp_path: Path, command: Run) -> None:
     _write(tmp_path / "a.jsonl", [{"input_ids": _IDS, "labels": _LABELS, "seq_lengths": [4, 3, 2]}])
     shown = json.loads(command("inspect", "--record", "a.jsonl:1", "--json").out)
