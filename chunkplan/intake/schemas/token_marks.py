@@ -57,7 +57,7 @@ ONLY_LISTS = ("document_ids", "seq_lengths", "cu_seqlens", "seq_start_id")
 _TOGETHER = ("completion_mask", "assistant_masks")
 
 
-class Found(NamedTuple):
+class MarkedTokens(NamedTuple):
     """The tokens [start, stop) that are no padding, where documents begin among them, and which tokens are targets."""
 
     start: int
@@ -66,7 +66,7 @@ class Found(NamedTuple):
     target: BoolArray
 
 
-def read_marks(key: str, input_ids: Int32Array, marks: Mapping[str, Mapping[str, Int32Array]]) -> Found:
+def read_marks(key: str, input_ids: Int32Array, marks: Mapping[str, Mapping[str, Int32Array]]) -> MarkedTokens:
     """What `marks`, role -> key -> numbers, say of the tokens under `key`; those of `FOR_EACH` have one for each.
 
     Raises:
@@ -105,7 +105,7 @@ def read_marks(key: str, input_ids: Int32Array, marks: Mapping[str, Mapping[str,
     is_asked = np.zeros(len(input_ids), np.bool_)
     is_asked[extent.start : extent.stop] = True
     is_asked[begins] = False  # nothing predicts the first token of a document
-    return Found(extent.start, extent.stop, begins, _targets(key, input_ids, marks, is_asked) & is_asked)
+    return MarkedTokens(extent.start, extent.stop, begins, _targets(key, input_ids, marks, is_asked) & is_asked)
 
 
 def _targets(
