@@ -70,8 +70,9 @@ def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Colle
     """Raises RecordError where other keys say something of the tokens of `record` than the `expected` of its source."""
     found = marks_of(record, columns)
     for key in (*(key for key in expected if key not in found), *(key for key in found if key not in expected)):
-        words = "is missing or null, and other records have it" if key in expected else "is not in the first records"
-        wrong(f"`{key}` {words}", hint="give it to all records of a file, or put those without it into another file")
+        has_not, has = f"`{key}` is missing or null, and other records have it", f"`{key}` is not in the first records"
+        hint = "give it to all records of a file, or put those without it into another file"
+        wrong(has_not if key in expected else has, hint)
 
 
 def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: Mapping[str, Any]) -> None:
