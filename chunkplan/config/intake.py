@@ -127,6 +127,16 @@ COLUMNS = Domain(
     example="text=body",
     is_repeated=True,
 )
+IGNORED = Domain(
+    lambda value: isinstance(value, tuple) and all(isinstance(key, str) and key for key in value),
+    "a list of keys",
+    read=lambda typed: tuple(dict.fromkeys(typed)),
+    load=lambda value: tuple(value) if isinstance(value, list) else value,
+    typed="KEY or SOURCE:KEY",
+    metavar="KEY",
+    example="weight",
+    is_repeated=True,
+)
 RECORD_BYTES = Domain(
     holds=lambda value: type(value) is int and 1 <= value < 10**15,
     expected="megabytes above 0",
@@ -144,9 +154,10 @@ class IntakeOptions(Options):
 
     `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
     for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may
-    SOURCE -> {role -> key}. `formats`: SOURCE -> a schema, or how the name of the file would end if it said what the
-    file is (`jsonl`, `json.gz`, ...), or both with a comma between. Of a `sample` nothing can be trained: no tokens are
-    stored.
+    SOURCE -> {role -> key}. `ignore_columns` are keys that are as if they were not there, KEY or SOURCE:KEY, where
+    `messages[].KEY` is one of each message. `formats`: SOURCE -> a schema, or how the name of the file would end if it
+    said what the file is (`jsonl`, `json.gz`, ...), or both with a comma between. Of a `sample` nothing can be trained:
+    no tokens are stored.
 
     Raises:
         UsageError: one makes no sense.
@@ -174,6 +185,15 @@ class IntakeOptions(Options):
         default={},
         default_words="",
         flag="--column",
+    )
+    ignore_columns: tuple[str, ...] = option(
+        IGNORED,
+        "A key that is read as if it was not there, also messages[].KEY, or for some sources only: code.jsonl:KEY. "
+        "Repeatable.",
+        group=_TOKENS,
+        default=(),
+        default_words="",
+        flag="--ignore-column",
     )
     turns: Turns = option(
         one_of("rendered", "last", "each", metavar="WHAT"),

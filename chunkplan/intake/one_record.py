@@ -19,7 +19,7 @@ from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRec
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources, suffixes_of
+from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources, suffixes_of
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
@@ -84,7 +84,8 @@ def find_record(
     file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
     schema = schemas_of_sources(options.schema, options.formats, paths)[index]
-    source = Source(file, columns_of_sources(options.columns, paths)[index], schema)
+    ignored = ignored_of_sources(options.ignore_columns, paths)[index]
+    source = Source(file, columns_of_sources(options.columns, paths)[index], schema, ignored)
     with temporary_folder(Path(tempfile.gettempdir()), "chunkplan") as spool:
         total = 0
         row = 0
@@ -165,8 +166,8 @@ def _record(batch: Batch) -> Record | RecordError:
     match batch.records:
         case LengthColumn(num_tokens):
             return LengthRecord(int(num_tokens[0]))
-        case TokenColumns(_, input_ids, target):
-            return TokensRecord(input_ids, target)
+        case TokenColumns(offsets, input_ids, target):
+            return TokensRecord(input_ids, target, offsets[:-1])
         case records:
             return records[0]
 

@@ -57,14 +57,16 @@ class LengthColumn:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Records that are tokens already: ids and target masks of n of them, one after another.
+    """Records that are tokens already: ids and target masks of their m sequences, one after another.
 
-    `offsets` int64 [n + 1]; `input_ids` int32 and `target` bool [offsets[n]]; none is empty, first targets are false.
+    `offsets` int64 [m + 1]; `input_ids` int32 and `target` bool [offsets[m]]; none is empty, first targets are false.
+    `counts` int64 [n] says how many sequences each of the n records has.
     """
 
     offsets: Int64Array
     input_ids: Int32Array
     target: BoolArray
+    counts: Int64Array
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.flags import TRY, LayoutError
+from chunkplan.intake.schemas.input_ids import marks_of
+from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
 from chunkplan.intake.unknown_suffix import kind_of
@@ -142,9 +145,12 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD
-    columns = source.asked_columns or default_columns(source.file)
+    columns, ignored = source.asked_columns or default_columns(source.file), source.asked_ignored
     try:
-        return detect(records, schema=source.asked_schema, columns=columns)
+        records = [without_ignored(record, ignored) for record in records]
+        found = detect(records, schema=source.asked_schema, columns=columns)
+        marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
+        return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:
         raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
     except DataError as error:

@@ -18,19 +18,22 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
+from chunkplan.intake.padding import without_padded
 from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import digest, read
+from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_left_out, add_unread, most_unread
+from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.intake.turns import by_turns
+from chunkplan.planfile.unread_keys import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 8
+_VERSION = 9
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -116,6 +119,8 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "reader": reader,  # the same bytes are other records as lines than as one text
         "schema": layout.schema,
         "columns": layout.columns,
+        "ignored": sorted(layout.ignored),
+        "marks": layout.marks and sorted(layout.marks),
         "tokenizer": settings.identity,
         "turns": options.turns,
         "max_length": options.max_length,
@@ -172,8 +177,8 @@ class _Task:
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
-            case TokenColumns(offsets, input_ids, target):
-                self._tokens(batch.numbers, offsets, input_ids, target)
+            case TokenColumns():
+                self._documents(batch.numbers, batch.records)
             case records:
                 self._records(batch.numbers, records)
         counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
@@ -204,10 +209,18 @@ class _Task:
             lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
             self._lengths(numbers, np.array(lengths, np.int32))
         elif records and isinstance(records[0], TokensRecord):
-            pairs = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
-            self._encoded(numbers, pairs)
+            found = [record for record in records if isinstance(record, TokensRecord)]
+            counts = np.array([len(record.begins) for record in found])
+            self._documents(numbers, token_columns([one for record in found for one in record.documents], counts))
         else:
             self._sequences(*self._by_turns(numbers, records))
+
+    def _documents(self, numbers: Int64Array, found: TokenColumns) -> None:
+        """Add the sequences of records that are tokens, which are several of a packed row."""
+        self._result.num_more += len(found.offsets) - 1 - len(numbers)
+        numbers, found, rejected = without_padded(np.repeat(numbers, found.counts), found, self._encoder)
+        self._rejected += rejected
+        self._tokens(numbers, found.offsets, found.input_ids, found.target)
 
     def _by_turns(self, numbers: Int64Array, records: list[Record]) -> tuple[list[int], list[Record]]:
         """The records that become sequences, and of each the number of the record that it is of: conversations make

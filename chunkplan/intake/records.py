@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 
 #: An object of JSON that somebody else wrote: a record, a message, a tool, a configuration. Nothing is known of what is
 #: in it before it has been looked at.
@@ -107,10 +108,20 @@ class Exchange:
 
 @dataclass(frozen=True)
 class TokensRecord:
-    """A record that is tokens already: ids int32 [n] and target mask bool [n], n >= 1, target[0] false."""
+    """A record that is tokens already: ids int32 [n] and target mask bool [n], n >= 1, target[0] false.
+
+    Its documents begin at `begins` int64, from 0: several are in a packed row, and each becomes a sequence.
+    """
 
     input_ids: Int32Array
     target: BoolArray
+    begins: Int64Array
+
+    @property
+    def documents(self) -> list[tuple[Int32Array, BoolArray]]:
+        """The tokens and targets of each of its documents."""
+        ends = pairwise([*self.begins.tolist(), len(self.input_ids)])
+        return [(self.input_ids[begin:end], self.target[begin:end]) for begin, end in ends]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-#: Keys that are listed of a piece, and of a source.
-_LISTED = 100
 
 #: What a chat template may leave out of a conversation, or change: the names in manifests, and what they mean.
 LEFT_OUT = {
@@ -71,16 +68,3 @@ def add_left_out(result: PieceResult, kinds: Iterable[str], number: int) -> None
     for kind in kinds:
         result.left_out[kind] = result.left_out.get(kind, 0) + 1
         result.first_left_out[kind] = min(number, result.first_left_out.get(kind, number))
-
-
-def add_unread(unread: dict[str, int | None], more: Mapping[str, int | None]) -> None:
-    """Add the counts of `more` to those of `unread`; what is known of one alone is not known of both."""
-    for key, count in more.items():
-        before = unread.get(key, 0)
-        unread[key] = None if count is None or before is None else before + count
-
-
-def most_unread(unread: Mapping[str, int | None]) -> dict[str, int | None]:
-    """The entries of `unread` that are listed: the most frequent, whole columns of tables first."""
-    order = sorted(unread.items(), key=lambda one: (one[1] is not None, -(one[1] or 0), one[0]))
-    return dict(order[:_LISTED])

@@ -24,7 +24,7 @@ from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.flags import LayoutError
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources, schemas_of_sources
+from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 from chunkplan.intake.unreadable import hint_for, unreadable_sources
@@ -54,7 +54,8 @@ class IntakeRun:
         readable = [file for file in files if file.kind != LINK]
         self._paths, options = [file.path for file in readable], settings.options
         schemas = schemas_of_sources(options.schema, options.formats, self._paths)
-        said = iter(zip(columns_of_sources(options.columns, self._paths), schemas, strict=True))
+        ignored = ignored_of_sources(options.ignore_columns, self._paths)
+        said = iter(zip(columns_of_sources(options.columns, self._paths), schemas, ignored, strict=True))
         self.sources = [Source(file) if file.kind == LINK else Source(file, *next(said)) for file in files]
         self._settings = settings
         self._options = settings.options
@@ -222,7 +223,8 @@ class IntakeRun:
             where = error.where or self.sources[source].place(piece, error.number)
             what = "the rest of this source" if error.reason == "unreadable" else "this source"
             is_said = "--on-error skip" in error.hint or (len(self.sources) == 1 and error.reason != "unreadable")
-            hint = error.hint + ("" if is_said else f"; --on-error skip leaves {what} out and goes on")
+            hint = hint_for(self.sources[source], error, self._paths)
+            hint += "" if is_said else f"; --on-error skip leaves {what} out and goes on"
             return RecordError(error.message, reason=error.reason, hint=hint, where=where)
         if isinstance(error, LayoutError):
             error.hint = hint_for(self.sources[source], error, self._paths)
@@ -257,5 +259,6 @@ def _open(source: Source) -> _Opened | None:
         return None
     looked = now_ns()
     file = source.file
-    wanted = json.dumps([file.kind, file.compression, source.asked_schema, sorted(source.asked_columns.items())])
+    asked = [source.asked_schema, sorted(source.asked_columns.items()), sorted(source.asked_ignored)]
+    wanted = json.dumps([file.kind, file.compression, *asked])
     return _Opened(path, describe(path), looked, wanted, [])

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from chunkplan.errors import DataError
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import PieceResult, add_unread, most_unread
+from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.planfile.analysis import record_place
 from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.unread_keys import add_unread, most_unread
 from chunkplan.quantities import counted
 
 
@@ -22,8 +23,8 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `asked_columns` is the key of each role, and `asked_schema` the schema, where the user says it. `num_cut` pieces
-    have been cut so far; `num_pieces` is None until all are.
+    `asked_columns` is the key of each role, and `asked_schema` the schema, where the user says it; `asked_ignored` are
+    the keys to be ignored. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
 
     `reader` is that of its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a
     stream early, where the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards
@@ -33,6 +34,7 @@ class Source:
     file: SourceFile
     asked_columns: dict[str, str] = field(default_factory=dict)
     asked_schema: str | None = None
+    asked_ignored: tuple[str, ...] = ()
     layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)

@@ -67,6 +67,22 @@ def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list
     ]
 
 
+def ignored_of_sources(keys: Sequence[str], paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """The keys that are to be ignored in the source at each of `paths`.
+
+    One of `keys` is KEY for all sources, or SOURCE:KEY for those that `is_named` SOURCE. KEY may have colons too: it is
+    one where what stands before names no source.
+    """
+    found: list[list[str]] = [[] for _ in paths]
+    for entry in keys:
+        ends = [place for place, sign in enumerate(entry) if sign == ":"]
+        end = next((end for end in ends if any(is_named(path, entry[:end]) for path in paths)), None)
+        for path, own in zip(paths, found, strict=True):
+            if end is None or is_named(path, entry[:end]):
+                own.append(entry if end is None else entry[end + 1 :])
+    return [tuple(own) for own in found]
+
+
 def schemas_of_sources(schema: str | None, formats: Mapping[str, str], paths: Sequence[str]) -> list[str | None]:
     """The schema of the source at each of `paths`, where the user says it: that of `formats`, else `schema`.
 

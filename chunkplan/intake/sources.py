@@ -4,8 +4,9 @@ The same arguments give the same list on every machine: what a folder or a patte
 
 Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
 and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan or a cache of ours is. So is what Spark hides: files and folders that begin with `_`, less
-folders of a partition (`_year=2026`). What is named itself is read, whatever it is called.
+analysis, a shard, a plan, its order or a cache of ours is; of an export of rows, what says how it was made. So is what
+Spark hides: files and folders that begin with `_`, less folders of a partition (`_year=2026`). What is named itself is
+read, whatever it is called.
 
 The first bytes of a text say how it is compressed, or that it is a table, whatever its name says.
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import UsageError
-from chunkplan.files.folder import CACHE_TAG, MANIFEST
+from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
 from chunkplan.intake.hidden import is_hidden, less_hidden, outermost_hidden
 from chunkplan.intake.saved_dataset import INFO, SPLITS, STATE, data_files
@@ -83,6 +84,10 @@ LINK = "link"
 
 #: How the manifest of a folder of ours begins.
 _OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
+
+#: How the file begins that says what an export has in it, with its own path first.
+_EXPORTED = re.compile(rb'\s*\{\s*"path":.*\s*"format":\s*"([\w-]+)",\s*"tool_version":')
+_LONGEST_PATH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -305,21 +310,27 @@ def _is_source(files: Files, path: str, search: _Search) -> bool:
     What is neither is noted as beside data.
     """
     found = search.is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
+    found = found and not (name_of(path) == EXPORT and _begin(path, _EXPORTED))
     if not found:
         search.beside.append(path)
     return found
 
 
 def _is_ours(files: Files, folder: str) -> bool:
-    return _says_ours(folder, [name for name in (CACHE_TAG, MANIFEST) if files.exists(join(folder, name))])
+    return _says_ours(folder, [name for name in (CACHE_TAG, MANIFEST, EXPORT) if files.exists(join(folder, name))])
 
 
 def _says_ours(folder: str, names: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is a cache, an analysis, a shard or a plan."""
-    if MANIFEST not in names:
-        return CACHE_TAG in names
+    """Whether a folder that holds files of these names is a cache, an analysis, a shard, a plan, or a plan's order."""
+    if EXPORT in names and (found := _begin(join(folder, EXPORT), _EXPORTED)):
+        return found[1] == b"torch-pipelining"  # all others are data
+    return CACHE_TAG in names or (MANIFEST in names and _begin(join(folder, MANIFEST), _OURS) is not None)
+
+
+def _begin(path: str, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+    """How a file that we may have written begins, where it does as `pattern` has it."""
     try:
-        with open_file(join(folder, MANIFEST)) as file:
-            return _OURS.match(file.read(100)) is not None
+        with open_file(path) as file:
+            return pattern.match(file.read(_LONGEST_PATH))
     except OSError:  # it is a source that is damaged
-        return False
+        return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
-from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord, TokensRecord
+from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import SHARED
 from chunkplan.intake.template import ChatTemplate
@@ -82,8 +82,8 @@ class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
     `path` is what it was loaded from. `content_hash` is of what it encodes, `earlier_hash` what analyses of earlier
-    versions name it by. `eos` and `bos` are the tokens that end and begin a sequence, with their ids; `ends_text` and
-    `begins_text` say that plain text gets them.
+    versions name it by. `eos`, `bos` and `pad` are the tokens that end, begin and pad a sequence, with their ids;
+    `ends_text` and `begins_text` say that plain text gets the first two.
     """
 
     path: str
@@ -95,6 +95,7 @@ class RecordTokenizer:
     ends_text: bool
     template: ChatTemplate | None
     library: TokenizerLibrary = field(repr=False)
+    pad: tuple[str, int] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -119,6 +120,7 @@ class RecordTokenizer:
             self.content_hash,
             self.bos,
             self.eos,
+            self.pad,
             self.begins_text,
             self.ends_text,
             template and template.identity,
@@ -152,10 +154,8 @@ class RecordTokenizer:
                     prompts.append((index, record.plain))
                 case Exchange():
                     conversations.append((index, record.conversation))
-                case TokensRecord(input_ids, target):
-                    encoded[index] = input_ids, target
                 case _:
-                    raise AssertionError("a length has no tokens")
+                    raise AssertionError("it has tokens, or a length, already")
         left_out = {} if left_out is None else left_out
         for index, one in (
             *self._texts(texts),

@@ -9,6 +9,7 @@ from textwrap import shorten
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
 from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, line_of
+from chunkplan.intake.schemas.marks import hint_of_source
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
 from chunkplan.options import toml_name
@@ -68,9 +69,11 @@ def _size(sources: Sequence[Source]) -> str:
 
 def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
     """The hint of `error`, whose flags are for this source alone where `paths` has others."""
-    if not isinstance(error, LayoutError) or {*paths} == {source.file.path}:
+    if {*paths} == {source.file.path}:
         return error.hint
     name = name_of_source(source.file.path, paths)
+    if not isinstance(error, LayoutError):
+        return hint_of_source(error.hint, name)
     if name is None:
         return "rename this file, which no flag can name without naming another"
     return error.hint_for(name)

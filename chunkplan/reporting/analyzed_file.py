@@ -41,4 +41,6 @@ def options_for(analysis: Analysis, file: AnalyzedFile) -> IntakeOptions:
     How these are laid out says nothing of a file that is no source of it.
     """
     options = analysis.options or IntakeOptions()
-    return options if file.source is not None else replace(options, schema=None, formats={}, columns={})
+    if file.source is not None:
+        return options
+    return replace(options, schema=None, formats={}, columns={}, ignore_columns=())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -15,11 +16,14 @@ from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
+from chunkplan.intake.padding import without_padded
 from chunkplan.intake.process import too_long
+from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import LEFT_OUT, SHARED
 from chunkplan.intake.schemas import SCHEMAS, count_unread
+from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
 from chunkplan.planfile.analysis import Analysis
@@ -153,7 +157,12 @@ def _made_of(
         )
     if isinstance(record, Exchange) and tokenizer is not None and tokenizer.template is not None:
         record = record.conversation
+    if isinstance(record, TokensRecord):
+        documents = [_unless_padded(document, tokenizer) for document in record.documents]
+        sequences = _views(documents, [()] * len(documents), options, tokenizer, most_tokens)
+        return _view(found, options, {options.turns: sequences})
     if not isinstance(record, Conversation):
+        assert tokenizer is not None
         sequences = _sequences([record], [()], options, tokenizer, most_tokens)
         return _view(found, options, {options.turns: sequences})
     assert tokenizer is not None
@@ -168,6 +177,14 @@ def _made_of(
     return _view(found, options, made, conversation=record, num_turns=len(turns), rendered=rendered)
 
 
+def _unless_padded(document: Encoded, tokenizer: RecordTokenizer | None) -> Encoded | RecordError:
+    """A document that is tokens already, or the error of one that would be trained on padding."""
+    columns = token_columns([document], np.ones(1, np.int64))
+    for rejected in without_padded(np.zeros(1, np.int64), columns, tokenizer)[2]:
+        return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
+    return document
+
+
 def _view(
     found: FoundRecord,
     options: IntakeOptions,
@@ -179,9 +196,10 @@ def _view(
     rejected: RecordRejection | None = None,
 ) -> RecordView:
     layout, keys = found.layout, found.keys
+    own = {} if keys is None else without_ignored(keys, layout.ignored)
     sequences = sequences or {}
     rejected = rejected or _first_rejected(sequences.get(options.turns, ()))
-    columns = {} if keys is None else SCHEMAS[layout.schema].keys_of(keys, layout.columns)
+    columns = SCHEMAS[layout.schema].keys_of(own, layout.columns)
     is_read = keys is not None and not isinstance(found.read, RecordError)
     is_shown = any(one.text is not None for one in sequences.get(options.turns, ()))
     return RecordView(
@@ -190,7 +208,7 @@ def _view(
         has_changed=False,
         schema=layout.schema,
         evidence=layout.evidence,
-        columns={role: key for role, key in columns.items() if keys is not None and keys.get(key) is not None},
+        columns={role: key for role, key in columns.items() if own.get(key) is not None},
         messages=None if conversation is None else dict(Counter(each.role for each in conversation.messages)),
         num_turns=num_turns,
         unread=tuple(sorted(count_unread(layout, [keys]))) if is_read and keys is not None else (),
@@ -231,18 +249,26 @@ def _sequences(
     records: Sequence[Record],
     trained: Sequence[tuple[int, ...]],
     options: IntakeOptions,
-    tokenizer: RecordTokenizer | None,
+    tokenizer: RecordTokenizer,
     most_tokens: int | None,
     *,
     decodes: bool = True,
 ) -> tuple[SequenceView, ...]:
     """What `records` become, which train these turns each."""
-    encoded: Sequence[Encoded | RecordError]
     left_out: dict[int, set[str]] = {}
-    if tokenizer is None:
-        encoded = [(record.input_ids, record.target) for record in records if isinstance(record, TokensRecord)]
-    else:
-        encoded = tokenizer.encode(records, left_out)
+    encoded = tokenizer.encode(records, left_out)
+    return _views(encoded, trained, options, tokenizer if decodes else None, most_tokens, left_out)
+
+
+def _views(
+    encoded: Sequence[Encoded | RecordError],
+    trained: Sequence[tuple[int, ...]],
+    options: IntakeOptions,
+    tokenizer: RecordTokenizer | None,
+    most_tokens: int | None,
+    left_out: Mapping[int, set[str]] = MappingProxyType({}),
+) -> tuple[SequenceView, ...]:
+    """The views of sequences, which are decoded if there is a tokenizer."""
     views = []
     for place, (one, turns) in enumerate(zip(encoded, trained, strict=True)):
         if isinstance(one, RecordError):
@@ -252,7 +278,7 @@ def _sequences(
         view = _limited(SequenceView(trained=turns, num_tokens=len(input_ids)), options)
         input_ids, target = input_ids[: view.num_tokens], target[: view.num_tokens]
         text = None
-        if tokenizer is not None and decodes:
+        if tokenizer is not None:
             text = decode_sequence(tokenizer.library, input_ids, target, most_tokens)
         lacks = tuple(kind for kind in (*LEFT_OUT, SHARED) if kind in left_out.get(place, ()))
         views.append(replace(view, num_target_tokens=int(target.sum()), left_out=lacks, text=text))

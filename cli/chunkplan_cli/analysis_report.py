@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Sources that are listed one by one.
 _LISTED = 20
 
-#: Keys that are named of those that were not read, and sources or links of those that there is a warning for.
+#: Kinds of files that are named of those that are no data, and sources or links of those that there is a warning for.
 _KEYS, _NAMED = 8, 5
 
 #: Letters of why a source cannot be read; all of it is in rejected.jsonl.
@@ -132,7 +132,9 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
     more = sum(source.get("more_sequences", 0) for source in all_sources)
     _say_which_turns(analysis, sources)
     if rejected or left_out or more:
-        made = counted(records, "record") + (f" + {more:,} more turns" if more else "")
+        turns = sum(source.get("more_sequences", 0) for source in all_sources if source["schema"] in CONVERSATIONS)
+        made = counted(records, "record") + (f" + {turns:,} more turns" if turns else "")
+        made += f" + {more - turns:,} more documents of packed rows" if more > turns else ""
         parts = [counted(analysis.num_sequences, "sequence")]
         parts += [f"{rejected:,} rejected"] if rejected else []
         parts += [f"{left_out:,} left out of the sample"] if left_out else []
@@ -203,19 +205,10 @@ def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
     """Print the keys of records that nothing was made of, the most frequent first."""
-    from chunkplan.intake.result import add_unread, most_unread
+    from chunkplan.planfile.unread_keys import unread_words
 
-    unread: dict[str, int | None] = {}
-    for source in sources:
-        add_unread(unread, source["unread_keys"])
-    keys = [(f"`{key}`", count) for key, count in list(most_unread(unread).items())[:_KEYS]]
-    named = [key if count is None else f"{key} in {count:,}" for key, count in keys]
-    if counts := [index for index, (_, count) in enumerate(keys) if count is not None]:
-        named[counts[0]] = f"{keys[counts[0]][0]} in {counted(keys[counts[0]][1] or 0, 'record')}"
-    num_keys = max([len(unread), *(source["num_unread_keys"] for source in sources)])
-    is_least = any(source["num_unread_keys"] > len(source["unread_keys"]) for source in sources)
-    if num_keys:
-        note(*_indented(f"{words}: {_several(named, num_keys, 'at least ' if is_least else '')}"))
+    if keys := unread_words(sources):
+        note(*_indented(f"{words}: {keys}"))
 
 
 def _warn_of_sources(sources: list[SourceEntry]) -> None:
@@ -270,9 +263,9 @@ def _name(source: SourceEntry) -> str:
     return "the standard input" if source["path"] == _STDIN else source["path"]
 
 
-def _several(names: list[str], number: int, least: str = "") -> str:
+def _several(names: list[str], number: int) -> str:
     """Join the first of a number of names, and say how many more there are."""
-    return ", ".join(names) + (f" and {least}{number - len(names):,} more" if number > len(names) else "")
+    return ", ".join(names) + (f" and {number - len(names):,} more" if number > len(names) else "")
 
 
 def _beside(text: str, more: str) -> list[str]:

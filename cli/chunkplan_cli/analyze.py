@@ -228,7 +228,7 @@ def _with_files(config: Path | None, place: Workspace, work: Given, intake: Give
     files += [(place.file, Given(settings))] if settings else []
     for file, in_file in files:
         replaced = [name for name in in_file if name in joined]
-        instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats")]
+        instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats", "ignore_columns")]
         for name in ("columns", "formats"):
             if name in in_file:
                 given = Said.of(joined.get(name, {}))
@@ -237,6 +237,9 @@ def _with_files(config: Path | None, place: Workspace, work: Given, intake: Give
                 joined[name] = Said({**in_file[name], **given}, {**places, **given.places}, optional)
                 replaced = [one for one in replaced if one != name or not places]
                 instead += [f"{name}: {entry}" for entry in in_file[name] if entry in given]
+        if "ignore_columns" in in_file and "ignore_columns" in joined:
+            joined["ignore_columns"] = tuple(dict.fromkeys((*joined["ignore_columns"], *in_file["ignore_columns"])))
+            replaced.remove("ignore_columns")
         joined = {**in_file, **joined}
         used = ", ".join(name.replace("_", "-") for name in in_file if name not in replaced) or "none"
         given_words = f"; given in place of what it says: {', '.join(instead)}" if instead else ""

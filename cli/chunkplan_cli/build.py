@@ -62,6 +62,7 @@ def build(
     from chunkplan.building import build_plans
     from chunkplan.lengths import Positions
     from chunkplan.planfile.load import load_analysis
+    from chunkplan.planfile.unread_keys import unread_words
     from chunkplan.reporting.plan_memory import memory_at
     from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.workspace import Workspace
@@ -76,6 +77,8 @@ def build(
     target = output or place.plan
     replaced = describe_old(target)
     loaded = load_analysis(source)
+    if keys := unread_words(loaded.manifest.get("sources", ())):
+        note(f"not read of the data: {keys}")
     with note_compilation():
         if auto:
             asked = Given(machine | tuning)

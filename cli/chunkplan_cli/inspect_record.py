@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "columns", "turns", "max_length", "long", "max_record_bytes")
+READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes")
 
 #: Options that say together how records are laid out.
-LAYOUT = ("schema", "formats", "columns")
+LAYOUT = ("schema", "formats", "columns", "ignore_columns")
 
 #: Those that name files and columns.
 FILES = ("chat_template", "length_column")
@@ -106,7 +106,7 @@ def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace
         file = find_analyzed(analysis, path)
         options, is_analyzed = options_for(analysis, file), file.source is not None
     if not given.keys().isdisjoint(LAYOUT):
-        options = replace(options, schema=None, formats={}, columns={})
+        options = replace(options, schema=None, formats={}, columns={}, ignore_columns=())
     elif not is_analyzed:
         options = replace(options, **_said_in_workspace(place, path))
     return replace(options, **given)
@@ -184,6 +184,8 @@ def _typed(one: Option, value: Any) -> list[str]:
     match one.name:
         case "columns":
             return [shlex.join([one.flag, f"{role}={key}"]) for role, key in value.items()]
+        case "ignore_columns":
+            return [shlex.join([one.flag, key]) for key in value]
         case "max_record_bytes":
             return [f"{one.flag} {value / MEGABYTE:g}"]
         case _:

@@ -16,6 +16,7 @@ import pytest
 
 import chunkplan
 from chunkplan.errors import DataError, UsageError
+from chunkplan.exporting.export import FORMATS
 from tests.support.analyses import LENGTHS, write_analysis
 
 
@@ -162,3 +163,39 @@ def test_in_place_of_a_manifest_its_folder_is_asked(workspace: Path, tmp_path: P
     with pytest.raises(UsageError, match="is neither an analysis nor a file of lengths") as refused:
         chunkplan.export(workspace / kind / "manifest.json", tmp_path / "out", "jsonl", chunk_size=16)
     assert refused.value.hint == f"give its folder, {workspace / kind}"
+
+
+def _sequences(analysis: chunkplan.Analysis) -> list[tuple[list[int], list[bool]]]:
+    """Ids and targets of all sequences, in an order of their own."""
+    tokens = analysis.tokens()
+    found = [tokens(index) for index in range(len(analysis.num_tokens))]
+    return sorted((np.asarray(ids).tolist(), np.asarray(target).tolist()) for ids, target in found)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_format_is_read_back_with_the_same_sequences_and_targets(workspace, tmp_path, to) -> None:
+    expected = _sequences(chunkplan.load_analysis(workspace / "analysis"))
+    chunkplan.export(workspace / "analysis", tmp_path / "all", to, chunk_size=max(LENGTHS))
+    for paths in (tmp_path / "all", str(tmp_path / "*"), str(tmp_path / "all" / "*"), str(tmp_path / "**" / "*.*")):
+        found = chunkplan.analyze(paths, tmp_path / "cached" / "back")
+        assert _sequences(found) == expected
+        assert found.manifest["rejected"] == {}
+        [source] = found.manifest["sources"]
+        assert (source["unread_keys"], source["num_unread_keys"]) == ({}, 0)
+        shutil.rmtree(tmp_path / "cached")
+    made = chunkplan.export(workspace / "plan", tmp_path / "of a plan", to, allow_split=True)
+    found = chunkplan.analyze(tmp_path / "of a plan", tmp_path / "out")
+    assert (int(found.num_tokens.sum()), int(found.num_target_tokens.sum())) == (
+        made.num_tokens,
+        made.num_target_tokens,
+    )
+
+
+def test_the_order_of_a_plan_is_no_data_and_another_export_json_is(workspace, tmp_path) -> None:
+    chunkplan.export_order(workspace / "plan", tmp_path / "data" / "order")
+    (tmp_path / "data" / "export.json").write_text('[{"text": "one of somebody else"}]')
+    for paths in (tmp_path / "data", str(tmp_path / "data" / "**" / "*.json*")):
+        found = chunkplan.analyze(paths, tmp_path / "out")
+        assert [Path(source["path"]).name for source in found.manifest["sources"]] == ["export.json"]
+    with pytest.raises(UsageError, match="has no data in it or below"):
+        chunkplan.analyze(tmp_path / "data" / "order", tmp_path / "out")

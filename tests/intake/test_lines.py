@@ -16,7 +16,7 @@ from chunkplan.intake.readers.decode import decode_lines
 from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, parse
-from tests.support.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
+from tests.support.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of, tokens_of
 
 
 def _batches(path: Path, layout: RecordLayout, **options: Any) -> list[list[Batch]]:
@@ -185,8 +185,8 @@ def _by_parse(lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], d
         match record:
             case LengthRecord(num_tokens):
                 records[row] = num_tokens
-            case TokensRecord(ids, target):
-                records[row] = (ids.tolist(), target.tolist())
+            case TokensRecord():
+                records[row] = tokens_of(record)
     return records, rejected
 
 
@@ -245,7 +245,14 @@ def test_tokens_as_columns_are_those_that_parse_gives(tmp_path: Path) -> None:
         '{"input_ids": [1, 2, 0], "labels": [-100, 2, 7], "attention_mask": [1, 1, 0]}',
         '{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}',
         '{"input_ids": [1, 2, 3], "attention_mask": [0, 0, 0]}',
+        '{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 3]}',
         '{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}',
+        '{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}',
+        '{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}',
+        '{"input_ids": [1, 2, 3], "loss_mask": 1}',
+        '{"input_ids": [1, 2, 3], "prompt_length": 1}',
+        '{"input_ids": [1, 2, 3], "unknown": [1, 2, 3]}',
+        '{"input_ids": [1, 2, 3], "document_id": 17}',
         '{"input_ids": [1, 2, 3], "attention_mask": [1, 1]}',
         '{"input_ids": [9, 8], "labels": [9, 8], "meta": {"a": 1}}',
     ]

@@ -61,7 +61,7 @@ def _user(content: Any, **others: Any) -> dict[str, Any]:
         ("input_ids", {"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 entries and `input_ids` has 2"),
         ("input_ids", {"input_ids": [1, 2], "labels": [2, -100]}, "`labels[0]` is 2 and `input_ids[0]` is 1"),
         ("input_ids", {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "`attention_mask[1]` is 0 between ones"),
-        ("input_ids", {"input_ids": [1, 2], "attention_mask": [1, 2]}, "`attention_mask[1]` is 2, expected 0 or 1"),
+        ("input_ids", {"input_ids": [1, 2], "attention_mask": [1, 3]}, "`attention_mask[1]` is 3, expected 0 or 1"),
         ("length", {"length": 2.0}, "`length` is 2.0, expected a whole number"),
         ("length", {"length": True}, "`length` is a boolean"),
         ("length", {"length": 2**31}, "`length` is 2147483648, expected 1 to 2147483647"),

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from chunkplan.intake.pieces import LengthColumn, TokenColumns
 from chunkplan.intake.readers import default_columns, digest, first_records
-from chunkplan.intake.records import Conversation, TokensRecord
+from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout, detect, parse
 from chunkplan.intake.sources import find_sources
-from tests.support.intake_checks import LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of
+from tests.support.intake_checks import LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of, tokens_of
 from tests.support.table_cases import KINDS, write_table
 
 
@@ -225,6 +225,10 @@ def _token_rows(draw: st.DrawFn) -> dict[str, list[int]]:
     for key, values in {"labels": fitting | fitting | _ids, "attention_mask": masks}.items():
         if draw(st.booleans()):
             row[key] = draw(values)
+    few = st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids))
+    key = draw(st.sampled_from([None, None, "position_ids", "segment_ids", "loss_mask", "seq_lengths", "unknown"]))
+    if key:
+        row[key] = draw(few | st.just(list(range(len(ids)))) | st.just([len(ids)]))
     return row
 
 
@@ -240,12 +244,12 @@ def test_columns_of_tokens_are_what_parse_makes_of_every_record(
             record = parse(TOKENS, row)
         except RecordError:
             continue
-        assert isinstance(record, TokensRecord)
-        records[number] = (record.input_ids.tolist(), record.target.tolist())
+        records[number] = tokens_of(record)
     folder = tmp_path_factory.getbasetemp()
     lines = folder / "tokens.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    schema = pa.schema([(key, pa.list_(pa.int32())) for key in ("input_ids", "labels", "attention_mask")])
+    keys = dict.fromkeys(("input_ids", *(key for row in rows for key in row)))
+    schema = pa.schema([(key, pa.list_(pa.int32())) for key in keys])
     for path in (lines, write_table(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")):
         found, rejected = rows_of(batches_of(path, TOKENS, folder))
         assert found == records

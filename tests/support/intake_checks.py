@@ -9,9 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from chunkplan.arrays import offsets_of
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
 from chunkplan.intake.readers import cut, read
-from chunkplan.intake.records import Record
+from chunkplan.intake.records import Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout, parse
 from chunkplan.intake.sources import find_sources
@@ -113,6 +114,17 @@ def batches_of(
     return found
 
 
+def alone_or_several(documents: list[Any]) -> Any:
+    """The one document of a record, or all that it has."""
+    return documents[0] if len(documents) == 1 else documents
+
+
+def tokens_of(record: Record) -> Any:
+    """The ids and the targets of a record that is tokens, as lists; of a packed row those of each of its documents."""
+    assert isinstance(record, TokensRecord)
+    return alone_or_several([(ids.tolist(), target.tolist()) for ids, target in record.documents])
+
+
 def rows_of(batches: list[list[Batch]]) -> tuple[dict[int, Any], dict[int, Rejected]]:
     """Records and rejections by their row in the source; lengths are numbers, tokens pairs of lists."""
     records: dict[int, Any] = {}
@@ -123,9 +135,9 @@ def rows_of(batches: list[list[Batch]]) -> tuple[dict[int, Any], dict[int, Rejec
             match batch.records:
                 case LengthColumn(num_tokens):
                     found = num_tokens.tolist()
-                case TokenColumns(offsets, ids, target):
-                    places = pairwise(offsets)
-                    found = [(ids[a:b].tolist(), target[a:b].tolist()) for a, b in places]
+                case TokenColumns(offsets, ids, target, counts):
+                    documents = [(ids[a:b].tolist(), target[a:b].tolist()) for a, b in pairwise(offsets)]
+                    found = [alone_or_several(documents[a:b]) for a, b in pairwise(offsets_of(counts))]
                 case list(found):
                     pass
             records |= dict(zip((row + batch.numbers).tolist(), found, strict=True))

@@ -66,6 +66,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         ends_text=config.get("add_eos_token") is True,
         template=choice.make(_own_template(file, config, config_file), special_tokens, library.special_tokens),
         library=library,
+        pad=library.find(special_tokens.get("pad_token")),
     )
 
 

@@ -71,6 +71,7 @@ def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
         ends_text=getattr(loaded, "add_eos_token", False) is True,
         template=choice.make(choose_template(loaded.chat_template, name), special_tokens, library.special_tokens),
         library=library,
+        pad=library.find(special_tokens.get("pad_token")),
     )
 
 

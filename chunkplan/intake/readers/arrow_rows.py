@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from chunkplan.arrays import offsets_of
-from chunkplan.intake.readers.columns import Lists, PlainRows, plain_lengths
+from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, plain_lengths
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.input_ids import HARMLESS, SPLITS, WEIGHTS
 from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_arrow, to_numpy
@@ -35,6 +36,31 @@ def rows(batch: pa.RecordBatch) -> list[Row]:
             return [row for index in range(len(batch)) for row in rows(batch.slice(index, 1))]
         message = f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start} of a text ({error.reason})"
         return [RecordError(message, reason="not-utf8", hint="write the file again, with text as UTF-8")]
+
+
+def token_rows(batch: pa.RecordBatch) -> list[Row]:
+    """As `rows`, of records that are tokens: lists of whole numbers are arrays, int32 [n]."""
+    lists = {name: own for name in batch.schema.names if (own := _lists(batch, name)) is not None}
+    others = batch.select([name for name in batch.schema.names if name not in lists])
+    found: list[Row] = rows(others) if others.num_columns else [{} for _ in range(len(batch))]
+    for name, (values, offsets, present) in lists.items():
+        for index, row in enumerate(found):
+            if present[index] and isinstance(row, dict):
+                row[name] = values[offsets[index] : offsets[index + 1]]
+    return found
+
+
+def is_mark(field: pa.Field, layout: RecordLayout) -> bool:
+    """Whether a column beside token ids may say what is learnt, by its name or as it has lists of numbers."""
+    if layout.schema != "input_ids" or field.name in HARMLESS:
+        return False
+    kind = field.type
+    is_lists = any(is_kind(kind) for is_kind in _LISTS) and _is_number(kind.value_type)
+    return is_lists or field.name in SPLITS or field.name in WEIGHTS
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
 def mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:
@@ -71,14 +97,18 @@ def _plain(batch: pa.RecordBatch, layout: RecordLayout) -> PlainRows | None:
         if column is None or not pa.types.is_integer(column.type):
             return None
         return plain_lengths(to_numpy(column).astype(np.int64), _valid(column) & usable)
-    lists = [_lists(batch, layout.columns.get(role)) for role in ("input_ids", "labels", "attention_mask")]
+    lists = [_lists(batch, layout.columns.get(role)) for role in COLUMN_ROLES["input_ids"]]
     input_ids, labels, attention_mask = lists
     if input_ids is None or labels is None or attention_mask is None:
         return None
     from chunkplan.intake.readers.token_columns import plain_tokens  # loads numba
 
+    read = {layout.columns[role] for role in COLUMN_ROLES["input_ids"]}
+    for name in batch.schema.names:
+        if name not in read and is_mark(batch.schema.field(name), layout):
+            usable &= ~_valid(batch.column(name))
     input_ids = input_ids._replace(present=input_ids.present & usable)
-    return plain_tokens(input_ids, labels, attention_mask)
+    return plain_tokens(input_ids, labels, attention_mask, layout)
 
 
 def _mark(column: pa.Array) -> pa.Array:
@@ -122,7 +152,9 @@ def _lists(batch: pa.RecordBatch, key: str | None) -> Lists | None:
         empty = np.zeros(0, np.int32)
         return Lists(empty, np.zeros(len(batch) + 1, np.int64), np.zeros(len(batch), np.bool_))
     kind = column.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
+    if not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
         return None
     values = column.flatten()  # leaves out what may be behind a null
     if values.null_count:

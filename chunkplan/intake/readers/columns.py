@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of
 from chunkplan.intake.pieces import LengthColumn, TokenColumns
 from chunkplan.intake.readers.parsing import Row, parse_rows
 from chunkplan.intake.records import LengthRecord, TokensRecord
@@ -23,6 +23,13 @@ from chunkplan.intake.schemas import RecordLayout
 COLUMN_ROLES = {"length": ("length",), "input_ids": ("input_ids", "labels", "attention_mask")}
 
 _LARGEST = np.iinfo(np.int32).max
+
+
+def are_columns(layout: RecordLayout) -> bool:
+    """Whether records are taken at once that are laid out so: of tokens, if nothing is beside them but these roles."""
+    roles = COLUMN_ROLES.get(layout.schema, ())
+    keys = {layout.columns[role] for role in roles}
+    return bool(roles) and keys.isdisjoint(layout.ignored) and keys.issuperset(layout.marks or ())
 
 
 class Lists(NamedTuple):
@@ -72,20 +79,26 @@ def complete(
 
 
 def _merge(plain: TokenColumns, rows: list[int], others: dict[int, object]) -> TokenColumns:
-    """`plain`, in order, with the records of some rows between them."""
-    ids, targets, taken = [], [], 0
-    for row in rows:
+    """`plain`, of one sequence each, in order, with the records of some rows between them."""
+    documents: list[tuple[Int32Array, BoolArray]] = []
+    counts, taken = np.ones(len(rows), np.int64), 0
+    for place, row in enumerate(rows):
         record = others.get(row)
         if isinstance(record, TokensRecord):
-            ids.append(record.input_ids)
-            targets.append(record.target)
+            documents += record.documents
+            counts[place] = len(record.begins)
         else:
             start, stop = plain.offsets[taken], plain.offsets[taken + 1]
-            ids.append(plain.input_ids[start:stop])
-            targets.append(plain.target[start:stop])
+            documents.append((plain.input_ids[start:stop], plain.target[start:stop]))
             taken += 1
-    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    return TokenColumns(offsets, join(ids, np.dtype(np.int32)), join(targets, np.dtype(np.bool_)))
+    return token_columns(documents, counts)
+
+
+def token_columns(documents: list[tuple[Int32Array, BoolArray]], counts: Int64Array) -> TokenColumns:
+    """Tokens and targets of sequences as columns, where records have so many of them each."""
+    offsets = offsets_of([len(ids) for ids, _ in documents])
+    ids, targets = [ids for ids, _ in documents], [target for _, target in documents]
+    return TokenColumns(offsets, join(ids, np.int32), join(targets, np.bool_), counts)
 
 
 def join(runs: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

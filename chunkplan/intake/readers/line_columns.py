@@ -11,18 +11,23 @@ from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, pla
 from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, Keys, Strings, find_numbers, read_numbers
 from chunkplan.intake.readers.token_columns import plain_tokens
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.input_ids import SPLITS, WEIGHTS
 from chunkplan.intake.schemas.refused import SUSPECT
+from chunkplan.intake.schemas.token_marks import FOR_EACH, TOKEN_MARKS
 from chunkplan.intake.schemas.unread import named
 
-#: Lines that `schemas.parse` may refuse for other keys.
+#: Keys besides columns that `schemas.parse` may refuse a line for, whatever they have; or reads, of lines of tokens.
 _OTHERS = sorted(SUSPECT)
+_OF_TOKENS = [*_OTHERS, *SPLITS, *WEIGHTS, *(key for role in FOR_EACH for key in TOKEN_MARKS[role])]
 
 
 def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: RecordLayout) -> PlainRows:
     """The columns of those of the lines [starts, stops) of `data` that are plain, for a schema of `COLUMN_ROLES`."""
     block = np.frombuffer(data, np.uint8)
     roles = COLUMN_ROLES[layout.schema]
-    names = [key.encode() for key in (*(layout.columns[role] for role in roles), *_OTHERS)]
+    wanted = [layout.columns[role] for role in roles]
+    refused = _OF_TOKENS if layout.schema == "input_ids" else _OTHERS
+    names = [key.encode() for key in (*wanted, *(key for key in refused if key not in wanted))]
     keys = Keys(np.frombuffer(b"".join(names), np.uint8), np.cumsum([len(name) for name in names]))
     first = np.empty((len(starts), len(roles)), np.int64)  # [num_lines, num_roles]
     counts = np.empty_like(first)
@@ -37,7 +42,8 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Reco
         values[lengths.present] = lengths.values
         plain = plain_lengths(values, lengths.present)
     else:
-        plain = plain_tokens(*columns)
+        input_ids, labels, attention_mask = columns
+        plain = plain_tokens(input_ids, labels, attention_mask, layout)
     unread: Counter[str] = Counter()
     for index in range(num_others):
         start, size = int(others.starts[index]), int(others.sizes[index])

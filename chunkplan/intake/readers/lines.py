@@ -17,7 +17,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.intake import pieces
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
+from chunkplan.intake.readers.columns import are_columns, complete
 from chunkplan.intake.readers.decode import decode_lines
 from chunkplan.intake.readers.line_blocks import LineBlock, hash_lines, line_blocks
 from chunkplan.intake.readers.parsing import Row, parse_rows, rejection, sampled, too_large
@@ -60,7 +60,7 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
     Raises:
         UsageError: the file cannot be read.
     """
-    is_columns = layout.schema in COLUMN_ROLES
+    is_columns = are_columns(layout)
     max_lines = pieces.COLUMN_RECORDS if is_columns else pieces.BATCH_RECORDS
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):

@@ -16,8 +16,8 @@ from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.readers.arrow_rows import mark_suspects, plain_batch, rows
-from chunkplan.intake.readers.columns import COLUMN_ROLES, complete
+from chunkplan.intake.readers.arrow_rows import is_mark, mark_suspects, plain_batch, rows, token_rows
+from chunkplan.intake.readers.columns import COLUMN_ROLES, are_columns, complete
 from chunkplan.intake.readers.parsing import parse_rows, rejection, sampled, too_large
 from chunkplan.intake.readers.stream import fetch, unreadable
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
@@ -198,11 +198,12 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
 def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:
     """The columns that records of the layout may have, and those they are refused for.
 
-    All if there are none of the former, for errors to say what there is.
+    All if there are none of the former, for errors to say what there is. None of those that are ignored.
     """
-    names = list(table.schema.names)
+    names = [name for name in table.schema.names if name not in layout.ignored]
     keys = SCHEMAS[layout.schema].all_keys(layout.columns)
-    return [name for name in names if name in keys | SUSPECT] if keys.intersection(names) else names
+    more = SUSPECT.union(name for name in names if is_mark(table.schema.field(name), layout))
+    return [name for name in names if name in keys | more] if keys.intersection(names) else names
 
 
 def _read(
@@ -219,13 +220,14 @@ def _read(
                 rejected.append(rejection(row + index, too_large(num_bytes, max_record_bytes)))
     numbers = row + np.flatnonzero(is_chosen)
     batch = _take(batch, is_chosen)
-    plain = plain_batch(batch, layout) if layout.schema in COLUMN_ROLES else None
+    plain = plain_batch(batch, layout) if are_columns(layout) else None
+    as_rows = token_rows if layout.schema == "input_ids" else rows
     records: list[Record] | LengthColumn | TokenColumns
     if plain is None:
-        kept, records, wrong, unread = parse_rows(layout, rows(batch), numbers.tolist())
+        kept, records, wrong, unread = parse_rows(layout, as_rows(batch), numbers.tolist())
         numbers = np.array(kept, np.int64)
     else:
-        numbers, records, wrong, unread = complete(plain, layout, rows(_take(batch, ~plain.taken)), numbers)
+        numbers, records, wrong, unread = complete(plain, layout, as_rows(_take(batch, ~plain.taken)), numbers)
     return numbers, records, sorted(rejected + wrong), unread
 
 

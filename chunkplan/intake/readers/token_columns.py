@@ -8,14 +8,19 @@ from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.intake.pieces import TokenColumns
 from chunkplan.intake.readers.columns import Lists, PlainRows, join
+from chunkplan.intake.schemas import RecordLayout
 
 #: A label that is no target.
 _NO_TARGET = -100
 
 
-def plain_tokens(input_ids: Lists, labels: Lists, attention_mask: Lists) -> PlainRows:
+def plain_tokens(input_ids: Lists, labels: Lists, attention_mask: Lists, layout: RecordLayout) -> PlainRows:
     """Token ids of n rows. Labels are not shifted; what the mask has 0 for at either end is padding, and left out."""
     num_rows = len(input_ids.present)
+    for role, lists in (("labels", labels), ("attention_mask", attention_mask)):
+        if layout.marks is not None:  # all records have them, or none
+            is_expected = lists.present == (layout.columns[role] in layout.marks)
+            input_ids = input_ids._replace(present=input_ids.present & is_expected)
     starts, stops = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     _find_tokens(input_ids, labels, attention_mask, starts, stops)
     taken = stops > starts
@@ -35,7 +40,7 @@ def plain_tokens(input_ids: Lists, labels: Lists, attention_mask: Lists) -> Plai
             target[offsets[row] : offsets[row + 1]] = labels.values[start : start + lengths[row]] != _NO_TARGET
     offsets = np.concatenate([[0], offsets[1:][taken]])
     target[offsets[:-1]] = False
-    return PlainRows(taken, TokenColumns(offsets, ids, target))
+    return PlainRows(taken, TokenColumns(offsets, ids, target, np.ones(len(offsets) - 1, np.int64)))
 
 
 @compiled

@@ -6,7 +6,9 @@ from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.beside import refuse_answer
 from chunkplan.intake.schemas.detection import detect
+from chunkplan.intake.schemas.input_ids import refuse_mixed
 from chunkplan.intake.schemas.layout import RecordLayout
+from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.schemas.refused import SUSPECT, refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
 from chunkplan.intake.schemas.unread import count_unread
@@ -20,10 +22,13 @@ def parse(layout: RecordLayout, record: JsonObject) -> Record:
     Raises:
         RecordError: the record does not fit, or has nothing to train on.
     """
+    record = without_ignored(record, layout.ignored)
     if not SUSPECT.isdisjoint(record):
         refuse(record)
     if "label" in layout.columns:
         refuse_answer(record, layout.columns)
+    if layout.marks is not None:
+        refuse_mixed(record, layout.columns, layout.marks)
     try:
         return SCHEMAS[layout.schema].parse(record, layout.columns)
     except RecursionError as error:  # raised where a nested value is written as text

@@ -1,8 +1,10 @@
-"""`input_ids`, perhaps with `labels` and `attention_mask`: records that are tokens already."""
+"""`input_ids`, perhaps with `labels`, masks, positions and the like: records that are tokens already."""
 
 from __future__ import annotations
 
+import shlex
 from array import array
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,28 @@ from chunkplan.arrays import Int32Array
 from chunkplan.intake.records import JsonObject, TokensRecord
 from chunkplan.intake.schemas.fields import empty, json_type, quoted, wrong
 from chunkplan.intake.schemas.layout import Schema
+from chunkplan.intake.schemas.marks import refuse_unread
+from chunkplan.intake.schemas.token_marks import FOR_EACH, ONLY_LISTS, TOKEN_MARKS, read_marks
 
-#: The label of a token that is no target.
-IGNORED = -100
+#: Lists of tokenizers that say nothing of what is learnt.
+HARMLESS = ("special_tokens_mask", "token_type_ids")
+
+#: Keys of one number that says which tokens are a prompt, or how much the whole record counts.
+SPLITS = (
+    *("prompt_length", "prompt_len", "prompt_lengths", "prompt_lens", "source_length", "source_len", "context_length"),
+    *("answer_start_idx", "response_length", "completion_length"),
+)
+WEIGHTS = ("weight", "loss_weight", "sample_weight", "train", "trainable")
+
+_ROLES = {key: role for role, keys in TOKEN_MARKS.items() for key in keys}
 
 
 def parse(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
-    """Labels stand at the place of the token they are for, not shifted; zeros at the ends of the mask are padding.
+    """Labels and masks stand at the place of the token they are for, not shifted; what is padding is left out.
 
     Raises:
-        RecordError: these are not lists of whole numbers of one length, a label is of another token, a mask has holes,
-            or there are no tokens.
+        RecordError: these are not lists of whole numbers of one length, they contradict each other, another key may say
+            what counts, or there are no tokens.
     """
     key = columns["input_ids"]
     if key not in record:
@@ -31,35 +44,73 @@ def parse(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
         empty(f"`{key}` has no tokens")
     if input_ids.min() < 0:
         wrong(f"`{key}[{int(input_ids.argmin())}]` is {input_ids.min()}, expected a token id")
-    target = np.ones(len(input_ids), np.bool_)
-    labels_key = columns["labels"]
-    if record.get(labels_key) is not None:
-        labels = _numbers(record[labels_key], labels_key)
-        _check_length(labels, labels_key, input_ids, key)
-        target = labels != IGNORED
-        other = np.flatnonzero(target & (labels != input_ids))
-        if other.size:
-            place = int(other[0])
-            wrong(
-                f"`{labels_key}[{place}]` is {labels[place]} and `{key}[{place}]` is {input_ids[place]}, "
-                f"expected the same or {IGNORED}",
-                hint="labels stand at the place of the token they are for: do not shift them",
-            )
-    mask_key = columns["attention_mask"]
-    if record.get(mask_key) is not None:
-        mask = _numbers(record[mask_key], mask_key)
-        _check_length(mask, mask_key, input_ids, key)
-        start, stop = _extent(mask, mask_key)
-        input_ids, target = input_ids[start:stop], target[start:stop]
-    target[0] = False  # nothing predicts the first token
-    return TokensRecord(input_ids, target)
+    marks: dict[str, dict[str, Int32Array]] = {}
+    for name, role in marks_of(record, columns).items():
+        numbers = _numbers(record[name], name, is_mask=role.endswith("mask"))
+        if role in FOR_EACH and len(numbers) != len(input_ids):
+            wrong(f"`{name}` has {len(numbers)} entries and `{key}` has {len(input_ids)}")
+        marks.setdefault(role, {})[name] = numbers
+    for name in record.keys() - {key, *HARMLESS, *(name for names in marks.values() for name in names)}:
+        _refuse_mark(name, record[name], input_ids, marks)
+    start, stop, begins, target = read_marks(key, input_ids, marks)
+    return TokensRecord(input_ids[start:stop], target[start:stop], begins - start)
 
 
-def _numbers(values: Any, path: str) -> Int32Array:
-    """The whole numbers of 32 bits in the list `values`, found at `path`: int32 [n]."""
+def marks_of(record: JsonObject, columns: Mapping[str, str]) -> dict[str, str]:
+    """The keys of `record` that say something of its tokens, each with its role: those of `columns` and usual ones."""
+    roles = _ROLES | {key: role for role, key in columns.items() if role in TOKEN_MARKS}
+    return {
+        key: roles[key]
+        for key, value in record.items()
+        if key in roles and value is not None and (roles[key] not in ONLY_LISTS or _is_list(value))
+    }
+
+
+def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Collection[str]) -> None:
+    """Raises RecordError where other keys say something of the tokens of `record` than the `expected` of its source."""
+    found = marks_of(record, columns)
+    for key in (*(key for key in expected if key not in found), *(key for key in found if key not in expected)):
+        has_not, has = f"`{key}` is missing or null, and other records have it", f"`{key}` is not in the first records"
+        hint = "give it to all records of a file, or put those without it into another file"
+        wrong(has_not if key in expected else has, hint)
+
+
+def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: Mapping[str, Any]) -> None:
+    """Raises RecordError where `value`, which nothing reads, may say what is learnt of the tokens or how they part."""
+    is_stated = not marks.keys().isdisjoint(("labels", "loss_mask", "prompt_mask"))
+    if name in SPLITS and value is not None and not is_stated:
+        refuse_unread(name, "what may say which tokens are a prompt; `labels` or `loss_mask` would be read")
+    if not _is_list(value):
+        if name in WEIGHTS and value is not None and value != 1:
+            refuse_unread(name, "what may say how much the record counts")
+        return
+    values = value.tolist() if isinstance(value, np.ndarray) else value
+    kinds = set(map(type, values)) - {type(None)}
+    if not kinds or not kinds <= {int, float, bool}:
+        return
+    if len(values) == len(input_ids):
+        flags = [f"--column {shlex.quote(f'{role}={name}')}" for role in ("loss_mask", "prompt_mask")]
+        ways = f"where 1 counts in the loss: {flags[0]}; where 1 does not: {flags[1]}; " if {*values} <= {0, 1} else ""
+        refuse_unread(name, "a number for each token, which may say what counts", ways)
+    if len(values) < 2 or set(map(type, values)) != {int}:
+        return
+    if len(input_ids) in (sum(values), values[-1]) or (values[0] == 0 and sorted({*values}) == values):
+        refuse_unread(name, "numbers that may say where documents begin; `seq_lengths` or `cu_seqlens` would be read")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, np.ndarray))
+
+
+def _numbers(values: Any, path: str, *, is_mask: bool = False) -> Int32Array:
+    """The whole numbers of 32 bits in the list `values`, found at `path`: int32 [n]. A mask may have true and false."""
+    if isinstance(values, np.ndarray):
+        return values
     if type(values) is not list:
         wrong(f"`{path}` is {json_type(values)}, expected a list of whole numbers")
     kinds = set(map(type, values))
+    if is_mask and not kinds <= {int} and kinds <= {int, bool, float} and {*values} <= {0, 1}:
+        values, kinds = [int(value) for value in values], {int}
     if kinds <= {int}:
         try:
             return np.frombuffer(array("i", values), np.int32).copy()
@@ -70,24 +121,4 @@ def _numbers(values: Any, path: str) -> Int32Array:
     return wrong(f"`{path}[{place}]` is {json_type(values[place])}, expected a whole number")
 
 
-def _check_length(values: Int32Array, path: str, input_ids: Int32Array, key: str) -> None:
-    if len(values) != len(input_ids):
-        wrong(f"`{path}` has {len(values)} entries and `{key}` has {len(input_ids)}")
-
-
-def _extent(mask: Int32Array, path: str) -> tuple[int, int]:
-    """The range [start, stop) of the ones of a mask."""
-    ones = np.flatnonzero(mask)
-    if not ones.size:
-        empty(f"`{path}` is all 0")
-    wrong_value = np.flatnonzero((mask != 0) & (mask != 1))
-    if wrong_value.size:
-        wrong(f"`{path}[{int(wrong_value[0])}]` is {mask[wrong_value[0]]}, expected 0 or 1")
-    start, stop = int(ones[0]), int(ones[-1]) + 1
-    if ones.size != stop - start:
-        hole = start + int(np.flatnonzero(mask[start:stop] == 0)[0])
-        wrong(f"`{path}[{hole}]` is 0 between ones: only padding at the ends can be left out")
-    return start, stop
-
-
-SCHEMA = Schema({"input_ids": ("input_ids",)}, parse, {"labels": ("labels",), "attention_mask": ("attention_mask",)})
+SCHEMA = Schema({"input_ids": ("input_ids",)}, parse, TOKEN_MARKS, reads=marks_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -18,12 +18,15 @@ def has_all(record: JsonObject, keys: Mapping[str, str]) -> bool:
 class RecordLayout:
     """How a source's records are laid out: a schema, and for each of its roles the key that has it.
 
-    `evidence` is a line for people that says why.
+    `evidence` is a line for people that says why. `ignored` are the keys that are as if they were not there. `marks`
+    are the keys that say something of tokens, in all records of the source; None where that is not known.
     """
 
     schema: str
     columns: dict[str, str]
     evidence: str
+    ignored: tuple[str, ...] = ()
+    marks: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Schema:
     `required` and `optional` are roles, each with the keys that usually have it, the first being the role's own name;
     `parse(record, columns)` gives a record's neutral form or raises RecordError.
 
-    Where `is_paired`, the usual keys of the required roles belong together, in their order: a `problem` has a
+    `reads(record, columns)` are the keys that are read beside those of the required roles; without it, one of each role
+    is. Where `is_paired`, the usual keys of the required roles belong together, in their order: a `problem` has a
     `solution`, and no `answer`.
     """
 
@@ -41,6 +45,7 @@ class Schema:
     parse: Callable[[JsonObject, dict[str, str]], Record]
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_paired: bool = False
+    reads: Callable[[JsonObject, dict[str, str]], Collection[str]] | None = None
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
@@ -71,7 +76,8 @@ class Schema:
 
     def all_keys(self, columns: dict[str, str]) -> set[str]:
         """The keys that records of this layout may have for their roles."""
-        return {other for role, key in columns.items() for other in (key, *self._usual(role, key))}
+        others = {key for keys in self.optional.values() for key in keys} if self.reads else set[str]()
+        return others | {other for role, key in columns.items() for other in (key, *self._usual(role, key))}
 
     def _usual(self, role: str, key: str) -> tuple[str, ...]:
         """The keys that a role usually has; none where the user has named another."""

@@ -9,6 +9,7 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas.beside import is_label
 from chunkplan.intake.schemas.fields import messages_in
 from chunkplan.intake.schemas.layout import RecordLayout, Schema
+from chunkplan.intake.schemas.marks import ignored_in, without_ignored
 from chunkplan.intake.schemas.message_list import unread_of_turn
 from chunkplan.intake.schemas.refused import MEDIA
 from chunkplan.intake.schemas.registry import SCHEMAS
@@ -24,12 +25,15 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     `conversations[].key`.
     """
     schema, columns = SCHEMAS[layout.schema], layout.columns
-    always_read = {key for role, key in columns.items() if role != "label"}.union(MEDIA)  # media there are none
+    surely = schema.required if schema.reads else columns.keys() - {"label"}
+    always_read = {columns[role] for role in surely}.union(MEDIA)  # media there are none
     perhaps_read = schema.all_keys(columns) - always_read
     lists = {role: columns[role] for role in schema.required}
     are_messages = not lists.keys().isdisjoint(("messages", "conversations"))
     counts: dict[str, int] = {}
     for record in records:
+        ignored = ignored_in(record, layout.ignored)
+        record = without_ignored(record, layout.ignored)
         found: set[str] = set()
         if not always_read.issuperset(record):
             found = {key for key in record.keys() - always_read if record[key] is not None}
@@ -46,6 +50,7 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
                 for turn in values:
                     if len(turn) > 2 and "role" not in turn:
                         found.update(f"{key}[].{inner}" for inner in unread_of_turn(turn))
+        found |= ignored
         if found and max(map(len, found)) > _LONGEST:
             found = set(map(named, found))  # keys that begin alike are one
         for key in found:
@@ -55,6 +60,8 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
 
 def _read(schema: Schema, columns: dict[str, str], record: JsonObject) -> set[str]:
     """The keys that `record` has for its roles."""
+    if schema.reads:
+        return {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
     keys = schema.keys_of(record, columns)
     if "label" in keys and not is_label(record.get(keys["label"]), keys["label"]):
         del keys["label"]

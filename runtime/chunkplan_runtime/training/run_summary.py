@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.unread_keys import unread_words
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.distributed.groups import Groups
@@ -42,7 +43,7 @@ def describe_run(
     )
     device = torch.device(config.device)
     left_out = why_not_installed() if device.type == "cuda" and config.attention == AUTO else None
-    plan = data.plan
+    plan, unread = data.plan, unread_words(data.analysis.manifest.get("sources", ()))
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
@@ -51,6 +52,7 @@ def describe_run(
         *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
+        *([f"not read  of the data: {unread}"] if unread else ()),
         *comparison.lines,
         *router_lines(config, model),
         *group_lines(groups),
