@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -338,7 +337,7 @@ def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random
 
     def lose(*asked):
         for block in blocks(*asked):
-            yield replace(block, gradients=tuple(gradient.clone() for gradient in block.gradients))
+            yield block._replace(gradients=tuple(gradient.clone() for gradient in block.gradients))
 
     monkeypatch.setattr(DeviceMemory, "blocks", lose)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])

@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from chunkplan_runtime.attention.kept import Made, Owners
+from chunkplan_runtime.attention.kept import Made
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.kv.host_inputs import HostInputs
 from chunkplan_runtime.kv.store import StateStore
@@ -93,7 +92,7 @@ class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
     `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
-    that: all tokens that those have together who share heads. `owners`: whose keys and values are in use.
+    that: all tokens that those have together who share heads.
     """
 
     spans: Sequence[Span]
@@ -102,9 +101,8 @@ class ChunkContext:
     causal: bool = True
     seed: int | None = None
     shared: SharedPart | None = None
-    owners: Owners = field(default_factory=WeakIdKeyDictionary)
 
-    @property
+    @cached_property
     def has_parts(self) -> bool:
         """Whether there is a part of a split sequence in it."""
         return any(tokens.part is not None for tokens in self.ranges)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Which keys a query sees, and what is done to its scores.
 
     Queries and keys are aligned at their ends (bottom-right): of `num_queries` and `num_keys`, query i stands at key
@@ -30,6 +29,5 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
 
     out [heads, num_queries, head_dim] comes back in the dtype of `lse` [heads, num_queries].
     """
-    total = torch.logaddexp(lse, block_lse)  # [heads, num_queries]
-    merged = out * (lse - total).exp()[..., None] + block_out * (block_lse - total).exp()[..., None]
-    return merged.to(lse.dtype), total
+    share = torch.sigmoid(block_lse - lse)[..., None]  # of the block, [heads, num_queries, 1]
+    return torch.lerp(out.to(lse.dtype), block_out.to(lse.dtype), share), torch.logaddexp(lse, block_lse)

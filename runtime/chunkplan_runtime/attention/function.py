@@ -7,12 +7,11 @@ the chunk and never the prefix, so that a chunk in flight costs the same memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from chunkplan_runtime.kv.pages import Asked, KVBlock
 from chunkplan_runtime.sharing import Run
 
 
-@dataclass(frozen=True)
-class LayerAttention:
+class LayerAttention(NamedTuple):
     """Attention as one layer of a model does it.
 
     `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
@@ -74,11 +72,12 @@ class LayerAttention:
 class ChunkAttention(torch.autograd.Function):
     """`ChunkAttention.apply(query, key, value, sink, context, attention, *latents, *weights)`.
 
-    Gives out [heads, num_tokens, value_dim]. query is [heads, num_tokens, head_dim]; key and value are [kv_heads,
-    num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head has beside those of the
-    keys, and whose value is zero: with it in the LSE, the backward of the keys is as always, and its own gradient is
-    what is left for it of the row's. Where attention expands latents [heads, num_tokens, dim], these get the gradients
-    of parts of split sequences, and the `weights` of `Expand` with them; key and value get those of whole sequences.
+    Gives out [1, num_tokens, heads, value_dim], as models go on with it. query is [1, heads, num_tokens, head_dim]; key
+    and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
+    has beside those of the keys, and whose value is zero: with it in the LSE, the backward of the keys is as always,
+    and its own gradient is what is left for it of the row's. Where attention expands latents [heads, num_tokens, dim],
+    these get the gradients of parts of split sequences, and the `weights` of `Expand` with them; key and value get
+    those of whole sequences.
     """
 
     @staticmethod
@@ -94,6 +93,7 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
+        query, key, value = query[0], key[0], value[0]
         attend = partial(_attend_to_ranges, context, attention)
         out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
@@ -101,41 +101,61 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out
+        return out.transpose(0, 1)[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        (grad_out,) = gradients
+        grad_out = gradients[0][0].transpose(0, 1)  # [heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
         context, attention = ctx.context, ctx.attention
-        grad_query = torch.empty_like(query)
-        grad_pair = [torch.zeros_like(tensor) for tensor in (key, value) if tensor is not None]
-        grad_latents = [torch.zeros_like(tensor) for tensor in latents]
+        given = query, key, value, *latents
+        found: list[Tensor | None] = [None] * len(given)
         of_weights: list[Tensor | None] = [None] * (0 if attention.expand is None else len(attention.expand.weights))
+        of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            grad_rows, queries, out_rows, lse_rows = (tensor[:, here] for tensor in (grad_out, query, out, lse))
+            of_queries = [_rows(each, here) for each in (grad_out, query, out, lse)]
             if tokens.part is None:
+                grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
-                grad_query[:, here], *found = attention.kernel.backward(
-                    grad_rows, queries, key[:, here], value[:, here], out_rows, lse_rows, form
+                of_range = attention.kernel.backward(
+                    grad_rows, queries, _rows(key, here), _rows(value, here), out_rows, lse_rows, form
                 )
-                homes = grad_pair
+                places: tuple[int, ...] = (0, 1, 2)
             else:
-                kept = tuple(tensor[:, here] for tensor in latents or (key, value))
-                asked = Asked(kept, with_gradients=True, takes_own=not attention.borrows)
-                grad_query[:, here] = _attend_backward(
-                    tokens, context, attention, asked, of_weights, grad_rows, queries, out_rows, lse_rows
-                )
-                found, homes = list(asked.gradients), grad_latents or grad_pair
-            for home, result in zip(homes, found, strict=bool(found)):
-                home[:, here] = result
+                own = tuple(_rows(given[place], here) for place in of_kept)
+                asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
+                grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
+                of_range = grad_query, *asked.gradients
+                places = (0, *of_kept) if asked.gradients else (0,)
+            for place, gradient in zip(places, of_range, strict=True):
+                found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
         if sink is not None:
             given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
             grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
-        return grad_query, *(grad_pair or (None, None)), grad_sink, None, None, *grad_latents, *of_weights
+        of_rows = (None if each is None else each[None] for each in found[:3])
+        return *of_rows, grad_sink, None, None, *found[3:], *of_weights
+
+
+#: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
+attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
+
+
+def _rows(tensor: Tensor, here: slice) -> Tensor:
+    """Some tokens of [heads, num_tokens, ...]: the tensor itself where those are all."""
+    return tensor if here.stop - here.start == tensor.size(1) else tensor[:, here]
+
+
+def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
+    """The gradient of a tensor, in `home` if there is one already: of its tokens `here` that which was found."""
+    if gradient.size(1) == tensor.size(1):
+        return gradient.to(tensor.dtype)
+    if home is None:
+        home = torch.zeros_like(tensor)
+    home[:, here] = gradient
+    return home
 
 
 def _attend_to_ranges(
@@ -148,34 +168,46 @@ def _attend_to_ranges(
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """out [heads, num_tokens, value_dim] and lse [heads, num_tokens] of a chunk, see `ChunkAttention`."""
-    heads, num_tokens, _ = query.shape
-    # Tokens first in memory: the layout that the model goes on with.
-    out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)  # [heads, num_tokens, head_dim]
-    lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))  # [heads, num_tokens]
-    for tokens in context.ranges:
-        here = slice(tokens.start, tokens.stop)
-        if tokens.part is None:
-            form = attention.form(context.causal, tokens.borders)
-            queries, keys, values = query[:, here], key[:, here], value[:, here]
-            out[:, here], lse[:, here] = attention.kernel.forward(queries, keys, values, form)
-        else:
-            kept = tuple(tensor[:, here] for tensor in latents or (key, value))
-            if not attention.borrows:
-                context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
-            out[:, here], lse[:, here] = _attend(query[:, here], value.shape[2], kept, tokens, context, attention)
+    given = context, attention, query, key, value, latents
+    if len(context.ranges) == 1:
+        out, lse = _attend_to_range(context.ranges[0], *given)
+    else:
+        heads, num_tokens, _ = query.shape
+        # Tokens first in memory: the layout that the model goes on with.
+        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)
+        lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))
+        for tokens in context.ranges:
+            here = slice(tokens.start, tokens.stop)
+            out[:, here], lse[:, here] = _attend_to_range(tokens, *given)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
         out *= (without - lse).exp()[..., None].to(out.dtype)
     return out, lse
 
 
-def _attend(
-    query: Tensor,
-    value_dim: int,
-    kept: tuple[Tensor, ...],
+def _attend_to_range(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    latents: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a range of the chunk's tokens."""
+    here = slice(tokens.start, tokens.stop)
+    queries = _rows(query, here)
+    if tokens.part is None:
+        form = attention.form(context.causal, tokens.borders)
+        return attention.kernel.forward(queries, _rows(key, here), _rows(value, here), form)
+    kept = tuple(_rows(each, here) for each in latents or (key, value))
+    if not attention.borrows:
+        context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
+    return _attend(queries, kept, tokens, context, attention)
+
+
+def _attend(
+    query: Tensor, kept: tuple[Tensor, ...], tokens: TokenRange, context: ChunkContext, attention: LayerAttention
 ) -> tuple[Tensor, Tensor]:
     """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before.
 
@@ -183,21 +215,28 @@ def _attend(
     """
     part = tokens.part
     assert part is not None
-    out = query.new_empty(*query.shape[:2], value_dim, dtype=wide(query.dtype))
-    lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+    out = lse = query.new_empty(0)
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
         block_key, block_value = attention.keys_and_values(block)
         for queries, keys, form in _visible(block, tokens.runs, attention):
-            found = attention.kernel.forward(query[:, queries], block_key[:, keys], block_value[:, keys], form)
-            if queries.stop > seen:
-                seen = queries.stop
+            found = attention.kernel.forward(
+                _rows(query, queries), _rows(block_key, keys), _rows(block_value, keys), form
+            )
+            if queries.stop - queries.start == query.size(1):
+                out, lse = merge(out, lse, *found) if seen else found
             else:
-                found = merge(out[:, queries], lse[:, queries], *found)
-            out[:, queries], lse[:, queries] = found
+                if not seen:
+                    out = query.new_empty(*query.shape[:2], found[0].shape[2])
+                    lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+                out = out.to(lse.dtype)
+                if queries.stop <= seen:
+                    found = merge(out[:, queries], lse[:, queries], *found)
+                out[:, queries], lse[:, queries] = found
+            seen = max(seen, queries.stop)
         del block, block_key, block_value  # before there is another one
-    return out, lse
+    return out.to(query.dtype), lse
 
 
 def _attend_backward(
@@ -220,20 +259,17 @@ def _attend_backward(
         with attention.expanded(block, of_weights) as pair:
             block_key, block_value = pair.tensors
             for queries, keys, form in _visible(block, tokens.runs, attention):
-                grad_rows, query_rows, out_rows, lse_rows = (each[:, queries] for each in (grad_out, query, out, lse))
-                add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, block_key[:, keys], block_value[:, keys], out_rows, lse_rows, form
+                grad_rows, query_rows, out_rows, lse_rows = (
+                    _rows(each, queries) for each in (grad_out, query, out, lse)
                 )
-                grad_query[:, queries] += add_query
-                _add(pair.gradients, keys, added)
+                add_query, *added = attention.kernel.backward(
+                    grad_rows, query_rows, _rows(block_key, keys), _rows(block_value, keys), out_rows, lse_rows, form
+                )
+                _rows(grad_query, queries).add_(add_query)
+                for gradient, add in zip(pair.gradients, added, strict=True):
+                    _rows(gradient, keys).add_(add)
         del block, pair, block_key, block_value  # before there is another one
     return grad_query
-
-
-def _add(gradients: Sequence[Tensor], keys: slice, added: Sequence[Tensor]) -> None:
-    """Add to the gradients of some keys of a block."""
-    for gradient, add in zip(gradients, added, strict=True):
-        gradient[:, keys].add_(add)
 
 
 def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
@@ -265,6 +301,6 @@ def _visible_to_piece(
         last = min(stop, block.stop + attention.window - 1)
         # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
         reach = attention.window - 1 - (last - block.stop)
-        form = replace(form, reach=None if last - attention.window <= block.start else reach)
+        form = form._replace(reach=None if last - attention.window <= block.start else reach)
     if after < last and unseen < block.stop - block.start:
         yield slice(after, last), slice(unseen, block.stop - block.start), form

@@ -5,7 +5,6 @@ What a model asks of its attention is either done or refused by name: left out w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +14,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
+from chunkplan_runtime.attention.function import LayerAttention, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.attention.kept import latents_of, owner_of
+from chunkplan_runtime.attention.kept import Expand, latents_of, owner_of
 from chunkplan_runtime.attention.mask import Mask, mask_of
 
 ATTENTION = "chunkplan"
+
+#: Where a model gives no mask: a token sees those before it.
+_PLAIN = Mask()
 
 #: Arguments that models pass along and that say nothing about the result: positions are in the rotary embedding.
 _IGNORED = {"position_ids", "use_cache", "output_router_logits"}
@@ -56,7 +58,7 @@ def chunk_attention(
     if current is None or chunk_context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
     if not isinstance(attention_mask, Mask):
-        asked["attention_mask"], attention_mask = attention_mask, Mask()
+        asked["attention_mask"], attention_mask = attention_mask, _PLAIN
     if attention_mask.unknown:
         asked[f"a mask by {attention_mask.unknown}"] = True
     if chunk_context.causal and not attention_mask.causal:
@@ -64,21 +66,26 @@ def chunk_attention(
     is_causal = asked.pop("is_causal", None)
     if chunk_context.causal and (is_causal is False or not getattr(module, "is_causal", True)):
         asked["is_causal=False"] = True
-    refused = sorted(name for name, given in asked.items() if name not in _IGNORED and _is_given(given))
-    if refused:
+    if refused := [name for name, given in asked.items() if name not in _IGNORED and _is_given(given)]:
         raise UsageError(
-            f"the model asks its attention for {', '.join(refused)}, which chunked execution does not know",
+            f"the model asks its attention for {', '.join(sorted(refused))}, which chunked execution does not know",
             hint="use a model with plain attention",
         )
-    if query.shape[0] != 1:
-        raise UsageError(f"a chunk is one row, found {query.shape[0]}", hint="run the model through an Executor")
+    if query.size(0) != 1:
+        raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
     layer: Any = getattr(current.cache, "layer", None)
     if layer is None:
         layer = module.layer_idx
     shared, made = chunk_context.shared, current.take_made(key, value)
     shares_heads = shared is not None and len(shared.heads) > 1
-    latents, expand = ((), None) if shares_heads or not chunk_context.has_parts else latents_of(module, made)
-    owner = layer if expand else owner_of(layer, key, value, chunk_context.owners)
+    owner = layer
+    latents: tuple[Tensor, ...] = ()
+    expand: Expand | None = None
+    if chunk_context.has_parts:
+        if made is not None and not shares_heads:
+            latents, expand = latents_of(module, made)
+        if expand is None:
+            owner = owner_of(layer, key, value)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -88,22 +95,21 @@ def chunk_attention(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
             hint="set sliding_window and layer_types of the config to what the model does",
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    head_dims = query.size(-1), value.size(-1)
+    scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
-    kernel = chunk_context.kernels.choose(query.device, query.dtype, (query.shape[-1], value.shape[-1]), form)
+    kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
     attention = LayerAttention(
         kernel, owner, scale, window, softcap, attention_mask.tile, borrows=owner != layer, expand=expand
     )
-    apply: Callable[..., Tensor] = ChunkAttention.apply
-    given = query[0], key[0], value[0]
     if shared is None or not shares_heads:
         weights = () if expand is None else expand.weights
-        out = apply(*given, s_aux, chunk_context, attention, *latents, *weights)
-    else:
-        exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
-        sink = None if s_aux is None else exchange.own_heads(s_aux)
-        out = exchange.to_tokens(apply(*exchange.to_heads(*given), sink, chunk_context, attention))
-    return out.transpose(0, 1)[None], None
+        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
+    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
+    sink = None if s_aux is None else exchange.own_heads(s_aux)
+    of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
+    out = attention_of(*of_heads, sink, chunk_context, attention)
+    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
 
 
 def _is_given(argument: Any) -> bool:

@@ -12,7 +12,7 @@ that one's, and so is the gradient, which it hands out: its backward comes after
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -27,9 +27,8 @@ from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
 #: Latents have to save at least this much: keys and values are made again for every chunk that reads them.
 LEAST_SAVING = 2
 
-#: By tensors of keys and values: the layer that attended with them first, and their version then.
-Owners = MutableMapping[Tensor, tuple[int, int]]
-
+#: The attribute of keys and values that has the layer which attended with them first, and their version then.
+_OWNER = "chunkplan_owner"
 
 #: (heads, dim) of each of some tensors.
 Shapes = tuple[tuple[int, int], ...]
@@ -122,13 +121,13 @@ class Expand:
                 of_weights[place] = gradient.to(wide(gradient.dtype)) if before is None else before.add_(gradient)
 
 
-def latents_of(module: Any, made: Made | None) -> tuple[tuple[Tensor, ...], Expand | None]:
+def latents_of(module: Any, made: Made) -> tuple[tuple[Tensor, ...], Expand | None]:
     """What pages keep in place of keys and values, [heads, num_tokens, dim] each, and how it is expanded.
 
-    Nothing where these are to be kept themselves: the layer has `made` none of latents; it would save too little; or
-    dropout in the layer would draw otherwise the next time.
+    Nothing where these are to be kept themselves: it would save too little, or dropout in the layer would draw
+    otherwise the next time. `made`: what the layer has made of latents.
     """
-    if made is None or not made.saves or _draws(module):
+    if not made.saves or _draws(module):
         return (), None
     device = made.key.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -138,9 +137,13 @@ def latents_of(module: Any, made: Made | None) -> tuple[tuple[Tensor, ...], Expa
     return tuple(each[0].to(dtype) for each in made.latents), Expand(module, weights, dtype, autocast)
 
 
-def owner_of(layer: int, key: Tensor, value: Tensor, owners: Owners) -> int:
-    """The layer whose pages have these keys and values: the first of the chunk that attended with them."""
-    found = [owners.setdefault(each, (layer, each._version)) for each in (key, value)]
+def owner_of(layer: int, key: Tensor, value: Tensor) -> int:
+    """The layer whose pages have these keys and values: the first that attended with them, as they then say."""
+    found: list[tuple[int, int]] = []
+    for tensor in (key, value):
+        if not hasattr(tensor, _OWNER):
+            setattr(tensor, _OWNER, (layer, tensor._version))
+        found.append(getattr(tensor, _OWNER))
     (first, key_version), (other, value_version) = found
     is_same = first == other and (key_version, value_version) == _versions(key, value)
     return first if is_same else layer

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 #: From query, key, value, sink and latents to out and log-sum-exp.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
@@ -42,6 +43,8 @@ def attend_as_one(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """What `attend` gives for the tensors, out and log-sum-exp, or what a checkpoint has kept of that."""
+    if not is_in_torch_dispatch_mode():  # nobody looks at operators
+        return attend(query, key, value, sink, latents)
     call = next(_numbers)
     _calls[call] = attend
     try:

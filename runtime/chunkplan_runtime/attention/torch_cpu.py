@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form, merge
-from chunkplan_runtime.dtypes import wide
 
 _aten = torch.ops.aten
 
+Pair = tuple[Tensor, Tensor]
+
 
 class TorchCpuKernel:
-    """See `kernel.AttentionKernel`. KV heads are expanded by strides, so that the prefix is never copied for it."""
+    """See `kernel.AttentionKernel`."""
 
     name = "torch-cpu"
 
@@ -30,78 +32,77 @@ class TorchCpuKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
-        if form.borders is None:
-            return _forward(query, key, value, form)
-        runs = [
-            _forward(query[:, start:stop], key[:, start:stop], value[:, start:stop], form)
-            for start, stop in pairwise(form.borders)
-        ]
-        return torch.cat([out for out, _ in runs], 1), torch.cat([lse for _, lse in runs], 1)
+        found = [_forward(form, *run) for run in _runs(form, query, key, value)]
+        out, lse = found[0] if len(found) == 1 else map(_joined, zip(*found, strict=True))
+        return out[0], lse[0]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kernel.AttentionKernel.backward`."""
-        if form.borders is None:
-            return _backward(form, grad_out, query, key, value, out, lse)
-        runs = [
-            _backward(form, *(tensor[:, start:stop] for tensor in (grad_out, query, key, value, out, lse)))
-            for start, stop in pairwise(form.borders)
-        ]
-        grad_query, grad_key, grad_value = (torch.cat(gradients, 1) for gradients in zip(*runs, strict=True))
-        return grad_query, grad_key, grad_value
+        """See `kernel.AttentionKernel.backward`.
+
+        Gradients are computed in at least float32: in narrower dtypes the operator would add up the heads of a KV head.
+        """
+        given = [grad_out, query, key, value, out]
+        if query.dtype != lse.dtype:
+            given = [each.to(lse.dtype) for each in given]
+        found = [_backward(form, *run) for run in _runs(form, *given, lse)]
+        grad_query, grad_key, grad_value = found[0] if len(found) == 1 else map(_joined, zip(*found, strict=True))
+        return grad_query[0], grad_key[0], grad_value[0]
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    earlier = key.shape[1] - query.shape[1]
-    if not (form.causal and earlier):
-        return _call(query, key, value, form)
-    # ATen aligns queries and keys at their starts, so keys before the first query are a block of their own.
-    out, lse = _call(query, key[:, earlier:], value[:, earlier:], form)
-    unmasked = Form(form.scale, causal=False)
-    out, lse = merge(out, lse, *_call(query, key[:, :earlier], value[:, :earlier], unmasked))
+def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
+    """Those of [heads, num_tokens, ...] each, as [1, heads, tokens of the run, ...]."""
+    batches = [each[None] for each in tensors]
+    if form.borders is None or len(form.borders) == 2:
+        return (batches,)
+    lengths = [stop - start for start, stop in pairwise(form.borders)]
+    return zip(*(torch.split(each, lengths, 2) for each in batches), strict=True)
+
+
+def _joined(runs: Sequence[Tensor]) -> Tensor:
+    """[1, heads, num_tokens, ...] of those of runs, in memory tokens first, as the operators have it."""
+    return torch.cat([each.transpose(1, 2) for each in runs], 1).transpose(1, 2)
+
+
+def _forward(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    own, before = _blocks(form, query, key, value)
+    if before is None:
+        return _call(form.causal, form.scale, query, *own)
+    out, lse = merge(*_call(True, form.scale, query, *own), *_call(False, form.scale, query, *before))
     return out.to(query.dtype), lse
-
-
-def _call(query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    key, value = _expand(query, key), _expand(query, value)  # [kv_heads, heads a KV head, num_keys, head_dim]
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        _group(query, key), key, value, 0.0, form.causal, scale=form.scale
-    )
-    return out.flatten(0, 1), lse.flatten(0, 1)  # [heads, num_queries, head_dim], [heads, num_queries]
 
 
 def _backward(
     form: Form, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    earlier = key.shape[1] - query.shape[1]
+) -> Sequence[Tensor]:
+    own, before = _blocks(form, query, key, value)
+    if before is None:
+        return _call_backward(form.causal, form.scale, grad_out, query, *own, out, lse)
+    grad_query, *of_own = _call_backward(True, form.scale, grad_out, query, *own, out, lse)
+    more, *of_before = _call_backward(False, form.scale, grad_out, query, *before, out, lse)
+    return grad_query.add_(more), *(torch.cat(both, 2) for both in zip(of_before, of_own, strict=True))
+
+
+def _blocks(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Pair, Pair | None]:
+    """Keys and values for one call, and those before the first query, which are a block of their own under a mask.
+
+    ATen aligns queries and keys at their starts.
+    """
+    num_queries, earlier = query.size(2), key.size(2) - query.size(2)
     if not (form.causal and earlier):
-        return _call_backward(grad_out, query, key, value, out, lse, form)
-    grad_query, *own = _call_backward(grad_out, query, key[:, earlier:], value[:, earlier:], out, lse, form)
-    unmasked = Form(form.scale, causal=False)
-    more, *prefix = _call_backward(grad_out, query, key[:, :earlier], value[:, :earlier], out, lse, unmasked)
-    grad_key, grad_value = (torch.cat(both, 1) for both in zip(prefix, own, strict=True))
-    return grad_query.to(lse.dtype) + more, grad_key, grad_value
+        return (key, value), None
+    own = key.narrow(2, earlier, num_queries), value.narrow(2, earlier, num_queries)
+    return own, (key.narrow(2, 0, earlier), value.narrow(2, 0, earlier))
 
 
-def _call_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
-) -> tuple[Tensor, Tensor, Tensor]:
-    key, value = _expand(query, key), _expand(query, value)  # [kv_heads, heads a KV head, num_keys, head_dim]
-    grad_out, query, out, lse = (_group(tensor, key) for tensor in (grad_out, query, out, lse))
-    grad_query, *expanded = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out, lse, 0.0, form.causal, scale=form.scale
+def _call(causal: bool, scale: float, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _call_backward(causal: bool, scale: float, *tensors: Tensor) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, causal, scale=scale
     )
-    grad_key, grad_value = (gradient.sum(1, dtype=wide(key.dtype)) for gradient in expanded)  # [kv_heads, ...]
-    return grad_query.flatten(0, 1), grad_key, grad_value
-
-
-def _expand(query: Tensor, tensor: Tensor) -> Tensor:
-    """[kv_heads, num_keys, head_dim] as [kv_heads, query heads a KV head, num_keys, head_dim], without a copy."""
-    kv_heads, num_keys, head_dim = tensor.shape
-    return tensor[:, None].expand(kv_heads, query.shape[0] // kv_heads, num_keys, head_dim)
-
-
-def _group(tensor: Tensor, key: Tensor) -> Tensor:
-    """[heads, ...] as [kv_heads, heads a KV head, ...], as expanded keys have them."""
-    return tensor.reshape(*key.shape[:2], *tensor.shape[1:])
+    return found

@@ -26,7 +26,7 @@ from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.dropout import mixed_seed
+from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.weight_halves import Place, WeightHalves
@@ -268,7 +268,7 @@ class Executor:
         device = self.model.device
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            set_seed(seed)
             with self._router_loss.counting(is_first) if self._router_loss else nullcontext(), self.halves.splitting():
                 return self._parts[virtual_stage].hidden_states(tensors, store, self.inputs.get(place), seed)
 

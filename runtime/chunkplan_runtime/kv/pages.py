@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ class Page:
         return sum(tensor.nbytes for tensor in self.tensors + self.gradients)
 
 
-@dataclass(frozen=True)
-class KVBlock:
+class KVBlock(NamedTuple):
     """Tokens [start, stop) of a sequence, on the device, for one kernel call: [heads, stop - start, dim] each.
 
     The gradients, where they were asked for, are there to be added to, in at least float32. Good until the next block
@@ -78,8 +77,7 @@ class Asked:
         )
 
 
-@dataclass(frozen=True)
-class PageSlice:
+class PageSlice(NamedTuple):
     """Tokens [start, stop) of a sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
 
     page: Page
@@ -134,7 +132,8 @@ class DeviceMemory:
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `PageMemory.write`."""
         for home, tensor in zip(page.tensors, tensors, strict=True):
-            home[start - page.start :][: tensor.shape[1]] = tensor.transpose(0, 1)
+            first = start - page.start
+            home[first : first + tensor.shape[1]] = tensor.transpose(0, 1)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `PageMemory.blocks`."""

@@ -107,8 +107,9 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
             spans.append(Span(number, 0, short, length=short, chunk_start=spans[-1].chunk_stop))
             end += short
         store.start_forward(part)
-        given = [leaf[:, part.start : end] for leaf in leaves]
-        results.append(ChunkAttention.apply(*given, None, ChunkContext(spans, store, Kernels()), layer))
+        given = [leaf[None, :, part.start : end] for leaf in leaves]
+        out = ChunkAttention.apply(*given, None, ChunkContext(spans, store, Kernels()), layer)
+        results.append(out[0].transpose(0, 1))
     peak = store.num_bytes()
     ends = [*cuts[:-1], query.shape[1]]
     for part, end, result in reversed(list(zip(parts, ends, results, strict=True))):

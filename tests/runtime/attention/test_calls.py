@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 
 import pytest
 import torch
@@ -156,7 +155,7 @@ def test_the_operators_are_called_as_pytorch_itself_calls_them(calls, form, wind
     """By `torch.nn.attention.varlen.varlen_attn`, which has the same forms but is not given the LSE of other keys."""
     torch.manual_seed(0)
     borders = (0, 4, 5, 37)
-    form = replace(form, reach=reach, borders=borders)
+    form = form._replace(reach=reach, borders=borders)
     query, grad_out = torch.randn(2, 4, 37, 16)
     key, value = torch.randn(2, 2, 37, 16)
     kernel = KERNELS["torch-cuda"]

@@ -89,7 +89,7 @@ def test_a_head_without_the_scaling_that_the_model_has_would_be_found(monkeypatc
 def test_noise_that_is_drawn_anew_in_a_recompute_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = config_of("phimoe", router_jitter_noise=0.9)
     count = itertools.count()
-    monkeypatch.setattr(dropout, "mixed_seed", lambda *_: next(count))
+    monkeypatch.setattr(dropout, "set_seed", lambda _: torch.manual_seed(next(count)))
     proof = prove(noisy)
     assert proof.error > 1e-3 and "with noise" in proof.where
 

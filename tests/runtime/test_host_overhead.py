@@ -1,0 +1,92 @@
+"""What the host does for a layer of a chunk, beside transformers' own layer: calls of Python functions."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan.planfile.plan import Action
+from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model
+
+#: Lengths of sequences, chunks, the one that is looked at, and how many calls more its layers may take than those of
+#: transformers, forward and backward.
+CASES = {
+    "one whole sequence": ([8], [[(0, 0, 8)]], 0, {"forward": 30, "backward": 35}),
+    "two whole sequences": ([5, 3], [[(0, 0, 5), (1, 0, 3)]], 0, {"forward": 55, "backward": 68}),
+    "a part with a prefix": ([24], [[(0, i, i + 8)] for i in (0, 8, 16)], 1, {"forward": 90, "backward": 100}),
+}
+
+
+@contextmanager
+def counting(found: Counter[str], name: str) -> Iterator[None]:
+    """Count calls of Python functions within the block."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        found[name] += event == "call"
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def ours(config: Any, work: Any, chunk_id: int) -> Counter[str]:
+    model, found = new_model(copy.deepcopy(config), torch.float32, 0), Counter[str]()
+
+    @contextmanager
+    def around(action: Action) -> Iterator[None]:
+        with counting(found if action.chunk_id == chunk_id else Counter(), action.op):
+            yield
+
+    for _ in range(2):  # what is done once is done
+        found.clear()
+        Executor(model).run(work, 1, around)
+    return found
+
+
+def theirs(config: Any, work: Any, chunk_id: int) -> Counter[str]:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train()
+    tensors, found = work.tensors[chunk_id], Counter[str]()
+    for _ in range(2):
+        found.clear()
+        with counting(found, "forward"):
+            hidden = model.model(
+                input_ids=tensors.input_ids, position_ids=tensors.position_ids.long(), use_cache=False
+            ).last_hidden_state
+        with counting(found, "backward"):
+            hidden.sum().backward()
+    return found
+
+
+def of_a_layer(count: Callable[..., Counter[str]], config: Any, *given: Any) -> dict[str, int]:
+    """What two more layers take, halved."""
+    counts = []
+    for num_layers in (2, 4):
+        changes = {"num_hidden_layers": num_layers, "layer_types": None}
+        counts.append(count(type(config)(**{**config.to_dict(), **changes}), *given))
+    few, many = counts
+    return {op: (many[op] - few[op]) // 2 for op in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_takes_few_more_calls_of_python_than_that_of_transformers(
+    tiny_config: Any, handmade_plan: Any, random_sequences: Any, case: str
+) -> None:
+    lengths, chunks, chunk_id, more = CASES[case]
+    config = AutoConfig.for_model(**tiny_config("qwen2"))
+    plan = handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks))
+    [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
+    own = of_a_layer(ours, config, work, chunk_id)
+    others = of_a_layer(theirs, config, work, chunk_id)
+    assert {op: own[op] - others[op] <= more[op] for op in more} == dict.fromkeys(more, True), (own, others)
