@@ -6,6 +6,7 @@ key is to be ignored.
 
 from __future__ import annotations
 
+import re
 import shlex
 from contextlib import suppress
 from typing import NoReturn
@@ -27,8 +28,14 @@ def refuse_unread(key: str, says: str) -> NoReturn:
     """
     unsupported(
         f"`{shortened(key)}` is not read, and has {says}",
-        hint=f"if it does not matter here: {_IGNORE}{shlex.quote(key)}",
+        hint=f"if it does not matter here: {ignoring(key)}",
     )
+
+
+def ignoring(*keys: str) -> str:
+    """What to type for `keys` to be ignored, which may be paths such as `messages[3].weight`: of all messages, then."""
+    names = dict.fromkeys(re.sub(r"\[[0-9]+\]", "[]", key) for key in keys)
+    return " ".join(f"{_IGNORE}{shlex.quote(name)}" for name in names)
 
 
 def hint_of_source(hint: str, source: str | None) -> str:

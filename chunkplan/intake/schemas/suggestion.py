@@ -5,7 +5,6 @@ Keys are only suggested if most of the records can be read with them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import messages_in, shortened
+from chunkplan.intake.schemas.fields import messages_in, shortened, words_of
 from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.roles import ROLES
+from chunkplan.intake.schemas.roles import ROLES, SPEAKERS, is_message
 from chunkplan.quantities import counted
 
 #: Words in the names of keys, and what has such names.
@@ -57,8 +56,7 @@ _BARRED = {
 #: Of two answers, what is compared with the other has one of these in its name.
 _COMPARED = {"expected", "final", "gold", "reference", "correct", "true"}
 
-#: Keys of a message that may say who speaks, and what is said, in layouts that are not known as well.
-_SPEAKERS = ("role", "from", "speaker", "sender")
+#: Keys of a message that may say what is said, in layouts that are not known as well.
 _SAID = ("content", "value", "text", "message", "body", "utterance")
 
 #: Those that are known together.
@@ -95,11 +93,11 @@ def suggest(
     """
     found = {kind: _only(records, named, kind, *how) for kind, how in _KINDS.items()}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
-    said = {*_words(ask or ""), *_words(answer or "")}
+    said = {*words_of(ask or ""), *words_of(answer or "")}
     found["begin"] = ask if said & _GOES_ON and not said & _IS_SAID else None
-    if any(_ASKS.intersection(_words(key)) for record in records for key in record):
+    if any(_ASKS.intersection(words_of(key)) for record in records for key in record):
         found["context"] = found["source"] = None  # something else is asked
-    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(_words(found["text"] or ""))):
+    if found["answer"] or (found["ask"] and _TEXTS.isdisjoint(words_of(found["text"] or ""))):
         found["text"] = None  # it may be half of what is trained
     for name, needs in _NEEDS:
         columns = {**named, **{role: named.get(role) or found[kind] for role, kind in needs.items()}}
@@ -112,18 +110,23 @@ def suggest(
 
 def are_messages_each(records: Sequence[JsonObject]) -> bool:
     """Whether each record is one message of a conversation."""
-    return all("role" in record and "content" in record for record in records)
+    return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
 def what_else(records: Sequence[JsonObject]) -> str | None:
     """What to do with records that no keys would make records of any schema, where it is seen."""
     if are_messages_each(records):
+        if tree := next((key for key in ("parent_id", "message_tree_id") if any(key in one for one in records)), None):
+            return (
+                f"a record is one message of a tree (`{tree}`): write the messages from a root to each answer that is "
+                "to be trained as one record with `messages`; --format text reads each as a text of its own"
+            )
         return "a record is one message: write all messages of a conversation as one record with `messages`"
     lists = {key: value for key, value in records[0].items() if _is_plain(key) and _are_objects(value)}
     for key, value in lists.items():
         texts = {name: text for name, text in value[0].items() if type(text) is str}
         said = next((name for name in _SAID if name in texts), None)
-        speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
+        speaker = next((name for name in texts if name in SPEAKERS or texts[name].lower() in ROLES), said)
         if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
             return (
                 f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
@@ -169,8 +172,8 @@ def _only(
     keys = [key for key in dict.fromkeys(key for record in records for key in record) if _is_plain(key)]
     fitting = [key for key in keys if key not in named.values() and _mostly(records, key, is_value)]
     barred = _BARRED.get(kind, set())
-    fitting = [key for key in fitting if barred.isdisjoint(_words(key))]
-    distances = {key: len(_words(key)) for key in fitting if words.intersection(_words(key))}
+    fitting = [key for key in fitting if barred.isdisjoint(words_of(key))]
+    distances = {key: len(words_of(key)) for key in fitting if words.intersection(words_of(key))}
     closest = [key for key, distance in distances.items() if distance == min(distances.values())]
     if kind == "text":
         several = [key for key in fitting if any(" " in str(record.get(key)).strip() for record in records)]
@@ -178,18 +181,12 @@ def _only(
     if kind == "messages":
         closest = fitting
     if kind == "answer" and len(closest) > 1:
-        closest = [key for key in closest if _COMPARED.isdisjoint(_words(key))]
+        closest = [key for key in closest if _COMPARED.isdisjoint(words_of(key))]
     return closest[0] if len(closest) == 1 else None
 
 
 def _is_plain(key: str) -> bool:
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
-
-
-def _words(key: str) -> list[str]:
-    """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [word if word == "ids" else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)]
 
 
 def _mostly(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool]) -> bool:
