@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from chunkplan.intake.records import JsonObject, Record
@@ -25,6 +26,11 @@ class RecordLayout:
     columns: dict[str, str]
     evidence: str
     ignored: tuple[str, ...] = ()
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys that have a role."""
+        return frozenset(self.columns.values())
 
 
 @dataclass(frozen=True)
