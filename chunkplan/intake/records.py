@@ -34,7 +34,7 @@ class PromptRecord:
 
 
 #: The names under which templates and data have what a model thought before it answered.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Message(NamedTuple):
@@ -68,7 +68,7 @@ class Message(NamedTuple):
         if not self.fields:
             return message
         message.update(self.fields)
-        reasoning = next((message[key] for key in _REASONING if message.get(key)), None)
+        reasoning = next((message[key] for key in REASONING if message.get(key)), None)
         if reasoning is None:
             return message
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -16,7 +16,7 @@ REASONS = {
     "schema": "keys or types that are not those of the source's schema",
     "unsupported": "what is not planned: preference pairs, images, weights other than 0 and 1",
     "undesirable": "an answer labelled as a bad one (`label`: false)",
-    "empty": "nothing to train on: no text, or nothing but whitespace",
+    "empty": "nothing to train on: no text, nothing but whitespace, or a flag of 0",
     "too-large": "more bytes than a record may have",
     "template": "the chat template cannot render it",
     "too-long": "more tokens than --max-length",

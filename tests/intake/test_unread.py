@@ -101,13 +101,13 @@ def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("record", "unread"),
     [
-        ({"question": "a", "Complex_CoT": "b", "Response": "c", "answer": "d"}, {"Complex_CoT", "Response"}),
+        ({"question": "a", "Response": "c", "answer": "d"}, {"Response"}),
         ({"instruction": "a", "output": "b", "response": "b", "input": "", "id": 0}, {"response", "id"}),
         ({"problem": "a", "solution": "b", "answer": "c"}, {"answer"}),
         ({"messages": json.dumps(ANSWERS["messages"]["messages"]), "conversation_id": "x"}, {"conversation_id"}),
         (
-            {"conversation": json.dumps([{"from": "gpt", "value": "a", "thought": "b"}])},
-            {"conversation[].thought"},
+            {"conversation": json.dumps([{"from": "gpt", "value": "a", "mood": "b"}])},
+            {"conversation[].mood"},
         ),
         ({"messages": ANSWERS["messages"]["messages"], "tools": [], "images": [], "n": None, "m": {}}, {"m"}),
         ({"text": "a", "label": True, "system": "b", "history": []}, {"label", "system", "history"}),
@@ -117,8 +117,12 @@ def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
         ({"length": 5, "num_tokens": 5, "id": "x"}, {"num_tokens", "id"}),
         ({"messages": [{"role": "assistant", "content": "a", "name": "b"}]}, set()),
         (
-            {"conversations": [{"from": "gpt", "value": "a", "weight": 1, "thought": "b", "markdown": None}]},
-            {"conversations[].thought"},
+            {"messages": [{"role": "assistant", "content": "a", "mood": "b", "id": 3}]},
+            {"messages[].mood", "messages[].id"},
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "a", "weight": 1, "mood": "b", "markdown": None}]},
+            {"conversations[].mood"},
         ),
     ],
 )

@@ -24,6 +24,7 @@ from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
+from chunkplan.intake.schemas.left_over import is_looked_at
 from chunkplan.intake.schemas.refused import SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.intake.sources import SourceFile
@@ -202,8 +203,11 @@ def _wanted(table: TableFile, layout: RecordLayout) -> list[str]:
     """
     names = [name for name in table.schema.names if name not in layout.ignored]
     keys = SCHEMAS[layout.schema].all_keys(layout.columns)
-    more = SUSPECT.union(name for name in names if is_mark(table.schema.field(name), layout))
-    return [name for name in names if name in keys | more] if keys.intersection(names) else names
+    if keys.isdisjoint(names):
+        return names
+    more = (name for name in names if is_looked_at(name, layout.schema) or is_mark(table.schema.field(name), layout))
+    wanted = keys | SUSPECT.union(more)
+    return [name for name in names if name in wanted]
 
 
 def _read(

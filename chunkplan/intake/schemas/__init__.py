@@ -8,6 +8,7 @@ from chunkplan.intake.schemas.beside import refuse_answer
 from chunkplan.intake.schemas.detection import detect
 from chunkplan.intake.schemas.input_ids import refuse_mixed
 from chunkplan.intake.schemas.layout import RecordLayout
+from chunkplan.intake.schemas.left_over import with_left_over
 from chunkplan.intake.schemas.marks import without_ignored
 from chunkplan.intake.schemas.refused import SUSPECT, refuse
 from chunkplan.intake.schemas.registry import SCHEMAS
@@ -30,6 +31,7 @@ def parse(layout: RecordLayout, record: JsonObject) -> Record:
     if layout.marks is not None:
         refuse_mixed(record, layout.columns, layout.marks)
     try:
-        return SCHEMAS[layout.schema].parse(record, layout.columns)
+        parsed = SCHEMAS[layout.schema].parse(record, layout.columns)
+        return parsed if layout.keys.issuperset(record) else with_left_over(layout, record, parsed)
     except RecursionError as error:  # raised where a nested value is written as text
         raise RecordError("nested too deeply", reason="too-deep", hint="leave this record out") from error

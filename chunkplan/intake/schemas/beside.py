@@ -8,13 +8,13 @@ from chunkplan.intake.schemas.fields import is_blank, optional_text, typed, unsu
 from chunkplan.intake.schemas.message_list import parse_messages
 
 #: Optional roles of these schemas, and of those that are conversations as well.
-BESIDE = {"system": ("system",), "history": ("history",), "label": ("label", "kto_tag")}
-BESIDE_MESSAGES = {
-    "tools": ("tools",),
-    "functions": ("functions",),
-    **BESIDE,
-    "system": ("system", "systemInstruction"),  # Gemini's
+BESIDE = {
+    "system": ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction"),
+    "history": ("history",),
+    "label": ("label", "kto_tag"),
 }
+_SYSTEMS = frozenset(BESIDE["system"])
+BESIDE_MESSAGES = {"tools": ("tools",), "functions": ("functions",), **BESIDE}
 
 #: Keys that other programs use for other labels too, such as numbers of classes.
 _LABELS = BESIDE["label"]
@@ -55,7 +55,7 @@ def exchange_after(
     Raises:
         RecordError: the system is no text, or the history no list of pairs of texts.
     """
-    exchange = Exchange(optional_text(record, columns["system"]), prompt, completion)
+    exchange = Exchange(optional_text(record, system_key(record, columns)), prompt, completion)
     key = columns["history"]
     if not record.get(key):
         return exchange
@@ -75,6 +75,16 @@ def is_label(value: object, key: str) -> bool:
     return isinstance(value, bool) or key not in _LABELS
 
 
+def system_key(record: JsonObject, columns: dict[str, str]) -> str:
+    """The key under which `record` has a system text: that of `columns`, or another usual one if that says nothing."""
+    key, usual = columns["system"], BESIDE["system"]
+    if key not in usual or _SYSTEMS.isdisjoint(record):
+        return key
+    values = {one: record.get(one) for one in (key, *usual)}
+    said = (one for one, value in values.items() if value is not None and not (type(value) is str and is_blank(value)))
+    return next(said, key)
+
+
 def begin_with_system(
     messages: tuple[Message, ...], record: JsonObject, columns: dict[str, str], path: str
 ) -> tuple[Message, ...]:
@@ -85,9 +95,7 @@ def begin_with_system(
     Raises:
         RecordError: that is no text, or the messages begin with another.
     """
-    key, usual = columns["system"], BESIDE_MESSAGES["system"]
-    if record.get(key) is None and key in usual:
-        key = next((other for other in usual if record.get(other) is not None), key)
+    key = system_key(record, columns)
     value = record.get(key)
     if isinstance(value, dict) and "parts" in value:
         [said] = parse_messages([{**value, "role": "system"}], key)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from chunkplan.intake.records import JsonObject
+from chunkplan.intake.schemas.fields import words_of
 
 #: The last word of names of keys that say something about a record, whatever is in them.
 _ABOUT = {
@@ -36,14 +36,6 @@ _IN_A_NUMBER = {"num", "number", "count", "length", "len", "token", "size", "byt
 
 #: The first word of a name of a number that counts something.
 _COUNTS = {"n", "num"}
-
-
-def words_of(key: str) -> list[str]:
-    """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [
-        word if word in ("ids", "sys") else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)
-    ]
 
 
 def keys_of_content(records: Iterable[JsonObject]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
@@ -92,6 +93,14 @@ def listed(words: Sequence[str], number: int) -> str:
 def shortened(text: str) -> str:
     """A key or a role from data, for a message: long ones are cut."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def words_of(key: str) -> list[str]:
+    """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
+    return [
+        word if word in ("ids", "sys") else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)
+    ]
 
 
 def optional_text(record: JsonObject, key: str) -> str | None:

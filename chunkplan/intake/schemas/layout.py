@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from chunkplan.intake.records import JsonObject, Record
@@ -27,6 +28,11 @@ class RecordLayout:
     evidence: str
     ignored: tuple[str, ...] = ()
     marks: tuple[str, ...] | None = None
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys that have a role."""
+        return frozenset(self.columns.values())
 
 
 @dataclass(frozen=True)

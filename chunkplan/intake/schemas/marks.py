@@ -6,6 +6,7 @@ key is to be ignored.
 
 from __future__ import annotations
 
+import re
 import shlex
 from contextlib import suppress
 from typing import NoReturn
@@ -28,18 +29,20 @@ def refuse_unread(key: str, says: str, ways: str = "") -> NoReturn:
     `ways` are other ways on than to ignore it, for the hint.
     """
     unsupported(
-        f"`{shortened(key)}` is not read, and has {says}", hint=f"{ways}if it does not matter here: {_ignore(key)}"
+        f"`{shortened(key)}` is not read, and has {says}",
+        hint=f"{ways}if it does not matter here: {ignoring(key)}",
     )
 
 
 def refuse_contradiction(key: str, other: str, what: str) -> NoReturn:
     """Raises RecordError for two keys that say different things of `what`."""
-    wrong(f"`{key}` and `{other}` contradict each other: {what}", hint=f"{CHOOSE}{_ignore(other)}, or {_ignore(key)}")
+    wrong(f"`{key}` and `{other}` contradict each other: {what}", hint=f"{CHOOSE}{ignoring(other)}, or {ignoring(key)}")
 
 
-def _ignore(key: str) -> str:
-    """What the user types for a key to be ignored."""
-    return f"{_IGNORE}{shlex.quote(key)}"
+def ignoring(*keys: str) -> str:
+    """What to type for `keys` to be ignored, which may be paths such as `messages[3].weight`: of all messages, then."""
+    names = dict.fromkeys(re.sub(r"\[[0-9]+\]", "[]", key) for key in keys)
+    return " ".join(f"{_IGNORE}{shlex.quote(name)}" for name in names)
 
 
 def hint_of_source(hint: str, source: str | None) -> str:

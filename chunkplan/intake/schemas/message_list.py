@@ -14,30 +14,27 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chunkplan.intake.records import Conversation, JsonObject, Message
+from chunkplan.intake.records import REASONING, Conversation, JsonObject, Message
 from chunkplan.intake.schemas.calls import CALL_ROLES, call_of, calls_in_text, with_calls_read
 from chunkplan.intake.schemas.fields import (
     empty,
     field,
     is_blank,
-    json_type,
     quoted,
     shortened,
     typed,
     unsupported,
     wrong,
 )
+from chunkplan.intake.schemas.key_kinds import READ_IN_MESSAGES, is_flag, refuse_in_message
+from chunkplan.intake.schemas.loss_flags import FLAGS, stated_loss
 from chunkplan.intake.schemas.refused import SUSPECT, refuse_media
 from chunkplan.intake.schemas.roles import PROGRAM_ROLES, ROLES, role_of, with_system
 
-#: Keys of a message that are meant for the training and not for a chat template.
-_LOSS_KEYS = ("loss", "loss_weight", "weight", "train", "training")
-
-#: What axolotl reads for parts of a message.
-_LOSS_OF_PARTS = "train_detail"
-
-_OWN_KEYS = {*_LOSS_KEYS, "role", "content"}
-_TURN_KEYS = {*_LOSS_KEYS, "from", "value"}
+_OWN_KEYS = {*FLAGS, "role", "content"}
+_TURN_KEYS = {*FLAGS, "from", "value"}
+_KNOWN = {*READ_IN_MESSAGES, *_OWN_KEYS, "parts", "value"}
+_SAID = {*_TURN_KEYS, *REASONING}
 
 #: The roles of those who say what is in their messages, as most do.
 _SPEAKERS = {name: role for name, role in ROLES.items() if name not in CALL_ROLES}
@@ -68,8 +65,9 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 continue
         value = typed(value, dict, f"{path}[{index}]")
         if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
+            loss = stated_loss(value, f"{path}[{index}]")
             roles = [role for role in _OF_EXCHANGE if role in exchange and (role != "system" or exchange[role].strip())]
-            messages += [Message(role, exchange[role]) for role in roles]
+            messages += [Message(role, exchange[role], loss if role == "assistant" else None) for role in roles]
             continue
         inside, name = f"{path}[{index}]", value.get("role", value.get("from"))
         is_call = type(name) is str and name.lower() in CALL_ROLES
@@ -81,8 +79,12 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
 
 
 def exchange_of(value: JsonObject) -> dict[str, str] | None:
-    """Role -> text of what a user asked and the assistant answered, perhaps behind a system text, in one object."""
-    roles = {key: _EXCHANGE_ROLES.get(key) or ROLES.get(key, key) for key, text in value.items() if text is not None}
+    """Role -> text of what a user asked and the assistant answered, perhaps behind a system text, in one object.
+
+    Flags beside them are those of the answer.
+    """
+    said = (key for key, text in value.items() if text is not None and key not in FLAGS)
+    roles = {key: _EXCHANGE_ROLES.get(key) or ROLES.get(key, key) for key in said}
     by_role = {role: value[key] for key, role in roles.items()}
     is_one = by_role.keys() | {"system"} == _OF_EXCHANGE and len(by_role) == len(roles)
     return by_role if is_one and all(type(text) is str for text in by_role.values()) else None
@@ -97,20 +99,24 @@ def make_conversation(messages: list[Message], tools: list[JsonObject] | None, p
 
 
 def unread_of_turn(turn: JsonObject) -> list[str]:
-    """The keys of a message in ShareGPT's layout that say something which no chat template sees."""
+    """The keys of a message that say something which chat templates do not know."""
     if exchange_of(turn):
         return []
-    return [key for key, value in turn.items() if value is not None and key not in _TURN_KEYS]
+    return [
+        key for key, value in turn.items() if value is not None and key not in (_KNOWN if "role" in turn else _SAID)
+    ]
 
 
 def _message(message: JsonObject, path: str) -> Message:
-    loss = _stated_loss(message, path)
+    loss = stated_loss(message, path)
     role = role_of(field(message, "role", str, path), f"{path}.role", says_if_it_counts=loss is not None)
     message = _with_content(message, path)
     # Rows of a table have every key of every row: null says nothing, and neither does an empty list of calls.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
     if fields.get("tool_calls") == []:
         del fields["tool_calls"]
+    if fields:
+        refuse_in_message(fields, path)
     if not SUSPECT.isdisjoint(fields):
         refuse_media(fields, path)
     if "function_call" in fields:
@@ -153,39 +159,16 @@ def _part(part: Any, path: str) -> JsonObject:
 
 def _turn(message: JsonObject, path: str) -> Message:
     speaker = field(message, "from", str, path)
-    loss = _stated_loss(message, path)
+    loss = stated_loss(message, path)
     role = role_of(speaker, f"{path}.from", says_if_it_counts=loss is not None)
     value = message.get("value")
     if isinstance(value, (list, dict)) and speaker.lower() in PROGRAM_ROLES:
         value = json.dumps(value, ensure_ascii=False)
     elif type(value) is not str:
         value = field(message, "value", str, path)
-    return Message(role, value, loss)
-
-
-def _stated_loss(message: JsonObject, path: str) -> bool | None:
-    """Whether a message counts in the loss, as its `loss`, `weight` or the like says; None where they say nothing.
-
-    Raises:
-        RecordError: what they say is neither yes nor no, or they disagree.
-    """
-    if message.get(_LOSS_OF_PARTS):
-        unsupported(f"`{path}.{_LOSS_OF_PARTS}` has parts of a message, which counts in the loss as a whole or not")
-    stated: dict[str, bool] = {}
-    for key in _LOSS_KEYS:
-        value = message.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, (bool, int, float)):
-            wrong(f"`{path}.{key}` is {json_type(value)}, expected 0 or 1")
-        if value not in (0, 1):
-            unsupported(f"`{path}.{key}` is {value}, expected 0 or 1", hint="a token counts in the loss or not")
-        stated[key] = bool(value)
-    if len(set(stated.values())) > 1:
-        wrong(
-            f"`{path}` says with {' and '.join(f'`{key}`' for key in stated)} both that it counts and that it does not"
-        )
-    return next(iter(stated.values()), None)
+    others = {key: inner for key, inner in message.items() if inner is not None and key not in _TURN_KEYS}
+    refuse_in_message(others, path)
+    return Message(role, value, loss, {key: others[key] for key in REASONING if others.get(key)})
 
 
 def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, ...]:
@@ -199,6 +182,11 @@ def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, .
         kind = field(part, "type", str, inside)
         if kind not in ("text", "reasoning", "tool_call"):
             unsupported(f'`{inside}` is a part of type "{kind}": only text, reasoning and tool calls are planned')
+        if flags := [key for key, one in part.items() if key not in ("text", "value") and is_flag(key, one)]:
+            unsupported(
+                f"`{inside}.{flags[0]}` may say what counts in the loss, and a message counts as a whole or not",
+                hint="say of the message whether it counts; remove the key if it means another thing",
+            )
         if kind == "tool_call":
             calls.append(call_of(part.get("value"), f"{inside}.value"))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from chunkplan.intake.records import Conversation, JsonObject, PromptRecord
-from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history
+from chunkplan.intake.schemas.beside import BESIDE_MESSAGES, begin_with_system, refuse_history, system_key
 from chunkplan.intake.schemas.content import keys_of_content
 from chunkplan.intake.schemas.fields import empty, field, is_blank, json_type, optional_text, tools, unsupported, wrong
 from chunkplan.intake.schemas.flags import column_flags, line_of
@@ -27,11 +27,12 @@ def parse(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Convers
     prompt, completion = field(record, prompt_key, str), field(record, completion_key, str)
     if is_blank(prompt) and is_blank(completion):
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
-    if optional_text(record, columns["system"]) is not None:
+    system = system_key(record, columns)
+    if optional_text(record, system) is not None:
         flags = line_of(column_flags({"question": prompt_key, "answer": completion_key}))
-        reads_all = {*columns.values()}.issuperset(keys_of_content([record]))
+        reads_all = {*columns.values(), system}.issuperset(keys_of_content([record]))
         hint = f"{flags} reads all three as a conversation" if reads_all else "write the record as `messages`"
-        _misplaced(columns["system"], hint)
+        _misplaced(system, hint)
     if tools(record, columns):
         key = next(columns[role] for role in ("tools", "functions") if record.get(columns[role]))
         _misplaced(key, "write the record as `messages`")

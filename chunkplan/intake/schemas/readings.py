@@ -11,6 +11,7 @@ from chunkplan.intake.schemas.fields import quoted
 from chunkplan.intake.schemas.flags import CHOOSE, LayoutError, column_flags, spaced
 from chunkplan.intake.schemas.layout import has_all
 from chunkplan.intake.schemas.registry import GROUPS, SCHEMAS
+from chunkplan.intake.schemas.roles import is_message
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
             isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
             for value in record.values()
         )
-    if name == "text" and "role" in record:
-        return keys["text"] == "text"  # it is one message of a conversation
+    if name == "text" and (is_message(record) or ("role" in record and keys["text"] != "text")):
+        return False  # it is one message of a conversation
     if name in ("text", "question+answer") and any(role != key for role, key in keys.items()):
         return all(type(record[key]) is str for key in keys.values())
     if name == "messages" and keys["messages"] == "contents":  # Gemini's

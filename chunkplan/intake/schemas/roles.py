@@ -16,7 +16,7 @@ itself with `loss` or a weight whether it counts. The chat template then gets th
 
 from __future__ import annotations
 
-from chunkplan.intake.records import Message
+from chunkplan.intake.records import JsonObject, Message
 from chunkplan.intake.schemas.fields import shortened, wrong
 
 ROLES = {
@@ -30,6 +30,9 @@ ROLES = {
 
 #: Roles of programs: what they write may be a JSON value instead of a string.
 PROGRAM_ROLES = ("function_call", "tool_call", "tool", "function", "ipython", "observation", "tool_response")
+
+#: Keys of a message that may say who speaks.
+SPEAKERS = ("role", "from", "speaker", "sender")
 
 
 def role_of(name: str, path: str, *, says_if_it_counts: bool) -> str:
@@ -48,6 +51,12 @@ def role_of(name: str, path: str, *, says_if_it_counts: bool) -> str:
             "the chat template then gets the role as it is",
         )
     return name
+
+
+def is_message(record: JsonObject) -> bool:
+    """Whether a whole record is one message of a conversation: somebody who is known says a `text` or `content`."""
+    speaks = any(str(record.get(key)).lower() in ROLES for key in SPEAKERS)
+    return speaks and ("text" in record or "content" in record)
 
 
 def with_system(messages: list[Message]) -> list[Message]:

@@ -12,9 +12,10 @@ from typing import Any
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.content import holds_content, keys_of_content, words_of
-from chunkplan.intake.schemas.fields import messages_in
+from chunkplan.intake.schemas.content import holds_content, keys_of_content
+from chunkplan.intake.schemas.fields import messages_in, words_of
 from chunkplan.intake.schemas.layout import RecordLayout
+from chunkplan.intake.schemas.left_over import with_left_over
 from chunkplan.intake.schemas.message_list import exchange_of
 from chunkplan.intake.schemas.readings import choose_reading
 from chunkplan.intake.schemas.registry import SCHEMAS
@@ -215,7 +216,8 @@ def can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str
         with suppress(DataError, RecursionError):
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
-                parsed = schema.parse(record, {**usual, **columns, **reading.keys})
+                layout = RecordLayout(name, {**usual, **columns, **reading.keys}, "")
+                parsed = with_left_over(layout, record, schema.parse(record, layout.columns))
                 if not isinstance(parsed, Conversation) or any(map(may_count, parsed.messages)):
                     read.append(record)
     return 2 * len(read) >= len(records) > 0 and not unread_content(RecordLayout(name, usual | columns, ""), read)

@@ -12,12 +12,11 @@ from chunkplan.intake.schemas.content import keys_of_content
 from chunkplan.intake.schemas.fields import messages_in, quoted, shortened
 from chunkplan.intake.schemas.flags import CHOOSE, Flag, column_flags, spaced
 from chunkplan.intake.schemas.message_list import parse_messages
-from chunkplan.intake.schemas.roles import ROLES
+from chunkplan.intake.schemas.roles import ROLES, SPEAKERS, is_message
 from chunkplan.intake.schemas.suggestion import are_messages, can_be_read, is_plain, may_count, only_key
 from chunkplan.quantities import counted
 
-#: Keys of a message that may say who speaks, and what is said, in layouts that are not known as well.
-_SPEAKERS = ("role", "from", "speaker", "sender")
+#: Keys of a message that may say what is said, in layouts that are not known as well.
 _SAID = ("content", "value", "text", "message", "body", "utterance")
 
 #: Those that are known together.
@@ -36,12 +35,17 @@ _LIST = "; `chunkplan analyze --help` lists the schemas"
 
 def are_messages_each(records: Sequence[JsonObject]) -> bool:
     """Whether each record is one message of a conversation."""
-    return all("role" in record and "content" in record for record in records)
+    return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
 def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> list[str | Flag]:
     """What to do with records that no keys are suggested for, as parts of a hint that names all that holds content."""
     if are_messages_each(records):
+        if tree := next((key for key in ("parent_id", "message_tree_id") if any(key in one for one in records)), None):
+            return [
+                f"a record is one message of a tree (`{tree}`): write the messages from a root to each answer that is "
+                "to be trained as one record with `messages`; --format text reads each as a text of its own"
+            ]
         return ["a record is one message: write all messages of a conversation as one record with `messages`"]
     content = keys_of_content(records)
     lists = {key: objects for key in records[0] if is_plain(key) and (objects := _objects_in(records[0], key))}
@@ -71,7 +75,7 @@ def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObj
     """What to do with a conversation under `key`, "" where it is none, and what else with content its messages have."""
     texts = {name: text for name, text in messages[0].items() if type(text) is str}
     said = next((name for name in _SAID if name in texts), None)
-    speaker = next((name for name in texts if name in _SPEAKERS or texts[name].lower() in ROLES), said)
+    speaker = next((name for name in texts if name in SPEAKERS or texts[name].lower() in ROLES), said)
     if said and speaker and said != speaker and (speaker, said) not in _KNOWN:
         speakers = dict.fromkeys(str(message.get(speaker)) for message in messages)
         unknown = [name for name in speakers if name.lower() not in ROLES]
