@@ -124,7 +124,7 @@ def test_a_line_repeats_what_the_user_has_said() -> None:
         {"score": 3, "meta": {}},
         {"context": "some words", "prompt_a": "a b", "prompt_b": "b c", "response": "few words"},
         {"article_text": "words", "title": "some words", "text_type": "a b"},
-        {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"token_ids": [1, 2, 3], "advantages": [0.1, 0.2, 0.3]},
         {"prompt": "a b", "prompt_len": 512},
         {"question\n\x1b[31m": "a", "answer": "b"},
         {"question" + "x" * 200: "a", "answer": "b"},
