@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+_Array = npt.NDArray[np.float64]
+
+
+def pairs_before(num_tokens: _Array, attention_pairs: _Array) -> _Array:
+    """Twice the tokens that a chunk sees before its own, [n]: they tell it of a chunk that is one part of a sequence."""
+    before: _Array = np.maximum(attention_pairs / np.maximum(num_tokens, 1) - num_tokens, 0)
+    return before
+
 
 class LayerTime(NamedTuple):
     """Nanoseconds of a layer: for each token of a chunk, and for the chunk."""
@@ -17,7 +28,8 @@ class Again(NamedTuple):
     """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
 
     `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
-    sending the input of a token to host memory takes, or fetching it: beside the work of the layer.
+    sending the input of a token to host memory takes, or fetching it: beside the work of the layer. `launch`: what the
+    host takes for the kernels.
     """
 
     token: float = 0.0
@@ -25,13 +37,21 @@ class Again(NamedTuple):
     chunk: float = 0.0
     exchange: tuple[float, float] = (0, 0)
     host: float = 0.0
+    launch: float = 0.0
 
     @classmethod
     def mean(cls, of_layers: Sequence[Again]) -> Again:
         """That of a layer on average."""
-        parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host) for one in of_layers)
-        token, pair, chunk, heads, pages, host = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
-        return cls(token, pair, chunk, (heads, pages), host)
+        parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host, one.launch) for one in of_layers)
+        token, pair, chunk, heads, pages, *others = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
+        return cls(token, pair, chunk, (heads, pages), *others)
+
+
+class AttentionTime(NamedTuple):
+    """Nanoseconds of attention in a layer, one direction: of a pair, and of a token for the mask of its own chunk."""
+
+    pair: float = 0.0
+    token: float = 0.0
 
 
 class Sums(NamedTuple):
@@ -54,10 +74,12 @@ class Rates(NamedTuple):
     """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
-    ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
-    model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
-    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. It takes the
-    `sums` besides. `again` is that of a layer on average, and `again_of_layers` that of each, empty where all are the
+    ones has t (2 p + t); a causal mask leaves half of them. Attention takes `mask` of a token besides, and a block of p
+    earlier keys has as many pairs as if `ramp_queries` more tokens saw them. `head` is a token's in the vocabulary
+    head, on the last model stage only. A backward takes as long as two forwards of its layers, but for attention where
+    `attention_backward` says otherwise, and what it runs `again`, less what `frozen` and, of a token in the head,
+    `frozen_head` say: gradients of weights that are not trained. It takes the `sums` besides. `launch` is what the host
+    takes for a forward of a layer, and for a backward: a GPU that is done before waits for it. `again` is that of a layer on average, and `again_of_layers` that of each, empty where all are the
     same. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as a forward
     without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
     fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
@@ -81,6 +103,28 @@ class Rates(NamedTuple):
     weight_half: LayerTime | None = None
     again_of_layers: tuple[Again, ...] = ()
     host_kv: tuple[float, float] = (0.0, 0.0)
+    mask: float = 0.0
+    ramp_queries: float = 0.0
+    attention_backward: AttentionTime | None = None
+    launch: float = 0.0
+
+    @property
+    def backward(self) -> AttentionTime:
+        """Of attention in a backward."""
+        return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
+
+    def seen(self, num_tokens: _Array, attention_pairs: _Array) -> _Array:
+        """The pairs that attention takes the time of, [n]: with those of the ramp."""
+        seen: _Array = attention_pairs + self.ramp_queries * pairs_before(num_tokens, attention_pairs)
+        return seen
+
+    def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
+        """A forward and a backward through a layer, of tokens and pairs alone, without what is run again; [n] each."""
+        seen, backward = self.seen(num_tokens, attention_pairs), self.backward
+        return (
+            self.token * num_tokens + self.pair * seen + self.mask * num_tokens,
+            2 * self.token * num_tokens + backward.pair * seen + backward.token * num_tokens,
+        )
 
     def again_within(self, start: int, stop: int) -> Again:
         """What is run again of a layer from `start` on and before `stop`, on average."""

@@ -122,8 +122,9 @@ def _shared_times(
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
     pairs = attention_pairs_of(own, begins, cost.shape.sights) / size
-    own_forward = rates.token * own / size + rates.chunk + rates.pair * pairs
-    own_backward = 2 * own_forward + more[0] * own / size + more[1] + rates.again.pair * pairs
+    of_work = rates.of_work(own / size, pairs)
+    own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))
+    own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * rates.seen(own / size, pairs)
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
