@@ -1,6 +1,6 @@
-"""Predictions beside what was measured on a GPU: of chunks and of steps, and what each term of the cost model is worth.
+"""Predictions beside what was measured on a GPU, of chunks and of steps, and what terms of the cost model are worth.
 
-    python benchmarks/predictions.py                      # the profile h200 and benchmarks/measured/h200-2026-11-26.json
+    python benchmarks/predictions.py  # of the profile h200, beside benchmarks/measured/h200-2026-11-26.json
     python benchmarks/predictions.py --measured FILE --hardware NAME
 
 A profile is fitted to rates and chunks, never to steps. "without" a term, the rest is fitted again.

@@ -185,11 +185,14 @@ def _host_link_ns(
 
 
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
-    """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
+    """Time of a forward and a backward through all model stages, without overhead and recompute; both [n].
+
+    The ramp of attention is overhead: without it parts take together as long as their sequence.
+    """
     rates, tokens = cost.rates, num_tokens.astype(np.float64)
     num_layers = cost.shape.num_layers
     forward, backward = rates.of_work(tokens, attention_pairs)
-    again = num_layers * (rates.again.token * tokens + rates.again.pair * rates.seen(tokens, attention_pairs))
+    again = num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs)
     everything = num_layers * forward + num_layers * backward + again + rates.trained_head * tokens
     return whole_ns(everything - num_layers * rates.frozen.token * tokens)
 
@@ -205,7 +208,8 @@ def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray)
     That is a forward through all layers: the head is left out the first time, see `durations`.
     """
     pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)
-    forward, _ = cost.rates.of_work(num_tokens.astype(np.float64), pairs)
+    tokens = num_tokens.astype(np.float64)
+    forward, _ = cost.rates.of_work(tokens, cost.rates.seen(tokens, pairs))
     return whole_ns(cost.shape.num_layers * forward)
 
 

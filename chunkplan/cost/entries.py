@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ def from_entries(
     where: str,
     hint: str,
     optional: Collection[str] = (),
-    **also: Domain,
+    also: Mapping[str, Domain] | None = None,
 ) -> Entries:
     """A dataclass of strings, flags and numbers from a dict that has an entry for each of its fields and no other.
 
@@ -39,7 +39,7 @@ def from_entries(
     Raises:
         DataError: an entry is missing, unknown, or not what it should be.
     """
-    expected = {field.name: also.get(field.name) or _TESTS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    expected = {field.name: (also or {}).get(field.name) or _TESTS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
     tests = {f"{name}?" if name in optional else name: test for name, test in expected.items()}
     if found := find_mismatch(values, tests, path):
         raise DataError(found, where=where, hint=hint)

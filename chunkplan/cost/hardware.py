@@ -111,11 +111,11 @@ def hardware_of(values: Any, *, path: str, where: str, hint: str) -> Hardware:
     Raises:
         DataError: an entry is missing, unknown, or not what it should be.
     """
-    found = from_entries(Hardware, values, path=path, where=where, hint=hint, optional=_OPTIONAL, attention=_TABLES)
+    also = {"attention": _TABLES}
+    found = from_entries(Hardware, values, path=path, where=where, hint=hint, optional=_OPTIONAL, also=also)
+    inside = f"{path}.attention" if path else "attention"
     tables = (
-        from_entries(
-            AttentionRates, table, path=f"{path}{'.' if path else ''}attention[{place}]", where=where, hint=hint
-        )
+        from_entries(AttentionRates, table, path=f"{inside}[{place}]", where=where, hint=hint)
         for place, table in enumerate(found.attention)
     )
     return replace(found, attention=tuple(tables))

@@ -12,7 +12,7 @@ _Array = npt.NDArray[np.float64]
 
 
 def pairs_before(num_tokens: _Array, attention_pairs: _Array) -> _Array:
-    """Twice the tokens that a chunk sees before its own, [n]: they tell it of a chunk that is one part of a sequence."""
+    """Twice the tokens before a chunk, [n], as its pairs tell them of one that is a part of one sequence."""
     before: _Array = np.maximum(attention_pairs / np.maximum(num_tokens, 1) - num_tokens, 0)
     return before
 
@@ -79,13 +79,14 @@ class Rates(NamedTuple):
     head, on the last model stage only. A backward takes as long as two forwards of its layers, but for attention where
     `attention_backward` says otherwise, and what it runs `again`, less what `frozen` and, of a token in the head,
     `frozen_head` say: gradients of weights that are not trained. It takes the `sums` besides. `launch` is what the host
-    takes for a forward of a layer, and for a backward: a GPU that is done before waits for it. `again` is that of a layer on average, and `again_of_layers` that of each, empty where all are the
-    same. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as a forward
-    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
-    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
-    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
-    no less. `host_kv`: what fetching keys and values of a token of the prefix takes in a forward, and with gradients in
-    a backward, where these share the link to host memory with inputs of layers (`Again.host`); else nothing.
+    takes for a forward of a layer, and for a backward: a GPU that is done before waits for it. `again` is that of a
+    layer on average, and `again_of_layers` that of each, empty where all are the same. `weight_half`: what the weight
+    half of a backward takes beside those of its layers, None: as long as a forward without attention. `link_token` and
+    `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes
+    where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
+    go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
+    values of a token of the prefix takes in a forward, and with gradients in a backward, where these share the link to
+    host memory with inputs of layers (`Again.host`); else nothing.
     """
 
     token: float
@@ -114,16 +115,16 @@ class Rates(NamedTuple):
         return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
 
     def seen(self, num_tokens: _Array, attention_pairs: _Array) -> _Array:
-        """The pairs that attention takes the time of, [n]: with those of the ramp."""
+        """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
         seen: _Array = attention_pairs + self.ramp_queries * pairs_before(num_tokens, attention_pairs)
         return seen
 
     def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
-        """A forward and a backward through a layer, of tokens and pairs alone, without what is run again; [n] each."""
-        seen, backward = self.seen(num_tokens, attention_pairs), self.backward
+        """A forward and a backward through a layer, of tokens and of so many pairs, without what is run again; [n]."""
+        backward = self.backward
         return (
-            self.token * num_tokens + self.pair * seen + self.mask * num_tokens,
-            2 * self.token * num_tokens + backward.pair * seen + backward.token * num_tokens,
+            self.token * num_tokens + self.pair * attention_pairs + self.mask * num_tokens,
+            2 * self.token * num_tokens + backward.pair * attention_pairs + backward.token * num_tokens,
         )
 
     def again_within(self, start: int, stop: int) -> Again:

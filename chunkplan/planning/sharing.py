@@ -121,10 +121,10 @@ def _shared_times(
     forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
-    pairs = attention_pairs_of(own, begins, cost.shape.sights) / size
+    pairs = rates.seen(own / size, attention_pairs_of(own, begins, cost.shape.sights) / size)
     of_work = rates.of_work(own / size, pairs)
     own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))
-    own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * rates.seen(own / size, pairs)
+    own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * pairs
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):

@@ -34,10 +34,10 @@ def measure_attention(
     Nothing of a model without attention.
     """
     (kv_heads, key_dim), (_, value_dim) = kv_shapes(config)
-    heads = entry_of(config, "num_attention_heads")
-    softcap = entry_of(config, "attn_logit_softcapping")
+    heads, softcap = (entry_of(config, name) for name in ("num_attention_heads", "attn_logit_softcapping"))
+    others = [(size, size) for size in _HEAD_SIZES[device.type]]
     found = []
-    for dims in dict.fromkeys([(key_dim, value_dim), *((size, size) for size in _HEAD_SIZES[device.type])] * bool(heads)):
+    for dims in dict.fromkeys([(key_dim, value_dim), *others]) if heads else ():
         kernel = Kernels(attention).choose(device, dtype, dims, Form(1.0, causal=True, softcap=softcap))
         found.append(_of_heads(kernel, device, dtype, (heads, kv_heads), dims, seconds))
     return tuple(found)
@@ -58,11 +58,11 @@ def _of_heads(
         """Seconds of a forward and of a backward."""
         form = Form(dims[0] ** -0.5, causal)
         made = ((heads[0], num_queries, dims[0]), (heads[1], num_keys, dims[0]), (heads[1], num_keys, dims[1]))
-        tensors = [torch.randn(shape, device=device).to(dtype) for shape in made]
-        out, lse = kernel.forward(*tensors, form)
+        query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in made)
+        out, lse = kernel.forward(query, key, value, form)
         gradient = torch.randn_like(out)
-        forward = seconds(lambda: kernel.forward(*tensors, form))
-        return forward, seconds(lambda: kernel.backward(gradient, *tensors, out, lse, form))
+        forward = seconds(lambda: kernel.forward(query, key, value, form))
+        return forward, seconds(lambda: kernel.backward(gradient, query, key, value, out, lse, form))
 
     blocks, short, squares = times(many, num_keys, False), times(few, num_keys, False), times(many, many, True)
     of_query = max(blocks[0] - short[0], _LEAST * blocks[0]) / (many - few)
