@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -96,3 +97,14 @@ def test_each_term_is_worth_something(predictions: ModuleType) -> None:
             (np.mean(each.chunks**2), np.mean(each.steps[1:] ** 2)) for each in (without, whole)
         )
         assert chunks > of_chunks or steps > of_steps, name
+
+
+def test_the_tables_of_the_document_are_what_the_program_prints(
+    predictions: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["predictions.py"])
+    predictions.main()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert len(tables) == 3
+    document = (ROOT / "docs" / "cost-model.md").read_text()
+    assert [table for table in tables if table not in document] == []
