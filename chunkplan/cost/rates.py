@@ -123,8 +123,8 @@ class Rates(NamedTuple):
         """A forward and a backward through a layer, of tokens and of so many pairs, without what is run again; [n]."""
         backward = self.backward
         return (
-            self.token * num_tokens + self.pair * attention_pairs + self.mask * num_tokens,
-            2 * self.token * num_tokens + backward.pair * attention_pairs + backward.token * num_tokens,
+            (self.token + self.mask) * num_tokens + self.pair * attention_pairs,
+            (2 * self.token + backward.token) * num_tokens + backward.pair * attention_pairs,
         )
 
     def again_within(self, start: int, stop: int) -> Again:

@@ -117,7 +117,7 @@ def test_with_noise_of_three_percent_rates_come_out_within_a_few_percent(precisi
     assert found.cost.rates.backward.pair == pytest.approx(true.backward.pair, rel=0.05)
     if precision == "bf16":  # in float32 the GPU hides all of it
         assert found.cost.rates.launch == pytest.approx(true.launch, rel=0.05)
-    assert 0.005 < np.median(found.held_out_errors) < 0.03
+    assert 0.005 < np.median(found.held_out_errors) < 0.04
     assert found.held_out_errors.max() < 0.1
 
 
