@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from chunkplan.cost.attention_rates import MEASURED_QUERIES, AttentionRates
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.rates import AttentionTime
+from chunkplan.cost.rates import AttentionTime, Rates
 from chunkplan.cost.shape import Layer, ModelShape
 
 
-def attention_times(shape: ModelShape, hardware: Hardware, slower: float, tp: int) -> dict[str, Any]:
-    """What `Rates` has of attention, which takes `slower` times as long as in bf16, on `tp` GPUs.
+def with_attention(rates: Rates, shape: ModelShape, hardware: Hardware, slower: float, tp: int) -> Rates:
+    """`rates` with what they say of attention, which takes `slower` times as long as in bf16, on `tp` GPUs.
 
     A pair without a mask has half of the 4 FLOPs of one that is seen. A square takes as long as a block with as many
     pairs, and what its mask costs each of its queries.
     """
     if not hardware.attention:
-        return {"pair": 2e9 * slower * shape.mean(lambda layer: layer.attention_width) / tp / hardware.attention_flops}
+        pair = 2e9 * slower * shape.mean(lambda layer: layer.attention_width) / tp / hardware.attention_flops
+        return rates._replace(pair=pair)
 
     def mean(flops: float, of: Callable[[AttentionRates], float]) -> float:
         return 1e9 * slower * flops * shape.mean(partial(_of_layer, hardware, of)) / tp
@@ -31,12 +31,12 @@ def attention_times(shape: ModelShape, hardware: Hardware, slower: float, tp: in
 
     forward = of_direction(2, "forward_blocks", "forward_squares")
     ramp = mean(2, lambda rates: rates.ramp_queries / rates.of_many(rates.forward_blocks))
-    return {
-        "pair": forward.pair,
-        "mask": forward.token,
-        "ramp_queries": ramp / forward.pair if forward.pair else 0.0,
-        "attention_backward": of_direction(5, "backward_blocks", "backward_squares"),
-    }
+    return rates._replace(
+        pair=forward.pair,
+        mask=forward.token,
+        ramp_queries=ramp / forward.pair if forward.pair else 0.0,
+        attention_backward=of_direction(5, "backward_blocks", "backward_squares"),
+    )
 
 
 def _of_layer(hardware: Hardware, of: Callable[[AttentionRates], float], layer: Layer) -> float:

@@ -51,7 +51,7 @@ class Hardware:
     launch_ns: float = 0.0
     attention: tuple[AttentionRates, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The entries of a profile, which JSON can hold; without those that it may leave out where it has none."""
         return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
 

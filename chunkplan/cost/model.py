@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
-from chunkplan.cost.attention import attention_times
+from chunkplan.cost.attention import with_attention
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, fewer_kernels, mlp_copies, norm_copies
 from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
@@ -206,7 +206,7 @@ class CostModel(Options):
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
         rates = Rates(
             token=product * self._products + (collectives + copies) * 1e9,
-            **attention_times(shape, hardware, slower, tp),
+            pair=0.0,
             launch=kernels * hardware.launch_ns,
             chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
@@ -214,6 +214,7 @@ class CostModel(Options):
             link=hardware.link_ns,
             sums=self._sums(reduced=self.shares("gradients")),
         )
+        rates = with_attention(rates, shape, hardware, slower, tp)
         link = host_link(shape, tp * hardware.host_bytes, self.num_bytes)
         rates = with_again(rates, self.levels, shape, product, ramp, copies * 1e9, link, self.kv_offload)
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
