@@ -19,7 +19,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.balance.assign import assign
-from chunkplan.cost.durations import Float64Array, attention_pairs_of
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, seen_pairs
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
@@ -44,7 +44,7 @@ def chunk_ns(cost: CostModel, tokens: Int64Array, pairs: Float64Array, size: int
     """
     rates, num_layers = cost.rates, cost.shape.num_layers
     own = tokens / size
-    seen = rates.seen(own, pairs / size)
+    seen = seen_pairs(rates, own, pairs / size)
     again = rates.again.token * own + rates.again.pair * seen
     work = sum(rates.of_work(own, seen), again) + cost.passes * rates.chunk
     best = np.full(tokens.size, np.inf)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.rates import Again, Rates, pairs_before
+from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import FULL, Sight
 from chunkplan.layers import split_layers
 from chunkplan.operations import BACKWARDS, OPS
@@ -127,7 +127,7 @@ def durations(
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
-    seen = rates.seen(tokens, attention_pairs)
+    seen = seen_pairs(rates, tokens, attention_pairs)
     for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
         layer_forward = linear + num_layers * rates.pair * seen + num_layers * rates.mask * tokens
@@ -169,6 +169,17 @@ def durations(
     return times
 
 
+def seen_pairs(rates: Rates, num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
+    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
+    return attention_pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
+
+
+def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
+    """Twice the tokens before a chunk, [n], as its pairs tell them of one that is a part of one sequence."""
+    before: Float64Array = np.maximum(attention_pairs / np.maximum(num_tokens, 1) - num_tokens, 0)
+    return before
+
+
 def _host_link_ns(
     tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: Again
 ) -> dict[str, Float64Array]:
@@ -179,7 +190,7 @@ def _host_link_ns(
     """
     if not again.host:
         return {}
-    prefix = pairs_before(tokens, attention_pairs) / 2
+    prefix = _before(tokens, attention_pairs) / 2
     forward, backward = (again.host * tokens + of_prefix * prefix for of_prefix in rates.host_kv)
     return {"forward": forward, "recompute": forward, "backward": backward, "backward_input": backward}
 
@@ -209,7 +220,7 @@ def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray)
     """
     pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)
     tokens = num_tokens.astype(np.float64)
-    forward, _ = cost.rates.of_work(tokens, cost.rates.seen(tokens, pairs))
+    forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, pairs))
     return whole_ns(cost.shape.num_layers * forward)
 
 

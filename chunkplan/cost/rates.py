@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # numpy is imported where there are arrays
+    import numpy as np
+    import numpy.typing as npt
 
-_Array = npt.NDArray[np.float64]
-
-
-def pairs_before(num_tokens: _Array, attention_pairs: _Array) -> _Array:
-    """Twice the tokens before a chunk, [n], as its pairs tell them of one that is a part of one sequence."""
-    before: _Array = np.maximum(attention_pairs / np.maximum(num_tokens, 1) - num_tokens, 0)
-    return before
+    _Array = npt.NDArray[np.float64]
 
 
 class LayerTime(NamedTuple):
@@ -113,11 +108,6 @@ class Rates(NamedTuple):
     def backward(self) -> AttentionTime:
         """Of attention in a backward."""
         return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
-
-    def seen(self, num_tokens: _Array, attention_pairs: _Array) -> _Array:
-        """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
-        seen: _Array = attention_pairs + self.ramp_queries * pairs_before(num_tokens, attention_pairs)
-        return seen
 
     def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
         """A forward and a backward through a layer, of tokens and of so many pairs, without what is run again; [n]."""
