@@ -19,7 +19,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.balance.assign import assign
-from chunkplan.cost.durations import Float64Array, attention_pairs_of
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, seen_pairs
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.packing import pack_lengths
@@ -43,12 +43,15 @@ def chunk_ns(cost: CostModel, tokens: Int64Array, pairs: Float64Array, size: int
     By heads and by pages as is fastest.
     """
     rates, num_layers = cost.rates, cost.shape.num_layers
-    forward = (rates.token * tokens + rates.pair * pairs) / size + rates.chunk
+    own = tokens / size
+    seen = seen_pairs(rates, own, pairs / size)
+    again = rates.again.token * own + rates.again.pair * seen
+    work = sum(rates.of_work(own, seen), again) + cost.passes * rates.chunk
     best = np.full(tokens.size, np.inf)
     for heads in head_degrees(size, cost):
         one = np.ones(tokens.size, np.int64)
         exchange = exchange_times(cost, tokens, 0 * tokens, one, size * one, heads * one, attention_pairs=pairs)
-        best = np.minimum(best, cost.passes * forward + exchange.forward + exchange.with_again(rates.again))
+        best = np.minimum(best, work + exchange.forward + exchange.with_again(rates.again))
     return num_layers * best + rates.trained_head * tokens / size + rates.sums.of_chunk(num_layers)
 
 

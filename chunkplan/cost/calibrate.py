@@ -1,14 +1,15 @@
 """A hardware profile from times of chunks: the one whose predictions are nearest to what was measured.
 
-The cost model is linear in the time that a FLOP of a product, a FLOP of attention, a copied byte, a token of ramp and
-a kernel take. Times of chunks of one model tell four sums of them apart (what a token, a pair, a chunk and a token in
-the head take), so two of the five lean on what the device does on its own: copies and the overhead of a layer. All
-else in a profile one device cannot show; it comes from a profile that is given.
+The cost model is linear in the time that a FLOP of a product, a copied byte, a FLOP of attention forward and backward,
+queries and tokens of ramps, a kernel and its launch take, as long as what the GPU does takes longer than what the host
+does, or the other way round. Times of chunks of one model do not tell all of these apart, so each leans on what the
+device does on its own, or, where that was not measured, on a profile that is given. All else in a profile one device
+cannot show; it comes from that profile too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -21,7 +22,7 @@ from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.memory import stage_memory
-from chunkplan.cost.model import CostModel, Precision
+from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
 from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
@@ -32,16 +33,28 @@ _HOLD_OUT_EVERY = 3
 #: Fewer chunks than these do not tell the rates apart.
 LEAST_CHUNKS = 6
 
-#: Entries of a profile by what the fit scales, times of products, copies, attention, ramp and kernels: see `_hardware`.
-_SCALED = (("flops", "fp32_flops"), ("copy_bytes",), ("attention_flops",), ("ramp_tokens",), ("kernel_ns",))
-_COPY, _KERNEL = 1, 4
+#: Entries of a profile by what the fit scales: see `_hardware`.
+_SCALED = (
+    ("flops", "fp32_flops"),
+    ("copy_bytes",),
+    ("forward_blocks", "forward_squares", "attention_flops"),
+    ("backward_blocks", "backward_squares"),
+    ("ramp_queries",),
+    ("ramp_tokens",),
+    ("kernel_ns",),
+    ("launch_ns",),
+)
 
-#: The least scales: products, copies and attention no faster than any device does them, ramp and kernels next to none.
-_LEAST = np.array([0.25, 0.1, 0.1, 0.01, 0.001])
+#: The least scales: products, copies and attention no faster than any device does them, the rest next to nothing.
+_LEAST = np.array([0.25, 0.1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
-#: How far the device's own rate of copies and overhead of a layer are from those within chunks, over how far times of
-#: chunks are from the model: the weight of the former in the fit. Where times decide, it does not matter.
-_TRUST = 0.1
+#: How far what a chunk takes is from the model, over how far each scale is from 1: its weight in the fit. Products and
+#: attention are the same in a chunk and alone; copies are not all large, and the rest is an estimate, or was measured
+#: of layers that are not like these. Where times decide, it does not matter.
+_TRUST = np.array([1, 0.1, 1, 1, 0.1, 0.1, 0.1, 0.1])
+
+#: The most steps towards the best scales, how far each looks around, and how often a step is halved that leads away.
+_STEPS, _NEAR, _HALVES = 30, 1e-3, 5
 
 #: Entries of a profile that times of chunks decide; those of products are scaled together.
 FITTED = tuple(name for names in _SCALED for name in names)
@@ -97,20 +110,6 @@ class Calibration:
         """The median spread of a chunk's repetitions: no prediction can be nearer than that."""
         return float(np.median([chunk.spread for chunk in self.chunks]))
 
-    @property
-    def backward_forwards(self) -> float:
-        """How many forwards of its layers a backward takes, by the times measured; the cost model has it at 2.
-
-        What the head and sums of gradients take is left out, at the rate of copies that was measured: the fitted one
-        makes up for a backward that takes more.
-        """
-        tokens = np.array([chunk.num_tokens for chunk in self.chunks])
-        forward_kv, train = _measured(self.chunks).T
-        hardware = replace(self.cost.hardware, copy_bytes=self.rates.copy_bytes)
-        rates, num_layers = replace(self.cost, hardware=hardware).rates, self.cost.shape.num_layers
-        beside = rates.trained_head * tokens + rates.sums.of_chunk(num_layers)
-        return float(np.median((train - beside) / forward_kv - 1))
-
 
 def calibrate(
     chunks: Sequence[ChunkTime],
@@ -138,28 +137,42 @@ def calibrate(
     held_out[np.random.default_rng(seed).permutation(len(chunks))[::_HOLD_OUT_EVERY]] = True
     fitted = [chunk for chunk, out in zip(chunks, held_out, strict=True) if not out]
 
-    def cost(scales: Sequence[float]) -> CostModel:
-        return CostModel(shape=shape, hardware=_hardware(scales, rates, base, name), precision=precision)
-
-    alone = [cost(row) for row in np.maximum(np.eye(len(_SCALED)), 1e-12)]  # only one of them takes any time
-    matrix = np.stack([(_predicted(one, fitted) / _measured(fitted)).ravel() for one in alone], 1)
-    leaning = np.zeros((2, len(_SCALED)))
-    leaning[0, _COPY] = 1
-    leaning[1, _KERNEL] = alone[_KERNEL].rates.chunk / rates.layer_overhead_ns
-    values = np.append(np.ones(len(matrix)), [_TRUST, _TRUST])
-    scales = _least_squares(np.concatenate([matrix, _TRUST * leaning]), values, _LEAST)
-    found = cost(scales.tolist())
-    forward_kv, train = _predicted(found, chunks).T
+    found, untold = fit(fitted, rates, shape=shape, precision=precision, base=base, name=name)
+    forward_kv, train = predicted_ns(found, chunks).T
     return Calibration(
         cost=found,
         base=base,
         rates=rates,
         chunks=tuple(chunks),
         held_out=held_out,
-        untold=tuple(name for place in np.flatnonzero(scales == _LEAST) for name in _SCALED[place]),
+        untold=untold,
         forward_kv_ns=forward_kv,
         train_ns=train,
     )
+
+
+def fit(
+    chunks: Sequence[ChunkTime],
+    rates: DeviceRates,
+    *,
+    shape: ModelShape,
+    precision: Precision,
+    base: Hardware,
+    name: str,
+    simplify: Callable[[Hardware], Hardware] = lambda hardware: hardware,
+) -> tuple[CostModel, tuple[str, ...]]:
+    """The model on the profile called `name` that is nearest to all `chunks`, and what these do not tell of it.
+
+    `simplify`: what is left out of every profile that is tried.
+    """
+
+    def cost(scales: Float64Array) -> CostModel:
+        hardware = simplify(_hardware(scales.tolist(), rates, base, name, precision))
+        return CostModel(shape=shape, hardware=hardware, precision=precision)
+
+    scales = _nearest(lambda scales: (predicted_ns(cost(scales), chunks) / _measured(chunks)).ravel())
+    untold = np.flatnonzero(scales <= _LEAST * (1 + _NEAR))
+    return cost(scales), tuple(name for place in untold for name in _SCALED[place])
 
 
 def layers_that_fit(
@@ -182,27 +195,66 @@ def layers_that_fit(
     return 1
 
 
-def _hardware(scales: Sequence[float], rates: DeviceRates, base: Hardware, name: str) -> Hardware:
-    """The profile in which products, copies, attention, the ramp and kernels take `scales` times as long as the first
-    three do in `rates` (attention as long as products), and the last two in `base`: in all of which times are linear.
+def _hardware(scales: Sequence[float], rates: DeviceRates, base: Hardware, name: str, precision: Precision) -> Hardware:
+    """The profile in which what `_SCALED` names takes `scales` times as long as in `rates`, and, where these do not
+    have it, as in `base`: in all of which times are linear.
     """
-    products, copies, attention, ramp, kernels = scales
+    products, copies, forward, backward, ramp_queries, ramp, kernels, launches = scales
+    in_bf16 = rates.flops / rates.fp32_flops if precision == "fp32" else 1.0  # as times in float32 are made of these
+    attention = tuple(
+        replace(
+            each,
+            forward_blocks=each.forward_blocks * in_bf16 / forward,
+            forward_squares=each.forward_squares * in_bf16 / forward,
+            backward_blocks=each.backward_blocks * in_bf16 / backward,
+            backward_squares=each.backward_squares * in_bf16 / backward,
+            ramp_queries=each.ramp_queries * ramp_queries,
+        )
+        for each in rates.attention
+    )
     return replace(
         base,
         name=name,
         flops=rates.flops / products,
         fp32_flops=rates.fp32_flops / products,
-        attention_flops=rates.flops / attention,
+        attention_flops=attention[0].both_blocks if attention else base.attention_flops,
         copy_bytes=rates.copy_bytes / copies,
         ramp_tokens=base.ramp_tokens * ramp / products,
         kernel_ns=base.kernel_ns * kernels,
+        launch_ns=rates.layer_overhead_ns / LAYER_KERNELS * launches,
         host_bytes=rates.host_bytes,
         memory_bytes=rates.memory_bytes,
+        attention=attention,
     )
 
 
-def _predicted(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
-    """Nanoseconds [n, 2], of forward_kv and of training."""
+def _nearest(predicted: Callable[[Float64Array], Float64Array]) -> Float64Array:
+    """The scales for which what is `predicted` of each time, as a share of it, is nearest to 1: by Gauss and Newton.
+
+    Times are linear in scales between the points where another of host and device takes longer.
+    """
+
+    def distance(scales: Float64Array) -> float:
+        return float(np.sum((predicted(scales) - 1) ** 2) + np.sum((_TRUST * (scales - 1)) ** 2))
+
+    scales = np.ones(len(_SCALED))
+    best = distance(scales)
+    for _ in range(_STEPS):
+        here = predicted(scales)
+        slopes = np.stack([(predicted(scales + step) - here) / _NEAR for step in _NEAR * np.eye(scales.size)], 1)
+        matrix = np.concatenate([slopes, np.diag(_TRUST)])
+        values = np.concatenate([1 - here + slopes @ scales, _TRUST])
+        step = _least_squares(matrix, values, _LEAST) - scales
+        tried = [scales + step / 2**halves for halves in range(_HALVES)]
+        distances = [distance(each) for each in tried]
+        if min(distances) >= best:
+            break
+        best, scales = min(distances), tried[int(np.argmin(distances))]
+    return scales
+
+
+def predicted_ns(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
+    """What `cost` predicts of chunks, [n, 2]: of forward_kv and of training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
     pairs = np.array([chunk.attention_pairs(cost.shape.sights) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.shape_entries import entries_of_shape
@@ -54,11 +55,15 @@ def profile_text(calibration: Calibration, *, torch_version: str, on: date) -> s
         f"# {calibration.what}, {len(calibration.chunks)} chunks, of which {len(errors)} were held out of the fit:",
         f"# predictions for these are off by {np.median(errors):.1%} (median), {errors.max():.1%} at worst.",
     ]
-    lines += [
-        f"{field.name} = {_toml(getattr(calibration.hardware, field.name))}{_comment(calibration, field.name)}"
-        for field in fields(Hardware)
-    ]
+    lines += _entries(calibration.hardware, calibration)
+    for rates in calibration.hardware.attention:
+        lines += ["", "[[attention]]", *_entries(rates, calibration)]
     return "\n".join(lines) + "\n"
+
+
+def _entries(of: Hardware | AttentionRates, calibration: Calibration) -> list[str]:
+    names = [field.name for field in fields(of) if field.name != "attention"]
+    return [f"{name} = {_toml(getattr(of, name))}{_comment(calibration, name)}" for name in names]
 
 
 def _toml(value: str | float | int) -> str:
@@ -73,12 +78,14 @@ def _toml(value: str | float | int) -> str:
 
 def _comment(calibration: Calibration, name: str) -> str:
     other = "fp32_flops" if calibration.cost.precision == "bf16" else "flops"
-    if name == "name":
+    if name in ("name", "kernel", "head_size"):
         return ""
     if name in calibration.untold:
         return "  # at its bound: too fast for these chunks to tell"
     if name == other:
         return "  # fitted for the other precision, and scaled by large products in both"
+    if name.endswith("_squares"):
+        return "  # of the device, and scaled as blocks are"
     if name in FITTED:
         return "  # fitted to times of chunks"
     rates = calibration.rates
@@ -93,8 +100,8 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
     """All of it, for JSON. Times are in seconds, errors are predicted over measured time, less 1."""
     errors = calibration.held_out_errors
     return {
-        "hardware": asdict(calibration.hardware),
-        "base": asdict(calibration.base),
+        "hardware": calibration.hardware.to_dict(),
+        "base": calibration.base.to_dict(),
         "fitted": list(FITTED),
         "measured": list(MEASURED),
         "device": asdict(calibration.rates),
@@ -103,7 +110,6 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
         "held_out_error": {"median": float(np.median(errors)), "worst": float(errors.max())},
         "untold": list(calibration.untold),
         "spread": calibration.spread,
-        "backward_forwards": calibration.backward_forwards,
         "chunks": [
             {
                 "segments": list(chunk.segments),

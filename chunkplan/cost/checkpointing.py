@@ -160,13 +160,13 @@ def _again_of(
     if level == "none":
         return Again()
     if level in ("full", "offload"):
-        return Again(rates.token, rates.pair, rates.chunk, (1, 1))
+        return Again(rates.token + rates.mask, rates.pair, rates.chunk, (1, 1), launch=rates.launch)
     if level == "keep-attention":
-        return Again(rates.token, 0.0, rates.chunk, (1, 0))
+        return Again(rates.token, 0.0, rates.chunk, (1, 0), launch=rates.launch)
     run = idle = shape.mean(lambda layer: layer.latent_width * layer.expanded_width)
     if level == "keep-projections":
         mixing = shape.mean(lambda layer: layer.mixer_parameters)
         run, idle = run + shape.active_layer_parameters - mixing, idle + shape.layer_parameters - mixing
     states = shape.mean(lambda layer: layer.state_elements * layer.state_products)
     held_ramp = ramp * max(0.0, 1 - idle / shape.layer_parameters)
-    return Again(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0))
+    return Again(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0), launch=rates.launch)

@@ -16,7 +16,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import FULL, Sight
 from chunkplan.layers import split_layers
-from chunkplan.operations import OPS
+from chunkplan.operations import BACKWARDS, OPS
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -55,6 +55,9 @@ def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
     within: Float64Array = np.minimum(num_tokens, sight.window)
     return within * (2 * num_tokens - within)
 
+
+#: Of the launches of a whole backward, those of its halves.
+_LAUNCHED = {"backward_input": 0.5, "backward_weight": 0.5}
 
 #: See `balance_layers`.
 _WORTH = 16
@@ -119,13 +122,16 @@ def durations(
     the end. Frozen weights have none, see `Rates`. Where weights are sharded, all but the latter fetches them; where
     gradients are, what makes them reduces them: both over one link, one after another. Inputs of layers that lie in
     host memory are sent and fetched over a link of their own. As this goes on beside the work of the layer before or
-    after, layers take no less than it does; head and embeddings hide nothing of it.
+    after, layers take no less than it does; head and embeddings hide nothing of it. Nor does any of this take less than
+    the host does to launch its kernels, which it does while the GPU is busy with earlier ones.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
+    seen = seen_pairs(rates, tokens, attention_pairs)
     for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
-        layer_forward = linear + num_layers * rates.pair * attention_pairs
+        layer_forward = linear + num_layers * rates.pair * seen + num_layers * rates.mask * tokens
+        of_attention = num_layers * rates.backward.pair * seen + num_layers * rates.backward.token * tokens
         first = sum(layers[:model_stage])
         run_again = rates.again_within(first, first + num_layers)
         waits_forward = waits_backward = np.zeros_like(tokens)
@@ -135,11 +141,11 @@ def durations(
         is_last = model_stage == len(layers) - 1
         head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
         frozen = num_layers * (rates.frozen.token * tokens + rates.frozen.chunk) + frozen_head
-        again = num_layers * (run_again.token * tokens + run_again.pair * attention_pairs + run_again.chunk)
+        again = num_layers * (run_again.token * tokens + run_again.pair * seen + run_again.chunk)
         head_sums = rates.sums.head.token * tokens + rates.sums.head.chunk if is_last else 0.0
         sums = num_layers * rates.sums.layer
         end_sums = (rates.sums.embeddings if model_stage == 0 else 0.0) + head_sums
-        backward = 2 * layer_forward + again + 2 * head + waits_backward + sums + end_sums - frozen
+        backward = 2 * linear + of_attention + again + 2 * head + waits_backward + sums + end_sums - frozen
         half = rates.weight_half
         weights = sums + (linear if half is None else num_layers * (half.token * tokens + half.chunk))
         layer_forward = layer_forward + waits_forward
@@ -157,8 +163,21 @@ def durations(
         on_link = _host_link_ns(tokens, attention_pairs, rates, run_again)
         for op, nanoseconds in by_op.items():
             sent = num_layers * np.maximum(least.get(op, rates.gather), on_link.get(op, 0.0)) + of_ends.get(op, 0.0)
-            times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, sent))
+            launched = _LAUNCHED.get(op, 1.0) * rates.launch + (run_again.launch if op in BACKWARDS else 0.0)
+            on_host = np.maximum(sent, num_layers * launched)
+            times[OPS.index(op), model_stage] = whole_ns(np.maximum(nanoseconds, on_host))
     return times
+
+
+def seen_pairs(rates: Rates, num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
+    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
+    return attention_pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
+
+
+def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
+    """Twice the tokens before a chunk, [n], as its pairs tell them of one that is a part of one sequence."""
+    before: Float64Array = np.maximum(attention_pairs / np.maximum(num_tokens, 1) - num_tokens, 0)
+    return before
 
 
 def _host_link_ns(
@@ -171,17 +190,22 @@ def _host_link_ns(
     """
     if not again.host:
         return {}
-    prefix = np.maximum(attention_pairs / np.maximum(tokens, 1) - tokens, 0) / 2
+    prefix = _before(tokens, attention_pairs) / 2
     forward, backward = (again.host * tokens + of_prefix * prefix for of_prefix in rates.host_kv)
     return {"forward": forward, "recompute": forward, "backward": backward, "backward_input": backward}
 
 
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
-    """Time of a forward and a backward through all model stages, without overhead and recompute; both [n]."""
+    """Time of a forward and a backward through all model stages, without overhead and recompute; both [n].
+
+    The ramp of attention is overhead: without it parts take together as long as their sequence.
+    """
     rates, tokens = cost.rates, num_tokens.astype(np.float64)
-    again = cost.shape.num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs)
-    everything = 3 * _all_layers(cost, num_tokens, attention_pairs) + again + rates.trained_head * tokens
-    return whole_ns(everything - cost.shape.num_layers * rates.frozen.token * tokens)
+    num_layers = cost.shape.num_layers
+    forward, backward = rates.of_work(tokens, attention_pairs)
+    again = num_layers * (rates.again.token * tokens + rates.again.pair * attention_pairs)
+    everything = num_layers * forward + num_layers * backward + again + rates.trained_head * tokens
+    return whole_ns(everything - num_layers * rates.frozen.token * tokens)
 
 
 def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
@@ -194,12 +218,10 @@ def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray)
 
     That is a forward through all layers: the head is left out the first time, see `durations`.
     """
-    return whole_ns(_all_layers(cost, num_tokens, attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)))
-
-
-def _all_layers(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Float64Array:
-    rates = cost.rates
-    return cost.shape.num_layers * (rates.token * num_tokens.astype(np.float64) + rates.pair * attention_pairs)
+    pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)
+    tokens = num_tokens.astype(np.float64)
+    forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, pairs))
+    return whole_ns(cost.shape.num_layers * forward)
 
 
 def link_times(num_tokens: IntArray, rates: Rates) -> Int64Array:
@@ -223,8 +245,10 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
     rates, num_layers = cost.rates, cost.shape.num_layers
     if num_model_stages == 1:
         return (num_layers,)
+    of_backward = rates.backward
     forward, again = (each.token + each.pair * pairs_per_token for each in (rates, rates.again))
-    layer = 3 * forward + again - rates.frozen.token
+    backward = 2 * rates.token + of_backward.pair * pairs_per_token + of_backward.token
+    layer = forward + rates.mask + backward + again - rates.frozen.token
     head = rates.trained_head / layer  # in layers
     others = num_model_stages - 1
 

@@ -54,7 +54,7 @@ def exchange_times(
     launches = num_pages * hardware.link_ns
     forward = np.maximum(fetched * cost.num_bytes * ns + launches - attention, hardware.link_ns)
     both_ways = fetched * (cost.num_bytes + KV_GRADIENT_BYTES) * ns + 2 * launches
-    backward = np.maximum(both_ways - 2 * attention, hardware.link_ns)
+    backward = np.maximum(both_ways - cost.rates.backward.pair * attention_pairs / size, hardware.link_ns)
     of_pages = np.where(by_pages > 1, forward, 0.0)
     of_backward = all_to_alls + np.where(by_pages > 1, backward, 0.0)
     return ExchangeTimes(all_to_alls + of_pages, of_backward, all_to_alls, of_pages)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.entries import from_entries
+from chunkplan.domains import Domain
 from chunkplan.errors import DataError, UsageError
 
 
@@ -16,14 +19,18 @@ from chunkplan.errors import DataError, UsageError
 class Hardware:
     """Rates that are sustained, not those of a data sheet; per second, in FLOPs and bytes.
 
-    `flops` of large matrix products in bf16, `fp32_flops` of those in float32 (TF32 where there is such a thing),
-    `attention_flops` of a fused attention kernel in bf16, forward and backward together, this counted as two forwards;
-    `peak_flops` alone is the data sheet's, for bf16 without sparsity, which utilisation is measured against.
-    `copy_bytes`: read and written by a large copy on the GPU. A matrix product of t tokens takes as long as one of
-    t + `ramp_tokens` at the full rate; a kernel takes `kernel_ns` beside its work. `gpu_link_bytes` between the
+    `flops` of large matrix products in bf16, `fp32_flops` of those in float32 (without TF32, which torch does not use
+    by itself), `attention_flops` of a fused attention kernel in bf16, forward and backward together, this counted as
+    two forwards; `peak_flops` alone is the data sheet's, for bf16 without sparsity, which utilisation is measured
+    against. `copy_bytes`: read and written by a large copy on the GPU. A matrix product of t tokens takes as long as
+    one of t + `ramp_tokens` at the full rate; a kernel takes `kernel_ns` beside its work. `gpu_link_bytes` between the
     `gpus_per_node` GPUs of a node, `node_link_bytes` between nodes, each for one GPU and one direction; a message takes
     `link_ns` beside its bytes. `host_bytes`: to host memory and back, one direction. `memory_bytes` of the GPU, of
     which `reserved_bytes` are taken before the model is loaded.
+
+    A profile may leave out the rest. `launch_ns`: what the host takes for a kernel, while the GPU does what it was
+    given before; without it `kernel_ns` counts both. `attention`: rates by kernel, the one that is run first, and by
+    size of heads; without them `attention_flops` counts.
     """
 
     name: str
@@ -41,6 +48,12 @@ class Hardware:
     host_bytes: float
     memory_bytes: int
     reserved_bytes: int
+    launch_ns: float = 0.0
+    attention: tuple[AttentionRates, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """The entries of a profile, which JSON can hold; without those that it may leave out where it has none."""
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
 
     def link_bytes(self, gpus: int) -> float:
         """Bytes a second that each of so many GPUs in a row sends another: between nodes by its own link."""
@@ -61,11 +74,16 @@ class Hardware:
 #: The profiles that come with chunkplan, in chunkplan/cost/profiles.
 SHIPPED = ("a100", "b200", "h100", "h200", "l40s", "mi300x", "rtx4090", "rtx5090")
 
+#: Entries that a profile may leave out: earlier versions did not have them.
+_OPTIONAL = ("launch_ns", "attention")
+
+_TABLES = Domain(lambda value: isinstance(value, list | tuple), "a list of tables")
+
 _HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/profiles/*.toml"
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """A shipped profile by its name, or one from a TOML file with an entry for each field of `Hardware`.
+    """A shipped profile by its name, or one from a TOML file with the entries of `Hardware`.
 
     Raises:
         UsageError: there is neither such a profile nor such a file.
@@ -84,4 +102,20 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         values = tomllib.loads(source.decode())
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a TOML file: {error}", where=text, hint=_HINT) from error
-    return from_entries(Hardware, values, path="", where=text, hint=_HINT)
+    return hardware_of(values, path="", where=text, hint=_HINT)
+
+
+def hardware_of(values: Any, *, path: str, where: str, hint: str) -> Hardware:
+    """The profile of which `Hardware.to_dict` or a TOML file has the entries; `path` names them in errors.
+
+    Raises:
+        DataError: an entry is missing, unknown, or not what it should be.
+    """
+    also = {"attention": _TABLES}
+    found = from_entries(Hardware, values, path=path, where=where, hint=hint, optional=_OPTIONAL, also=also)
+    inside = f"{path}.attention" if path else "attention"
+    tables = (
+        from_entries(AttentionRates, table, path=f"{inside}[{place}]", where=where, hint=hint)
+        for place, table in enumerate(found.attention)
+    )
+    return replace(found, attention=tuple(tables))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.durations import attention_pairs_of
 from chunkplan.cost.shape import FULL, Sight
 
@@ -43,7 +44,7 @@ class DeviceRates:
 
     `flops` and `fp32_flops` of a large matrix product in bf16 and in float32, `copy_bytes` read and written by a large
     copy, `host_bytes` of one to host memory or back. `layer_overhead_ns`: a forward of a layer so narrow that it has
-    next to nothing to compute.
+    next to nothing to compute. `attention`: in the precision of the chunks, by size of heads, the model's own first.
     """
 
     device: str
@@ -53,3 +54,4 @@ class DeviceRates:
     host_bytes: float
     layer_overhead_ns: float
     memory_bytes: int
+    attention: tuple[AttentionRates, ...]

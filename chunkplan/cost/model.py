@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
+from chunkplan.cost.attention import with_attention
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
-from chunkplan.cost.entries import from_entries
 from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, fewer_kernels, mlp_copies, norm_copies
-from chunkplan.cost.hardware import SHIPPED, Hardware, load_hardware
+from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
 from chunkplan.cost.rates import Rates, Sums
@@ -35,7 +35,7 @@ NUM_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 
 #: Kernels of a layer's forward, as Hugging Face models run them one by one: two norms of 8, seven projections, 10 of
 #: rotary embedding, attention, activation, its product, two residuals.
-_KERNELS = 38
+LAYER_KERNELS = 38
 
 #: Tensor parallelism with sequence parallelism (Korthikanti et al., arXiv 2205.05198): the forward of a layer gathers
 #: and scatters the tokens around attention and around the MLP.
@@ -200,19 +200,21 @@ class CostModel(Options):
         copied = shape.mean(self._copied_elements) + self.adapters.copied
         copies = (copied * self.num_bytes) / tp / hardware.copy_bytes
         spared = shape.mean(partial(fewer_kernels, self.fused_kernels))
-        kernels = _KERNELS - spared + ADAPTER_KERNELS * self.adapters.number
+        kernels = LAYER_KERNELS - spared + ADAPTER_KERNELS * self.adapters.number
         ramp = product * shape.layer_parameters * hardware.ramp_tokens
         unpacking = self.adapters.unpacked_bytes / tp / hardware.copy_bytes * 1e9
         loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
         rates = Rates(
             token=product * self._products + (collectives + copies) * 1e9,
-            pair=2e9 * slower * shape.mean(_attention_width) / tp / hardware.attention_flops,
+            pair=0.0,
+            launch=kernels * hardware.launch_ns,
             chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
             link=hardware.link_ns,
             sums=self._sums(reduced=self.shares("gradients")),
         )
+        rates = with_attention(rates, shape, hardware, slower, tp)
         link = host_link(shape, tp * hardware.host_bytes, self.num_bytes)
         rates = with_again(rates, self.levels, shape, product, ramp, copies * 1e9, link, self.kv_offload)
         return self.adapters.with_frozen(rates, product, ramp + unpacking, hardware.copy_bytes * tp, hardware.kernel_ns)
@@ -249,7 +251,7 @@ class CostModel(Options):
         return self.shape.active_layer_parameters + states + self.lora_rank * self.adapters.width
 
     def _copied_elements(self, layer: Layer) -> int:
-        """Of a token in a layer's forward, read or written by the `_KERNELS` beside products and attention.
+        """Of a token in a layer's forward, read or written by the `LAYER_KERNELS` beside products and attention.
 
         Norms in float32 (18 h each, or fused 2 h), each with a residual (3 h each), rotary embedding, activation and,
         where there is a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it
@@ -284,18 +286,20 @@ class CostModel(Options):
         frozen = rates.frozen.token + (rates.frozen_head - rates.sums.head.token) / num_layers
         if not rates.pair:
             return math.inf
-        pair = 3 * rates.pair + rates.again.pair
-        return (3 * rates.token + rates.again.token + pair / rates.pair * rates.head / num_layers - frozen) / pair
+        pair = rates.pair + rates.backward.pair + rates.again.pair
+        heads = (3 * rates.pair + rates.again.pair) / rates.pair * rates.head / num_layers
+        token = 3 * rates.token + rates.mask + rates.backward.token + rates.again.token
+        return (token + heads - frozen) / pair
 
     @property
     def offload_chunk_size(self) -> int:
         """From this ChunkSize on, transfers of offloaded keys and values take no longer than the attention they feed.
 
         Both grow with the prefix, so its length does not matter. The backward decides, which fetches gradients (in
-        float32, as kept) beside keys and values, and takes two forwards. 1 where nothing is kept.
+        float32, as kept) beside keys and values. 1 where nothing is kept.
         """
         fetched = host_link(self.shape, self.tp * self.hardware.host_bytes, self.num_bytes).with_gradients
-        return math.ceil(fetched / (2 * 2 * self.rates.pair)) if fetched else 1
+        return math.ceil(fetched / (2 * self.rates.backward.pair)) if fetched else 1
 
     def model_flops(self, num_tokens: float, attention_pairs: float) -> float:
         """FLOPs of a forward and a backward, on all GPUs together: what utilisation counts, without any recompute.
@@ -305,13 +309,12 @@ class CostModel(Options):
         shape = self.shape
         per_token = shape.num_layers * self._products + shape.embedding_parameters
         frozen = shape.num_layers * shape.active_layer_parameters + shape.embedding_parameters if self.lora_rank else 0
-        return (
-            6.0 * (per_token * num_tokens + shape.total(_attention_width) * attention_pairs) - 2.0 * frozen * num_tokens
-        )
+        width = shape.total(lambda layer: layer.attention_width)
+        return 6.0 * (per_token * num_tokens + width * attention_pairs) - 2.0 * frozen * num_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Strings, flags, numbers and dicts of these, which JSON can hold; `from_dict` makes the same model of them."""
-        entries = asdict(self) | {"shape": entries_of_shape(self.shape)}
+        entries = asdict(self) | {"shape": entries_of_shape(self.shape), "hardware": self.hardware.to_dict()}
         return {
             name: value for name, value in entries.items() if name not in _IF_SET or value != getattr(CostModel, name)
         }
@@ -332,16 +335,11 @@ class CostModel(Options):
         if found := find_mismatch(values, {"shape": {}, "hardware": {}, **entries}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
         shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
-        hardware = values["hardware"]
         try:
             return cls(
                 shape=shape_of_entries(shape, where=where, hint=hint),
-                hardware=from_entries(Hardware, hardware, path="hardware", where=where, hint=hint),
+                hardware=hardware_of(values["hardware"], path="hardware", where=where, hint=hint),
                 **{name: values[name] for name in plain if name in values},
             )
         except UsageError as error:
             raise DataError(error.message, where=where, hint=hint) from error
-
-
-def _attention_width(layer: Layer) -> float:
-    return layer.attention_width

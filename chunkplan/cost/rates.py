@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # numpy is imported where there are arrays
+    import numpy as np
+    import numpy.typing as npt
+
+    _Array = npt.NDArray[np.float64]
 
 
 class LayerTime(NamedTuple):
@@ -17,7 +23,8 @@ class Again(NamedTuple):
     """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
 
     `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
-    sending the input of a token to host memory takes, or fetching it: beside the work of the layer.
+    sending the input of a token to host memory takes, or fetching it: beside the work of the layer. `launch`: what the
+    host takes for the kernels.
     """
 
     token: float = 0.0
@@ -25,13 +32,21 @@ class Again(NamedTuple):
     chunk: float = 0.0
     exchange: tuple[float, float] = (0, 0)
     host: float = 0.0
+    launch: float = 0.0
 
     @classmethod
     def mean(cls, of_layers: Sequence[Again]) -> Again:
         """That of a layer on average."""
-        parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host) for one in of_layers)
-        token, pair, chunk, heads, pages, host = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
-        return cls(token, pair, chunk, (heads, pages), host)
+        parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host, one.launch) for one in of_layers)
+        token, pair, chunk, heads, pages, *others = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
+        return cls(token, pair, chunk, (heads, pages), *others)
+
+
+class AttentionTime(NamedTuple):
+    """Nanoseconds of attention in a layer, one direction: of a pair, and of a token for the mask of its own chunk."""
+
+    pair: float = 0.0
+    token: float = 0.0
 
 
 class Sums(NamedTuple):
@@ -54,16 +69,19 @@ class Rates(NamedTuple):
     """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
-    ones has t (2 p + t); a causal mask leaves half of them. `head` is a token's in the vocabulary head, on the last
-    model stage only. A backward takes as long as two forwards of its layers and what it runs `again`, less what
-    `frozen` and, of a token in the head, `frozen_head` say: gradients of weights that are not trained. It takes the
-    `sums` besides. `again` is that of a layer on average, and `again_of_layers` that of each, empty where all are the
-    same. `weight_half`: what the weight half of a backward takes beside those of its layers, None: as long as a forward
-    without attention. `link_token` and `link` are a token's and a message's between two stages. `gather` is what
-    fetching the weights of a layer takes where they are sharded, and `reduce` what summing its gradients over
-    data-parallel ranks takes where these are: both go on beside the work of the layer before, so what needs them takes
-    no less. `host_kv`: what fetching keys and values of a token of the prefix takes in a forward, and with gradients in
-    a backward, where these share the link to host memory with inputs of layers (`Again.host`); else nothing.
+    ones has t (2 p + t); a causal mask leaves half of them. Attention takes `mask` of a token besides, and a block of p
+    earlier keys has as many pairs as if `ramp_queries` more tokens saw them. `head` is a token's in the vocabulary
+    head, on the last model stage only. A backward takes as long as two forwards of its layers, but for attention where
+    `attention_backward` says otherwise, and what it runs `again`, less what `frozen` and, of a token in the head,
+    `frozen_head` say: gradients of weights that are not trained. It takes the `sums` besides. `launch` is what the host
+    takes for a forward of a layer, and for a backward: a GPU that is done before waits for it. `again` is that of a
+    layer on average, and `again_of_layers` that of each, empty where all are the same. `weight_half`: what the weight
+    half of a backward takes beside those of its layers, None: as long as a forward without attention. `link_token` and
+    `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes
+    where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
+    go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
+    values of a token of the prefix takes in a forward, and with gradients in a backward, where these share the link to
+    host memory with inputs of layers (`Again.host`); else nothing.
     """
 
     token: float
@@ -81,6 +99,23 @@ class Rates(NamedTuple):
     weight_half: LayerTime | None = None
     again_of_layers: tuple[Again, ...] = ()
     host_kv: tuple[float, float] = (0.0, 0.0)
+    mask: float = 0.0
+    ramp_queries: float = 0.0
+    attention_backward: AttentionTime | None = None
+    launch: float = 0.0
+
+    @property
+    def backward(self) -> AttentionTime:
+        """Of attention in a backward."""
+        return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
+
+    def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
+        """A forward and a backward through a layer, of tokens and of so many pairs, without what is run again; [n]."""
+        backward = self.backward
+        return (
+            (self.token + self.mask) * num_tokens + self.pair * attention_pairs,
+            (2 * self.token + backward.token) * num_tokens + backward.pair * attention_pairs,
+        )
 
     def again_within(self, start: int, stop: int) -> Again:
         """What is run again of a layer from `start` on and before `stop`, on average."""

@@ -89,7 +89,7 @@ def shape_of_entries(values: Any, *, where: str, hint: str) -> ModelShape:
     if isinstance(values, Mapping) and "kinds" in values:
         return _of_differing(values, where, hint)
     tests = {"experts_per_token": whole(), "max_positions": or_null(whole(1)), "num_layers": _AROUND["num_layers"]}
-    plain = from_entries(_PlainShape, values, path="shape", where=where, hint=hint, **tests)
+    plain = from_entries(_PlainShape, values, path="shape", where=where, hint=hint, also=tests)
     widths = {name: getattr(plain, name) for name in (*_OF_LAYER, "kv_width")}
     return ModelShape(
         **{name: getattr(plain, name) for name in _AROUND if name != "num_layers"},

@@ -16,7 +16,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import attention_pairs_of, whole_ns, whole_pairs, work_ns
+from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns, whole_pairs, work_ns
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
@@ -121,9 +121,10 @@ def _shared_times(
     forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
-    pairs = attention_pairs_of(own, begins, cost.shape.sights) / size
-    own_forward = rates.token * own / size + rates.chunk + rates.pair * pairs
-    own_backward = 2 * own_forward + more[0] * own / size + more[1] + rates.again.pair * pairs
+    pairs = seen_pairs(rates, own / size, attention_pairs_of(own, begins, cost.shape.sights) / size)
+    of_work = rates.of_work(own / size, pairs)
+    own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))
+    own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * pairs
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):

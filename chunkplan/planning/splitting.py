@@ -9,7 +9,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig, Split
 from chunkplan.config.plan_domains import KByLength
-from chunkplan.cost.durations import Float64Array, attention_pairs_of, recompute_ns, whole_pairs, work_ns
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, recompute_ns, seen_pairs, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
@@ -34,7 +34,9 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     k = most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
-    part_ns = work_ns(cost, part_tokens, attention_pairs_of(part_tokens, starts, cost.shape.sights)) + cost.chunk_ns
+    pairs = attention_pairs_of(part_tokens, starts, cost.shape.sights)
+    seen = seen_pairs(cost.rates, part_tokens.astype(np.float64), pairs)
+    part_ns = work_ns(cost, part_tokens, seen) + cost.chunk_ns
     part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
     is_shared = shares.size > 1

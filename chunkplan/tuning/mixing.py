@@ -135,7 +135,7 @@ def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     num_chunks = tokens / config.chunk_size
     rates = cost.rates
-    forward = rates.token * tokens + rates.pair * pairs + rates.chunk * num_chunks
+    forward = (rates.token + rates.mask) * tokens + rates.pair * pairs + rates.chunk * num_chunks
     found = []
     for level in CHECKPOINTINGS:
         again = replace(cost, checkpointing=level).rates.again
@@ -244,7 +244,8 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
     most, _ = fullest(outcome.moments[int(cost.kv_offload)], held_bytes_of(config, outcome.cost))
     again_ns = _again_ns(config, cost, sample)
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
-    layer_ns = 3 * (rates.token * tokens + rates.pair * pairs + rates.chunk * tokens / config.chunk_size)
+    of_attention = (rates.pair + rates.backward.pair) * pairs + (rates.mask + rates.backward.token) * tokens
+    layer_ns = 3 * (rates.token + rates.chunk / config.chunk_size) * tokens + of_attention
     slowest = 0.0
     for programs in _programs(config, cost, most[None], gpu_memory):
         estimates = (_estimated_ns(stage, again_ns) for stage in programs)

@@ -23,6 +23,7 @@ _UNITS = {
     "host_bytes": (1e9, "GB/s"),
     "ramp_tokens": (1.0, "tokens"),
     "kernel_ns": (1e3, "us"),
+    "launch_ns": (1e3, "us"),
     "memory_bytes": (2**30, "GiB"),
 }
 
@@ -77,6 +78,10 @@ def _rates(calibration: Calibration) -> Table:
     for name, (unit, word) in _UNITS.items():
         here, there = (getattr(hardware, name) / unit for hardware in (calibration.hardware, calibration.base))
         table.add_row(name, _number(here), _number(there), word)
+    for each in calibration.hardware.attention:
+        table.add_row(f"{each.kernel}, heads of {each.head_size}", "", "", "")
+        for name in ("forward_blocks", "forward_squares", "backward_blocks", "backward_squares"):
+            table.add_row(f"  {name}", _number(getattr(each, name) / 1e12), "", "TFLOP/s")
     return table
 
 
@@ -91,8 +96,7 @@ def _verdict(calibration: Calibration) -> list[Text]:
             f"median {median}, worst {worst}, of {len(errors)} chunks{apart}.",
         ),
         Text(
-            f"A backward takes {calibration.backward_forwards:.2f} forwards, by prediction 2. A large product alone "
-            f"reaches {_number(own / 1e12)} TFLOP/s; a layer without work takes "
+            f"A large product alone reaches {_number(own / 1e12)} TFLOP/s; a layer without work takes "
             f"{_number(rates.layer_overhead_ns / 1e3)} us."
         ),
         *[Text(f"Too fast for these chunks to tell: {', '.join(names)}.") for names in [calibration.untold] if names],

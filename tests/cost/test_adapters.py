@@ -9,7 +9,6 @@ import pytest
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, work_ns
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
@@ -20,9 +19,10 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.tuning.plan_only import why_plan_only
 from tests.cost.test_model import MIXTURE
+from tests.support.plain import PLAIN, plain_cost
 
 GIB = 1 << 30
-WHOLE, RANK_16 = CostModel(), CostModel(lora_rank=16)
+WHOLE, RANK_16 = plain_cost(), plain_cost(lora_rank=16)
 [LAYER] = QWEN2_5_7B.kinds
 
 #: Of Qwen2.5-7B: what goes in and out of its seven matrices.
@@ -48,7 +48,7 @@ def test_gradients_and_optimizer_states_are_those_of_adapters_alone() -> None:
     trained = 28 * 16 * WIDTH
     for precision, num_bytes, optimizer in (("bf16", 2, 12), ("fp32", 4, 8)):
         [memory] = stage_memory(
-            CostModel(lora_rank=16, precision=precision),
+            plain_cost(lora_rank=16, precision=precision),
             dp=1,
             layers=(28,),
             held=[Held(8192)],
@@ -60,7 +60,7 @@ def test_gradients_and_optimizer_states_are_those_of_adapters_alone() -> None:
 
 def test_weights_in_4_bits_take_half_a_byte_and_their_scales() -> None:
     """Those of layers; embeddings and head stay, and one matrix is whole at a time."""
-    cost = CostModel(lora_rank=16, load_in_4bit=True)
+    cost = plain_cost(lora_rank=16, load_in_4bit=True)
     scales = 1 / 64 + 4 / (64 * 256)
     of_layers = 28 * (LAYER.parameters(3584) * (0.5 + scales) + 2 * 16 * WIDTH)
     [memory] = stage_memory(
@@ -120,7 +120,7 @@ def test_with_adapters_a_forward_takes_longer_and_a_step_less() -> None:
 
 def test_weights_are_made_whole_from_4_bits_once_in_a_forward_and_once_in_a_backward() -> None:
     """For each chunk, whatever its tokens."""
-    cost = CostModel(lora_rank=16, load_in_4bit=True)
+    cost = plain_cost(lora_rank=16, load_in_4bit=True)
     unpacking = LAYER.parameters(3584) * (0.5 + 1 / 64 + 4 / (64 * 256) + 2) / cost.hardware.copy_bytes * 1e9
     for tokens in (1024, 8192):
         packed, plain = times_of(cost, tokens), times_of(RANK_16, tokens)
@@ -136,7 +136,7 @@ def test_the_weight_half_of_a_backward_has_almost_nothing_to_do() -> None:
 
 def test_work_is_what_the_chunks_of_it_take() -> None:
     """Of a sequence in one chunk, beside what a chunk takes."""
-    for cost in (WHOLE, RANK_16, CostModel(lora_rank=16, load_in_4bit=True, checkpointing="full")):
+    for cost in (WHOLE, RANK_16, plain_cost(lora_rank=16, load_in_4bit=True, checkpointing="full")):
         tokens = np.array([8192])
         pairs = attention_pairs_of(tokens, np.array([0]))
         times = durations(tokens, pairs, cost.rates, (28,))[:, 0, 0]
@@ -184,8 +184,8 @@ def test_activations_are_those_that_adapters_and_the_inputs_of_frozen_layers_nee
 
 def test_adapters_are_in_the_entries_of_a_cost_model_only_where_there_are_any() -> None:
     """So that plans from before are read, and written as they were."""
-    assert not {"lora_rank", "load_in_4bit"} & CostModel().to_dict().keys()
-    for cost in (RANK_16, CostModel(lora_rank=16, load_in_4bit=True)):
+    assert not {"lora_rank", "load_in_4bit"} & plain_cost().to_dict().keys()
+    for cost in (RANK_16, plain_cost(lora_rank=16, load_in_4bit=True)):
         assert CostModel.from_dict(cost.to_dict(), where="a test") == cost
     with pytest.raises(DataError, match=r"`cost_model\.lora_rank` is -1"):
         CostModel.from_dict({**RANK_16.to_dict(), "lora_rank": -1}, where="a test")
@@ -193,13 +193,13 @@ def test_adapters_are_in_the_entries_of_a_cost_model_only_where_there_are_any() 
 
 def test_what_cannot_be_adapted_is_refused() -> None:
     with pytest.raises(UsageError, match="weights in 4 bits cannot be trained"):
-        CostModel(load_in_4bit=True)
+        plain_cost(load_in_4bit=True)
     with pytest.raises(UsageError, match=r"the experts of .* cannot be kept in 4 bits"):
-        CostModel(shape=MIXTURE, lora_rank=16, load_in_4bit=True)
+        plain_cost(shape=MIXTURE, lora_rank=16, load_in_4bit=True)
 
 
 def test_weights_in_4_bits_are_plan_only_on_several_gpus() -> None:
-    cost = CostModel(lora_rank=16, load_in_4bit=True, hardware=load_hardware("h100"))
+    cost = plain_cost(lora_rank=16, load_in_4bit=True, hardware=PLAIN)
     assert why_plan_only(PlanConfig(chunk_size=8192, k=1), cost) is None
     assert why_plan_only(PlanConfig(chunk_size=8192, k=1, dp=2), cost) == "weights in 4 bits on several GPUs"
     assert why_plan_only(PlanConfig(chunk_size=8192, k=1, dp=2), RANK_16) is None

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration, calibrate, layers_that_fit
+from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration, calibrate, layers_that_fit, predicted_ns
 from chunkplan.cost.calibration_file import profile_text, refuse_other_profile, write_profile
-from chunkplan.cost.durations import durations
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.model import CostModel, Precision
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
-from chunkplan.operations import OPS
 from chunkplan_runtime.calibration import measure as timing
 from chunkplan_runtime.calibration.device_rates import measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
@@ -34,70 +32,92 @@ BASE = load_hardware("h100")
 #: Unlike the base in everything that can be measured.
 TRUE = replace(
     load_hardware("h200"),
-    flops=700e12,
-    fp32_flops=350e12,
-    attention_flops=420e12,
+    flops=740e12,
+    fp32_flops=60e12,
     copy_bytes=3.9e12,
-    ramp_tokens=300,
-    kernel_ns=6000,
+    ramp_tokens=330,
+    kernel_ns=9000,
+    launch_ns=60_000,
+    attention=tuple(
+        replace(each, forward_blocks=1.1 * each.forward_blocks, backward_squares=0.9 * each.backward_squares)
+        for each in BASE.attention
+    ),
 )
 PRECISIONS: Sequence[Precision] = ("bf16", "fp32")
 
+#: Entries that are fitted as they are; `attention_flops` says what those of attention do together.
+PLAIN_ENTRIES = ("flops", "fp32_flops", "copy_bytes", "ramp_tokens", "kernel_ns", "launch_ns")
 
-def synthetic(precision: Precision, noise: float, seed: int = 0, slower_backward: float = 1.0) -> list[ChunkTime]:
+
+def synthetic(precision: Precision, noise: float, seed: int = 0) -> list[ChunkTime]:
     """Times on `TRUE`, as the cost model has them but for noise."""
     random = np.random.default_rng(seed)
-    rates = CostModel(shape=SHAPE, hardware=TRUE, precision=precision).rates
-    chunks = []
-    for probe in make_probes((1024, 2048, 4096, 8192, 16384, 32768), (8192, 65536, 262144)):
-        chunk = ChunkTime(
-            segments=probe.segments, prefix_tokens=probe.prefix_tokens, forward_kv_ns=1, train_ns=1, spread=0.01
-        )
-        times = durations(np.array([chunk.num_tokens]), np.array([chunk.attention_pairs()]), rates, (8,))[:, 0, 0]
-        forward, backward, forward_kv = (times[OPS.index(op)] for op in ("forward", "backward", "forward_kv"))
-        off = 1 + noise * random.standard_normal(2)
-        train = (forward + backward + 2 * (slower_backward - 1) * forward_kv) * off[1]  # of its layers
-        chunks.append(replace(chunk, forward_kv_ns=forward_kv * off[0], train_ns=float(train)))
-    return chunks
+    probes = make_probes((256, 1024, 2048, 4096, 8192, 16384, 32768), (8192, 65536, 262144))
+    chunks = [
+        ChunkTime(segments=probe.segments, prefix_tokens=probe.prefix_tokens, forward_kv_ns=1, train_ns=1, spread=0.01)
+        for probe in probes
+    ]
+    times = predicted_ns(CostModel(shape=SHAPE, hardware=TRUE, precision=precision), chunks)
+    times = times * (1 + noise * random.standard_normal(times.shape))
+    return [
+        replace(chunk, forward_kv_ns=float(forward), train_ns=float(train))
+        for chunk, (forward, train) in zip(chunks, times, strict=True)
+    ]
 
 
-def fitted(precision: Precision, chunks: Sequence[ChunkTime], seed: int = 0) -> Calibration:
+def fitted(precision: Precision, chunks: Sequence[ChunkTime], seed: int = 0, off: float = 1.0) -> Calibration:
+    """What is fitted where the device does alone, and the base says, `off` times what is true."""
+    slower = TRUE.fp32_flops / TRUE.flops if precision == "fp32" else 1.0
     rates = DeviceRates(
         device="a GPU",
-        flops=1.1 * TRUE.flops,
-        fp32_flops=1.1 * TRUE.fp32_flops,
-        copy_bytes=TRUE.copy_bytes,
+        flops=off * TRUE.flops,
+        fp32_flops=off * TRUE.fp32_flops,
+        copy_bytes=off * TRUE.copy_bytes,
         host_bytes=5e10,
-        layer_overhead_ns=38 * TRUE.kernel_ns,
+        layer_overhead_ns=38 * off * TRUE.launch_ns,
         memory_bytes=10**11,
+        attention=tuple(
+            replace(each, **{name: off * slower * getattr(each, name) for name in RATES}) for each in TRUE.attention
+        ),
     )
-    return calibrate(chunks, rates, shape=SHAPE, precision=precision, base=BASE, name="here", seed=seed)
+    base = replace(BASE, ramp_tokens=off * TRUE.ramp_tokens, kernel_ns=off * TRUE.kernel_ns)
+    return calibrate(chunks, rates, shape=SHAPE, precision=precision, base=base, name="here", seed=seed)
+
+
+RATES = ("forward_blocks", "forward_squares", "backward_blocks", "backward_squares")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_hardware_that_times_were_made_from_is_found_again(precision: Precision) -> None:
     """All that is fitted, to rounding; what one device cannot tell is the base's; held-out chunks are met."""
     found = fitted(precision, synthetic(precision, 0.0))
-    for name in FITTED:
+    for name in PLAIN_ENTRIES:
         assert getattr(found.hardware, name) == pytest.approx(getattr(TRUE, name), rel=1e-5), name
+    for here, true in zip(found.hardware.attention, TRUE.attention, strict=True):
+        for name in (*RATES, "ramp_queries"):
+            assert getattr(here, name) == pytest.approx(getattr(true, name), rel=1e-5), name
+        assert (here.kernel, here.head_size) == (true.kernel, true.head_size)
+    assert found.hardware.attention_flops == pytest.approx(TRUE.attention[0].both_blocks, rel=1e-5)
     assert (found.hardware.host_bytes, found.hardware.memory_bytes) == (5e10, 10**11)
-    others = {name: getattr(BASE, name) for name in vars(BASE) if name not in {"name", *FITTED, *MEASURED}}
+    ours = {"name", "attention", "attention_flops", *PLAIN_ENTRIES, *MEASURED}
+    others = {name: getattr(BASE, name) for name in vars(BASE) if name not in ours}
     assert {name: getattr(found.hardware, name) for name in others} == others
     assert found.held_out_errors.max() < 1e-6
-    assert found.backward_forwards == pytest.approx(2, abs=1e-6)
     assert found.untold == ()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_with_noise_of_three_percent_rates_come_out_within_a_few_percent(precision: Precision, seed: int) -> None:
-    found = fitted(precision, synthetic(precision, 0.03, seed), seed)
+    """Although the device alone is a tenth faster than within chunks, as they are in fact."""
+    found = fitted(precision, synthetic(precision, 0.03, seed), seed, off=1.1)
     true = CostModel(shape=SHAPE, hardware=TRUE, precision=precision).rates
-    assert found.cost.rates.token == pytest.approx(true.token, rel=0.03)
-    assert found.cost.rates.pair == pytest.approx(true.pair, rel=0.03)
-    assert found.hardware.flops == pytest.approx(TRUE.flops, rel=0.15)
-    assert found.hardware.attention_flops == pytest.approx(TRUE.attention_flops, rel=0.03)
-    assert 0.005 < np.median(found.held_out_errors) < 0.03
+    assert found.cost.rates.token == pytest.approx(true.token, rel=0.05)
+    assert found.cost.rates.pair == pytest.approx(true.pair, rel=0.05)
+    assert found.cost.rates.backward.pair == pytest.approx(true.backward.pair, rel=0.05)
+    if precision == "bf16":  # in float32 the GPU hides all of it
+        assert found.cost.rates.launch == pytest.approx(true.launch, rel=0.05)
+    assert 0.005 < np.median(found.held_out_errors) < 0.04
     assert found.held_out_errors.max() < 0.1
 
 
@@ -116,21 +136,15 @@ def test_the_fit_does_not_see_what_is_held_out() -> None:
     assert (fitted("bf16", chunks, seed=1).held_out != found.held_out).any()
 
 
-def test_a_backward_that_is_not_twice_a_forward_is_told() -> None:
-    found = fitted("bf16", synthetic("bf16", 0.0, slower_backward=1.25))
-    assert found.backward_forwards == pytest.approx(2.5, rel=0.05)
-    assert found.held_out_errors.max() > 0.03
-
-
 def test_what_takes_no_time_stays_at_a_bound_and_is_named() -> None:
-    """Times without anything but tokens: attention is not said to be infinitely fast."""
+    """Times without anything but tokens: ramps, kernels and launches are not said to be infinitely fast."""
     chunks = [
         replace(chunk, forward_kv_ns=1e3 * chunk.num_tokens, train_ns=3e3 * chunk.num_tokens)
         for chunk in synthetic("bf16", 0.0)
     ]
     found = fitted("bf16", chunks)
-    assert "attention_flops" in found.untold
-    assert found.hardware.attention_flops == pytest.approx(10 * 1.1 * TRUE.flops)
+    assert {"forward_blocks", "backward_blocks", "attention_flops"} <= {*found.untold}
+    assert found.hardware.attention[0].forward_blocks == pytest.approx(10 * TRUE.attention[0].forward_blocks)
     assert "# at its bound" in profile_text(found, torch_version="2", on=date(2026, 1, 1))
 
 
@@ -144,14 +158,21 @@ def test_a_written_profile_is_read_again_and_says_where_its_numbers_are_from(tmp
     path = tmp_path / "here.toml"
     write_profile(found, path, torch_version="2.13")
     read = load_hardware(path)
-    for name, value in vars(found.hardware).items():
-        assert getattr(read, name) == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5))
+    for name in PLAIN_ENTRIES:
+        assert getattr(read, name) == pytest.approx(getattr(found.hardware, name), rel=1e-5)
+    for here, written in zip(read.attention, found.hardware.attention, strict=True):
+        assert vars(here) == {
+            name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            for name, value in vars(written).items()
+        }
     text = path.read_text()
     assert text.startswith("# Measured by chunkplan calibrate")
     assert "on a GPU, torch 2.13, 20" in text
-    for name in vars(BASE):
+    ours = {"name", *FITTED, *MEASURED}
+    for name in BASE.to_dict().keys() - {"attention"}:
         [line] = [line for line in text.splitlines() if line.startswith(f"{name} = ")]
-        assert ("that of h100" in line) == (name not in {"name", *FITTED, *MEASURED})
+        assert ("that of h100" in line) == (name not in ours)
+    assert text.count("[[attention]]") == 2 and text.count("of the device, and scaled as blocks are") == 4
     write_profile(found, path, torch_version="2.14")  # an earlier calibration is replaced
     assert "torch 2.14" in path.read_text()
     assert [entry.name for entry in tmp_path.iterdir()] == ["here.toml"]
@@ -258,8 +279,12 @@ def test_a_probe_that_does_not_fit_is_left_out(model: CausalLM, monkeypatch: pyt
 
 def test_the_device_tells_what_it_does_on_its_own(model: CausalLM) -> None:
     rates = measure_device(find_device("cpu"), model.config, torch.float32, "auto")
-    assert all(value > 0 for name, value in vars(rates).items() if name != "device")
+    own = {name: value for name, value in vars(rates).items() if name not in ("device", "attention")}
+    assert all(value > 0 for value in own.values())
     assert "CPU" in rates.device
+    [attention] = rates.attention
+    assert (attention.kernel, attention.head_size) == ("torch-cpu", model.config.head_dim)
+    assert all(getattr(attention, name) > 0 for name in (*RATES, "ramp_queries"))
 
 
 def test_a_device_that_is_not_there_is_a_usage_error() -> None:

@@ -16,10 +16,11 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import options_of
+from tests.support.plain import plain_cost
 
 LAYERS = (7, 7, 7, 7)
 MIXED = "full:7,keep-products:3,none:18"
-COST = CostModel(checkpointing=MIXED)
+COST = plain_cost(checkpointing=MIXED)
 TOKENS = np.array([8192, 100])
 PAIRS = attention_pairs_of(TOKENS, np.array([65536, 0]))
 
@@ -46,10 +47,10 @@ def test_runs_of_other_layers_than_there_are_are_refused():
         ("full:20,none:20", "full:14,none:14"),
     ):
         with pytest.raises(UsageError, match="layers: the model has 28") as refused:
-            CostModel(checkpointing=written)
+            plain_cost(checkpointing=written)
         hint = refused.value.hint
         assert hint == f"give runs whose numbers sum to 28, such as --checkpointing {similar}"
-        assert CostModel(checkpointing=similar).levels
+        assert plain_cost(checkpointing=similar).levels
     entries = COST.to_dict() | {"checkpointing": "full:7,none:20"}
     with pytest.raises(DataError, match="of 27 layers"):
         CostModel.from_dict(entries, where="manifest.json")
@@ -104,10 +105,10 @@ def test_a_stage_holds_what_its_own_layers_hold():
 def test_what_waits_between_halves_counts_at_its_most():
     """The half for inputs comes to the last layers first: where these held little, it holds more before less."""
     weak_last, strong_last = (
-        held_bytes(CostModel(checkpointing=levels), 1, (28,), 8192).tokens[0, 3]
+        held_bytes(plain_cost(checkpointing=levels), 1, (28,), 8192).tokens[0, 3]
         for levels in ("full:4,none:24", "none:24,full:4")
     )
-    full = held_bytes(CostModel(checkpointing="full"), 1, (28,), 8192).tokens[0, 3]
+    full = held_bytes(plain_cost(checkpointing="full"), 1, (28,), 8192).tokens[0, 3]
     assert weak_last == 0
     assert strong_last == pytest.approx(full * 4 / 28)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
@@ -22,6 +23,8 @@ from chunkplan.cost.sums import tokens_at_once
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
 from chunkplan.operations import OPS
+from tests.support.places import GOLDEN
+from tests.support.plain import PLAIN, plain_cost
 
 PROFILES = ("a100", "b200", "h100", "h200", "l40s", "mi300x", "rtx4090", "rtx5090")
 ON_PCIE = ("l40s", "rtx4090", "rtx5090")
@@ -51,7 +54,7 @@ def test_shipped_profiles_sustain_less_than_their_data_sheets(name: str) -> None
 
 def test_a_profile_of_ones_own_is_a_file_like_the_shipped_ones(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(profile_text().replace('"h100"', '"mine"').replace("650e12", "600e12"))
+    path.write_text(profile_text().replace('"h100"', '"mine"').replace("627e12", "600e12"))
     assert load_hardware(path) == replace(load_hardware("h100"), name="mine", flops=600e12)
 
 
@@ -62,7 +65,10 @@ def test_an_unknown_profile_is_a_usage_error_that_names_the_known_ones() -> None
         assert all(known in caught.value.hint for known in PROFILES)
 
 
-@pytest.mark.parametrize("entry", [field.name for field in fields(Hardware)])
+OPTIONAL = ("launch_ns", "attention")
+
+
+@pytest.mark.parametrize("entry", [field.name for field in fields(Hardware) if field.name not in OPTIONAL])
 def test_a_profile_without_an_entry_or_with_a_strange_one_names_it(entry: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     lines = profile_text().splitlines()
@@ -73,6 +79,33 @@ def test_a_profile_without_an_entry_or_with_a_strange_one_names_it(entry: str, t
         with pytest.raises(DataError, match=f"`{entry}` is") as caught:
             load_hardware(path)
         assert caught.value.where == str(path)
+
+
+def test_a_profile_of_an_earlier_release_is_read_as_it_was_meant() -> None:
+    """With one rate of attention, a backward of which is two forwards, and nothing that the host does beside."""
+    assert (PLAIN.launch_ns, PLAIN.attention) == (0.0, ())
+    assert not {*OPTIONAL} & PLAIN.to_dict().keys()
+    rates = plain_cost().rates
+    assert (rates.launch, rates.mask, rates.ramp_queries) == (0.0, 0.0, 0.0)
+    assert rates.backward == (2 * rates.pair, 0.0)
+
+
+@pytest.mark.parametrize("entry", [field.name for field in fields(AttentionRates)])
+def test_a_strange_rate_of_attention_is_named_with_its_place(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    before, first, second = profile_text().split("[[attention]]\n")
+    others = "".join(line for line in second.splitlines(True) if not line.startswith(f"{entry} "))
+    for line in ("", f"{entry} = -1\n", f"{entry} = nan\n", f"{entry} = []\n", f"{entry} = true\n"):
+        path.write_text(f"{before}[[attention]]\n{first}[[attention]]\n{line}{others}")
+        with pytest.raises(DataError, match=rf"`attention\[1\]\.{entry}` is"):
+            load_hardware(path)
+    path.write_text(profile_text() + "flops = 1\n")
+    with pytest.raises(DataError, match="`flops` is unknown, expected kernel, head_size, forward_blocks"):
+        load_hardware(path)
+    for line in ("attention = 3\n", "launch_ns = 0\n", "launch_ns = inf\n", 'attention = "torch-cuda"\n'):
+        path.write_text(line + (GOLDEN / "h100.toml").read_text())
+        with pytest.raises(DataError, match=rf"`{line.split()[0]}` is"):
+            load_hardware(path)
 
 
 def test_an_entry_that_a_profile_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -102,18 +135,18 @@ def test_a_token_takes_its_products_and_up_to_a_third_more(name: str) -> None:
     hardware = load_hardware(name)
     products = LAYER_FLOPS / hardware.flops * 1e9
     most = 1.45 if name in ON_PCIE else 1.33  # their memory is slower beside their products
-    assert products < CostModel(hardware=hardware).rates.token < most * products
+    assert products < plain_cost(hardware=hardware).rates.token < most * products
 
 
 def test_attention_takes_four_flops_for_each_pair_and_query_element() -> None:
-    hardware = load_hardware("h100")
-    pair = CostModel().rates.pair
+    hardware = PLAIN
+    pair = plain_cost().rates.pair
     assert pair == pytest.approx(4 * 3584 / 2 / hardware.attention_flops * 1e9)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallelism_divides_attention_evenly_and_the_rest_less_than_evenly(tp: int) -> None:
-    one, many = CostModel().rates, CostModel(tp=tp).rates
+    one, many = plain_cost().rates, plain_cost(tp=tp).rates
     assert many.pair == pytest.approx(one.pair / tp)
     assert many.head == pytest.approx(one.head / tp)
     assert many.link_token == pytest.approx(one.link_token / tp)
@@ -123,8 +156,8 @@ def test_tensor_parallelism_divides_attention_evenly_and_the_rest_less_than_even
 
 def test_collectives_are_four_rings_a_layer() -> None:
     """All-gather and reduce-scatter around attention and MLP: each sends three quarters of a token."""
-    one, four = CostModel().rates, CostModel(tp=4).rates
-    hardware = load_hardware("h100")
+    one, four = plain_cost().rates, plain_cost(tp=4).rates
+    hardware = PLAIN
     assert four.token - one.token / 4 == pytest.approx(4 * 3584 * 2 * 3 / 4 / hardware.gpu_link_bytes * 1e9)
 
 
@@ -133,7 +166,7 @@ def test_collectives_are_four_rings_a_layer() -> None:
 )
 def test_rings_leave_a_node_by_the_links_of_all_members_that_it_has(ranks: int, tp: int, links: int | None) -> None:
     """As NCCL's do; what a single GPU sends to another node goes by its own link."""
-    hardware = load_hardware("h100")
+    hardware = PLAIN
     expected = hardware.gpu_link_bytes if links is None else links * hardware.node_link_bytes
     assert hardware.ring_bytes(ranks, tp) == expected
     assert hardware.link_bytes(ranks * tp) == (hardware.gpu_link_bytes if links is None else hardware.node_link_bytes)
@@ -142,10 +175,10 @@ def test_rings_leave_a_node_by_the_links_of_all_members_that_it_has(ranks: int, 
 
 def test_tensor_parallelism_across_nodes_is_slower() -> None:
     """The same collectives over the links between nodes."""
-    near = load_hardware("h100")
+    near = PLAIN
     far = replace(near, gpus_per_node=2)
-    assert CostModel(hardware=far, tp=4).rates.token > 1.5 * CostModel(hardware=near, tp=4).rates.token
-    assert CostModel(hardware=far, tp=2).rates == CostModel(hardware=near, tp=2).rates
+    assert plain_cost(hardware=far, tp=4).rates.token > 1.5 * plain_cost(hardware=near, tp=4).rates.token
+    assert plain_cost(hardware=far, tp=2).rates == plain_cost(hardware=near, tp=2).rates
 
 
 @pytest.mark.parametrize("tp", [0, 3, 7, 8])
@@ -155,11 +188,11 @@ def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(tp: int) -
         f"tensor parallelism {tp} does not divide the (28|4) " if tp else "--tp is 0, expected a whole number from 1"
     )
     with pytest.raises(UsageError, match=expected):
-        CostModel(tp=tp)
+        plain_cost(tp=tp)
 
 
 def test_float32_takes_longer_by_the_rates_of_products_and_the_bytes_of_links() -> None:
-    bf16, fp32 = CostModel(tp=2).rates, CostModel(tp=2, precision="fp32").rates
+    bf16, fp32 = plain_cost(tp=2).rates, plain_cost(tp=2, precision="fp32").rates
     assert fp32.token == pytest.approx(2 * bf16.token)
     assert fp32.pair == pytest.approx(2 * bf16.pair)
     assert fp32.link_token == pytest.approx(2 * bf16.link_token)
@@ -168,7 +201,7 @@ def test_float32_takes_longer_by_the_rates_of_products_and_the_bytes_of_links() 
 def test_checkpointing_recomputes_layers_but_not_the_head() -> None:
     tokens, attention_pairs = np.array([8192]), attention_pairs_of(np.array([8192]), np.array([0]))
     times = {
-        checkpointing: durations(tokens, attention_pairs, CostModel(checkpointing=checkpointing).rates, (14, 14))
+        checkpointing: durations(tokens, attention_pairs, plain_cost(checkpointing=checkpointing).rates, (14, 14))
         for checkpointing in ("none", "full")
     }
     forward, backward = OPS.index("forward"), OPS.index("backward")
@@ -178,7 +211,7 @@ def test_checkpointing_recomputes_layers_but_not_the_head() -> None:
 
 
 def test_the_weight_half_of_a_backward_is_a_forward_of_products_with_layers_and_none_of_the_head() -> None:
-    tokens, rates = np.array([8192]), CostModel().rates
+    tokens, rates = np.array([8192]), plain_cost().rates
     times = durations(tokens, attention_pairs_of(tokens, np.zeros_like(tokens)), rates, (14, 14))
     backward, of_inputs, of_weights = (
         times[OPS.index(op), :, 0] for op in ("backward", "backward_input", "backward_weight")
@@ -193,7 +226,7 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
     Of the head for every block of tokens whose logits there is room for, half a block more than the tokens fill; of the
     embeddings once, on the first stage. The weight half has those of layers.
     """
-    cost = CostModel()
+    cost = plain_cost()
     ns = 12e9 / cost.hardware.copy_bytes
     of_layer, of_ends = ns * cost.shape.layer_parameters, ns * cost.shape.embedding_parameters
     without = cost.rates._replace(sums=Sums())
@@ -206,17 +239,17 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
         assert longer[OPS.index("backward_input")] == pytest.approx([of_ends, of_head], abs=2)
         assert longer[OPS.index("backward_weight")] == pytest.approx([15 * of_layer, 13 * of_layer], abs=2)
         assert not longer[[OPS.index(op) for op in ("forward", "forward_kv", "recompute")]].any()
-    in_fp32, on_four = CostModel(precision="fp32").rates.sums, CostModel(tp=4).rates.sums
+    in_fp32, on_four = plain_cost(precision="fp32").rates.sums, plain_cost(tp=4).rates.sums
     assert (in_fp32.layer, on_four.layer) == pytest.approx((16 / 12 * of_layer, of_layer / 4))
     assert on_four.head.chunk == pytest.approx(of_ends / 8)
-    adapters = CostModel(lora_rank=8).rates.sums
+    adapters = plain_cost(lora_rank=8).rates.sums
     assert 0 < adapters.layer < of_layer / 50 and adapters == Sums(layer=adapters.layer)
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
 def test_gradients_that_are_reduced_in_every_backward_are_copied_to_what_is_sent_and_not_summed(sharding: Any) -> None:
     """8 bytes of a weight of layers, on several ranks; embeddings and head are summed as ever."""
-    whole, cost = CostModel().rates.sums, CostModel(sharding=sharding)
+    whole, cost = plain_cost().rates.sums, plain_cost(sharding=sharding)
     reduced = cost.rates_on(8).sums
     assert reduced.layer == pytest.approx(8 / 12 * whole.layer)
     assert reduced[1:] == whole[1:]
@@ -225,20 +258,20 @@ def test_gradients_that_are_reduced_in_every_backward_are_copied_to_what_is_sent
 
 def test_smaller_chunks_are_less_efficient() -> None:
     """Time is affine: a chunk of 1K tokens loses a fifth or more to its fixed part, one of 32K next to nothing."""
-    rates = CostModel(tp=4, hardware=load_hardware("a100")).rates
+    rates = plain_cost(tp=4, hardware=load_hardware("a100")).rates
     lost = {tokens: rates.chunk / (rates.chunk + rates.token * tokens) for tokens in (1024, 32768)}
     assert 0.2 < lost[1024] < 0.5
     assert lost[32768] < 0.03
 
 
 def test_a_mixture_costs_what_a_token_meets_and_ramps_up_on_all_its_weights() -> None:
-    dense, mixture = CostModel().rates, CostModel(shape=MIXTURE).rates
+    dense, mixture = plain_cost().rates, plain_cost(shape=MIXTURE).rates
     assert dense.token < mixture.token < 1.1 * dense.token
     assert 3 * dense.chunk < mixture.chunk < 8 * dense.chunk
 
 
 def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_parameter() -> None:
-    cost = CostModel()
+    cost = plain_cost()
     tokens = np.array([100, 50_000])
     prefix = np.zeros(2, np.int64)
     work = work_ns(cost, tokens, attention_pairs_of(tokens, prefix))
@@ -253,14 +286,14 @@ def test_work_is_forward_and_backward_and_utilisation_counts_six_flops_a_paramet
 
 def test_offloaded_keys_and_values_hide_behind_attention_from_about_2k_tokens_a_chunk() -> None:
     """Both grow with the prefix: at that ChunkSize they take equally long, for 16 bytes or more each way over PCIe."""
-    cost = CostModel(kv_offload=True)
+    cost = plain_cost(kv_offload=True)
     size = cost.offload_chunk_size
     for prefix in (10_000, 1_000_000):
         attention = 2 * cost.rates.pair * 2 * size * prefix
         transfer = prefix * 2 * 512 * (2 + 4) / cost.hardware.host_bytes * 1e9
         assert attention == pytest.approx(transfer, rel=0.01)
     assert 1024 < size < 4096
-    assert cost.rates == CostModel().rates
+    assert cost.rates == plain_cost().rates
 
 
 # ---- what a manifest holds
@@ -280,7 +313,7 @@ def test_a_cost_model_comes_back_from_json_as_it_was(cost: CostModel) -> None:
 
 
 def entries_of(values: dict[str, Any]) -> list[tuple[str, ...]]:
-    inner = [(part, entry) for part in ("shape", "hardware") for entry in values[part]]
+    inner = [(part, entry) for part in ("shape", "hardware") for entry in values[part] if entry not in OPTIONAL]
     return [*((entry,) for entry in values), *(path for path in inner if path[1] != "max_positions")]
 
 
@@ -328,14 +361,14 @@ def test_a_manifest_whose_model_cannot_be_is_damaged() -> None:
     ("pp", "layers"), [(1, (28,)), (2, (16, 12)), (4, (8, 8, 8, 4)), (8, (4, 4, 4, 4, 4, 4, 3, 1))]
 )
 def test_the_last_stage_has_fewer_layers_as_the_head_takes_as_long_as_several(pp: int, layers: tuple[int, ...]) -> None:
-    assert balance_layers(CostModel(), pp, pairs_per_token=4096.0) == layers
+    assert balance_layers(plain_cost(), pp, pairs_per_token=4096.0) == layers
 
 
 @given(st.integers(1, 16), st.floats(0, 1e6))
 def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_faster(
     pp: int, pairs_per_token: float
 ) -> None:
-    cost = CostModel()
+    cost = plain_cost()
     rates = cost.rates
     layer, head = cost.passes * (rates.token + rates.pair * pairs_per_token), rates.trained_head
 
@@ -352,7 +385,7 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
 def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() -> None:
     """Gradients in backwards, weights in all but the half for weights; of chunks too small to hide it, the ends too."""
     tokens, pairs = np.array([1, 65_536]), np.array([1.0, 65_536.0**2])
-    one = CostModel()
+    one = plain_cost()
     bytes_sent = 3 / 4 * one.shape.layer_parameters / one.hardware.gpu_link_bytes * 1e9
     gather, reduce = 2 * bytes_sent + one.hardware.link_ns, 4 * bytes_sent + one.hardware.link_ns
     least = {
@@ -363,7 +396,7 @@ def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() ->
     sums = one.rates.sums
     ends = of_token + np.outer((0, 0, 0, 1, 1, 0), (sums.embeddings, sums.head.token + sums.head.chunk))
     for sharding in SHARDINGS:
-        cost = CostModel(sharding=sharding)
+        cost = plain_cost(sharding=sharding)
         assert cost.rates_on(1) == one.rates
         plain = durations(tokens, pairs, one.rates._replace(sums=cost.rates.sums), (14, 14))
         times = durations(tokens, pairs, cost.rates_on(4), (14, 14))
@@ -374,8 +407,8 @@ def test_no_action_takes_less_than_what_ranks_send_each_other_of_its_layers() ->
 
 def test_a_plan_that_counts_weight_shards_shares_weights_where_there_are_several() -> None:
     """As plans and tunings before this version have it."""
-    described = CostModel().to_dict()
+    described = plain_cost().to_dict()
     del described["sharding"]
     for shards, sharding in ((1, "optimizer"), (4, "weights")):
         found = CostModel.from_dict({**described, "weight_shards": shards}, where="manifest.json")
-        assert found == CostModel(sharding=sharding)  # type: ignore[arg-type]
+        assert found == plain_cost(sharding=sharding)  # type: ignore[arg-type]

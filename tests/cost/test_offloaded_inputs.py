@@ -10,22 +10,21 @@ import pytest
 from chunkplan.cost.activations import activation_bytes_per_token, working_bytes_per_token
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.memory import held_bytes
-from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
+from tests.support.plain import PLAIN, plain_cost
 
 LAYERS = (7, 7, 7, 7)
 TOKENS, PREFIX = np.array([8192, 100]), np.array([65536, 0])
 PAIRS = attention_pairs_of(TOKENS, PREFIX)
 INPUT = 2 * 3584
-FULL, OFFLOAD = (CostModel(checkpointing=level) for level in ("full", "offload"))
+FULL, OFFLOAD = (plain_cost(checkpointing=level) for level in ("full", "offload"))
 [LAYER] = FULL.shape.kinds
 
 
 def with_link(cost, gigabytes):
-    return replace(cost, hardware=replace(load_hardware("h100"), host_bytes=gigabytes * 1e9))
+    return replace(cost, hardware=replace(PLAIN, host_bytes=gigabytes * 1e9))
 
 
 def times_of(cost):
@@ -65,7 +64,7 @@ def test_keys_and_values_of_the_prefix_share_the_link():
 
 
 def test_a_stage_waits_for_the_inputs_of_its_own_layers():
-    mixed = with_link(CostModel(checkpointing="offload:7,full:10,none:11"), 1)
+    mixed = with_link(plain_cost(checkpointing="offload:7,full:10,none:11"), 1)
     found, full = times_of(mixed)["forward"], times_of(FULL)["forward"]
     np.testing.assert_array_equal(found[0], times_of(with_link(OFFLOAD, 1))["forward"][0])
     np.testing.assert_array_equal(found[1:], full[1:])
@@ -85,7 +84,7 @@ def test_a_token_in_flight_takes_what_lies_around_the_layers():
     assert middle == [INPUT + 4 + rotary] * 2
     with_adapters = held_bytes(replace(OFFLOAD, lora_rank=8), 4, LAYERS, 8192).tokens
     assert last - with_adapters[3, 0] == INPUT
-    mixed = held_bytes(CostModel(checkpointing="full:14,offload:14"), 4, LAYERS, 8192).tokens[:, 0]
+    mixed = held_bytes(plain_cost(checkpointing="full:14,offload:14"), 4, LAYERS, 8192).tokens[:, 0]
     kept = 7 * INPUT + 4 + rotary  # the first layer of a stage keeps what came
     np.testing.assert_array_equal(mixed, [kept + 4, kept, middle[1], last])
 
@@ -99,7 +98,7 @@ def test_the_host_has_the_inputs_of_all_tokens_in_flight_and_keys_and_values():
     both = replace(OFFLOAD, kv_offload=True)
     assert stage_host_bytes(both, layers=LAYERS, **tokens) == tuple(of_layer * n + kv for n in (40, 30, 20, 10))
     assert stage_host_bytes(replace(FULL, kv_offload=True), layers=LAYERS, **tokens) == (kv,) * 4
-    mixed = CostModel(checkpointing="offload:5,full:23")
+    mixed = plain_cost(checkpointing="offload:5,full:23")
     assert stage_host_bytes(mixed, layers=LAYERS, **tokens) == (5 * INPUT * 40, 0, 0, 0)
     halves = {name: each[:2] for name, each in tokens.items()}
     virtual = stage_host_bytes(mixed, layers=LAYERS, **halves)  # two virtual stages: tokens count for each that holds

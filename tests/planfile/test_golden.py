@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from chunkplan import CostModel, PlanConfig, analyze, build, load_analysis, load_plan, validate
+from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.planfile.load import load_held_out
 from chunkplan.planfile.schema import CHUNKS, CP_COLUMNS
 from tests.support.places import GOLDEN
+from tests.support.plain import plain_cost
 
 ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784c"
 
@@ -113,25 +114,26 @@ def test_the_analysis_of_a_dataset_is_the_same_in_every_release(tmp_path: Path) 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_of_a_configuration_is_the_same_in_every_release(name: str, tmp_path: Path) -> None:
     config, expected = PLANS[name]
-    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
     assert plan.content_hash == expected
 
 
 def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> None:
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
-    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=CostModel(lora_rank=16, load_in_4bit=True))
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
     assert plan.content_hash == "397c49c54b881f0cfa3651c8d3e54806612ba9a49dbfb0256eefc04a9cc04a83"
-    assert load_plan(plan.path).cost == CostModel(lora_rank=16, load_in_4bit=True)
+    assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
-    whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config)
+    whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config, cost=plain_cost())
     assert whole.content_hash == PLANS["zero-bubble"][1]
     assert not {"lora_rank", "load_in_4bit", "optimizer"} & whole.manifest["predictions"]["cost_model"].keys()
 
 
 def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     config, _ = PLANS["hold-out"]
-    held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config})))
+    settings = PlanConfig(**{**SMALL, **config})
+    held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
     assert held_out.content_hash == "741a2dfcbbf3d64483f7f5596b1c8b09c28176038ab38219eb9b66631c57eda2"
 
@@ -160,7 +162,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
 def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) -> None:
     """Neither in its configuration, which is hashed, nor in its columns: it is the one that was built before."""
     config, expected = PLANS["1F1B"]
-    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}))
+    plan = build(GOLDEN / "analysis-5", tmp_path / "plan", PlanConfig(**{**SMALL, **config}), cost=plain_cost())
     assert plan.content_hash == expected
     assert "cp" not in plan.manifest["config"]
     assert pq.read_schema(plan.path / "chunks.parquet").names == CHUNKS.names
@@ -170,7 +172,7 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
-    plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config)
+    plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
     assert plan.content_hash == "4821e25fe0fcbe38894e27f1ce70df589123de445b9bd75a2a786528e0d11842"
 
 

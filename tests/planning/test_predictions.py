@@ -24,11 +24,12 @@ from chunkplan.planfile.chunks import read_chunks
 from chunkplan.planfile.manifest import sights_of
 from chunkplan.planning.chunks import time_chunks
 from chunkplan.simulation import simulate_plan
+from tests.support.plain import plain_cost
 from tests.support.planned_steps import first_step, save
 from tests.support.published_models import MODELS
 
 #: What a chunk costs beside its tokens, forward and backward, in microseconds.
-COST = CostModel()
+COST = plain_cost()
 
 CHUNK_US = COST.chunk_ns / 1e3
 

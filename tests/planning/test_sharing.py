@@ -13,7 +13,6 @@ from chunkplan.arrays import sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, work_ns
 from chunkplan.cost.exchange import exchange_times
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.planning.batches import StepBlock
@@ -21,8 +20,9 @@ from chunkplan.planning.chunks import ChunkedBlock, slice_of
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.planning.sharing import Step, choose_groups, share_sequences
 from chunkplan.planning.splitting import cut_sequences
+from tests.support.plain import PLAIN, plain_cost
 
-COST = CostModel()
+COST = plain_cost()
 
 
 def chunked(lengths: list[int], cost: CostModel = COST, **options: object) -> tuple[ChunkedBlock, PlanConfig]:
@@ -264,7 +264,7 @@ def exchange(tokens: int, prefix: int, size: int, heads: int, cost: CostModel = 
 
 def test_an_exchange_by_heads_does_not_grow_with_the_prefix_and_one_by_pages_does() -> None:
     assert exchange(8192, 0, 4, 4) == exchange(8192, 262_144, 4, 4)
-    slow = CostModel(hardware=load_hardware("h100"), tp=1)
+    slow = plain_cost(hardware=PLAIN, tp=1)
     near, far = exchange(2048, 8192, 16, 1, slow), exchange(2048, 262_144, 16, 1, slow)
     assert far[0] > near[0] and far[1] > near[1]
 
@@ -283,5 +283,5 @@ def test_pages_hide_behind_attention_where_it_takes_longer() -> None:
 
 
 def test_where_layers_are_recomputed_in_the_backward_so_is_their_exchange() -> None:
-    none, full = (exchange(8192, 0, 4, 4, CostModel(checkpointing=kind)) for kind in ("none", "full"))
+    none, full = (exchange(8192, 0, 4, 4, plain_cost(checkpointing=kind)) for kind in ("none", "full"))
     assert full == (none[0], 2 * none[1])

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from chunkplan.config.plan import Split
 from chunkplan.cost.durations import attention_pairs_of, work_ns
-from chunkplan.cost.model import CostModel
 from chunkplan.planning.splitting import count_masked_targets, count_part_targets, split_sequences
+from tests.support.plain import plain_cost
 
 SPLITS = [split for split in get_args(Split) if split != "none"]
-COST = CostModel()
+COST = plain_cost()
 
 
 def cut(lengths: list[int], chunk_size: int, split: Split) -> list[np.ndarray]:

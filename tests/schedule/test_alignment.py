@@ -14,8 +14,7 @@ import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import Sharding
 from chunkplan.layers import V_SHAPED
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
@@ -25,6 +24,7 @@ from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import simulate_ranks
+from tests.support.plain import PLAIN, plain_cost
 
 #: Schedules with their virtual stages, and whether ranks may share sequences under them.
 PIPELINES = [("1f1b", 1), ("auto", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)]
@@ -278,7 +278,7 @@ def test_a_plan_takes_what_its_slots_take(config: dict[str, Any], sharding: Shar
             tmp_path / "lengths.npy",
             tmp_path / each,
             settings,
-            cost=CostModel(sharding=each, hardware=replace(load_hardware("h100"), copy_bytes=1e18)),
+            cost=plain_cost(sharding=each, hardware=replace(PLAIN, copy_bytes=1e18)),
         )
         for each in (sharding, "optimizer")
     ]
@@ -314,7 +314,7 @@ def test_of_ranks_that_meet_in_slots_all_share_a_sequence_or_none(tmp_path: Path
     sizes = {}
     for sharding in ("optimizer", "weights"):
         config = PlanConfig(chunk_size=8192, k=1, global_batch=64, dp=8, cp="auto")
-        plan = build(tmp_path / "lengths.npy", tmp_path / sharding, config, cost=CostModel(sharding=sharding))
+        plan = build(tmp_path / "lengths.npy", tmp_path / sharding, config, cost=plain_cost(sharding=sharding))
         chunks = [chunk for step in plan.iter_steps() for of_rank in step.chunks.values() for chunk in of_rank]
         sizes[sharding] = {chunk.cp_size for chunk in chunks}
     assert sizes["weights"] == {1, 8}

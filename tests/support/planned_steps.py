@@ -10,6 +10,7 @@ import numpy as np
 from chunkplan import PlanConfig, build, validate
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan import PlanStep
+from tests.support.plain import plain_cost
 
 
 def write_analysis(folder: Path, lengths: list[int], seed: int = 0) -> Path:
@@ -33,6 +34,7 @@ def save(path: Path, lengths: list[int]) -> Path:
 
 def first_step(folder: Path, lengths: list[int], **config: Any) -> PlanStep:
     """The first step of a plan of some lengths, which has to keep every invariant."""
-    plan = build(save(folder, lengths), folder / "plan", PlanConfig(**{"chunk_size": 8, "k": 1, "cp": "off", **config}))
+    settings = PlanConfig(**{"chunk_size": 8, "k": 1, "cp": "off", **config})
+    plan = build(save(folder, lengths), folder / "plan", settings, cost=plain_cost())
     assert validate(plan.path).ok
     return next(plan.iter_steps())

@@ -13,15 +13,15 @@ import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.arrays import Int64Array
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.plan import Plan
 from chunkplan.planning import method
 from chunkplan.planning.ranks import Sequences, Shares
+from tests.support.plain import PLAIN
 from tests.support.plan_rows import Rows, find
 
 #: Links so fast that small sequences are shared too; a message may take some nanoseconds.
-FAST = replace(load_hardware("h100"), kernel_ns=1e-6, gpu_link_bytes=1e15, node_link_bytes=1e15)
+FAST = replace(PLAIN, kernel_ns=1e-6, gpu_link_bytes=1e15, node_link_bytes=1e15)
 
 LENGTHS = [5, 9, 3, 40, 7, 7, 2, 12, 50, 6, 4, 11, 13, 9, 10, 8, 12, 9, 14, 10, 300, 200, 37]
 

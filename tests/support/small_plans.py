@@ -13,6 +13,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.held import HeldBytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.plan import Plan, PlanStep
+from tests.support.plain import plain_cost
 
 LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 2000, 9, 99, 100, 33, 3, 700, 5, 21])
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def built(folder: Path, lengths: Any, cost: CostModel | None = None, **config: Any) -> Plan:
     np.save(folder / "lengths.npy", lengths)
     settings = {"chunk_size": 64, "global_batch": 7, "epochs": 2, "cp": "off", **config}
+    cost = cost or plain_cost()
     return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
 
 

@@ -29,6 +29,7 @@ from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
 from chunkplan_runtime.feed.stream import check_runnable
 from tests.support.places import ROOT
+from tests.support.plain import PLAIN
 from tests.support.published_models import MODELS
 from tests.support.tuning_cases import GIB, long_tail, options_with
 
@@ -86,7 +87,9 @@ def test_a_long_sequence_on_a_pipeline_is_cut_into_parts_of_equal_time(tmp_path:
     np.save(tmp_path / "long.npy", np.array([400_000] * 4))
     found = tune(
         tmp_path / "long.npy",
-        options_with(tp=1, pp=8, global_batch=1, ks=(1,), chunk_sizes=(16384,), gpu_memory=400 * GIB, cp="off"),
+        options_with(
+            tp=1, pp=8, global_batch=1, ks=(1,), chunk_sizes=(16384,), gpu_memory=400 * GIB, cp="off", hardware=PLAIN
+        ),
     )
     schedule = found.best.config.schedule
     by_split = {each.config.split: each for each in reversed(found.choices) if each.config.schedule == schedule}

@@ -1,4 +1,6 @@
-"""What a device does on its own, without any chunk: products, copies, and a layer that has next to nothing to do."""
+"""What a device does on its own, without any chunk: products, copies, attention, and a layer that has next to nothing
+to do.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from chunkplan.cost.measurements import DeviceRates
+from chunkplan_runtime.calibration.attention import measure_attention
 from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
 from chunkplan_runtime.devices import device_name
 from chunkplan_runtime.models.model import new_model
@@ -63,6 +66,7 @@ def measure_device(device: torch.device, config: Any, dtype: torch.dtype, attent
         host_bytes=copied / host_seconds,
         layer_overhead_ns=_layer_overhead_ns(device, config, dtype, attention),
         memory_bytes=memory(device)[1],
+        attention=measure_attention(device, config, dtype, attention, lambda run: _seconds(run, device)),
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()
