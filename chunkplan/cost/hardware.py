@@ -53,7 +53,8 @@ class Hardware:
 
     def to_dict(self) -> dict[str, object]:
         """The entries of a profile, which JSON can hold; without those that it may leave out where it has none."""
-        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+        entries = asdict(self) | {"attention": [asdict(rates) for rates in self.attention]}
+        return {name: value for name, value in entries.items() if name not in _OPTIONAL or value}
 
     def link_bytes(self, gpus: int) -> float:
         """Bytes a second that each of so many GPUs in a row sends another: between nodes by its own link."""

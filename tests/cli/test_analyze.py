@@ -91,6 +91,7 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--format", "dataset.jsonl=text"), {"formats": {"dataset.jsonl": "text"}}),
         (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
         (("--length-column", "n"), {"columns": {"length": "n"}}),
+        (("--ignore-column", "n", "--ignore-column", "a.jsonl:m"), {"ignore_columns": ("n", "a.jsonl:m")}),
         (("--turns", "each"), {"turns": "each"}),
         (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
         (("--on-error", "skip"), {"on_error": "skip"}),
@@ -114,7 +115,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     monkeypatch.setattr("chunkplan.intake.analyze.write_analysis", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
-    named = {"schema", "formats", "columns", "turns", "max_length", "long", "on_error", "undesirable"}
+    named = {"schema", "formats", "columns", "ignore_columns", "turns", "max_length", "long", "on_error", "undesirable"}
     named |= {"tokens", "sample", "max_record_bytes"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
@@ -340,7 +341,7 @@ def test_help_has_every_option_whole_and_ends_with_an_example(
         assert re.search(r"--workspace +DIR +Default: CHUNKPLAN_WORKSPACE", out)
     analyze = run("analyze", "--help").out
     named = {"schema": "format", "formats": "format", "columns": "column", "tokens": "no-tokens"}
-    named |= {"max_record_bytes": "max-record-mb"}
+    named |= {"max_record_bytes": "max-record-mb", "ignore_columns": "ignore-column"}
     for name in asdict(IntakeOptions()):
         assert f"--{named.get(name, name.replace('_', '-'))} " in analyze
 

@@ -17,7 +17,7 @@ from tests.support.intake_checks import chat, question_and_answer
 def run(command: Run) -> Run:
     """Run `chunkplan ARGUMENTS` in a folder with `data/humaneval.jsonl` and `data/qa.jsonl`."""
     Path("data").mkdir()
-    write("data/humaneval.jsonl", *[{"prompt": "def f", "canonical_solution": "  return 1"}] * 3)
+    write("data/humaneval.jsonl", *[{"prompt": "def f", "canonical_solution": "  pass"}] * 3)
     write("data/qa.jsonl", *[{"prompt": "is it?", "answer": "yes it is"}] * 3)
     return command
 
