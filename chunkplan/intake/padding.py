@@ -20,21 +20,23 @@ def without_padded(
 ) -> tuple[Int64Array, TokenColumns, list[Rejected]]:
     """The sequences, of the records `numbers` [m], without padding among their targets, and what is wrong with others.
 
-    Padding is a run of the tokenizer's padding token, or else of its end token, at either end of a sequence.
+    Padding is a run of the tokenizer's padding token, or of its end token, at either end of a sequence.
     """
-    pad = None if tokenizer is None else tokenizer.pad or tokenizer.eos
-    if tokenizer is None or pad is None or not len(numbers):
+    if tokenizer is None or not len(numbers):
         return numbers, found, []
-    name, pad_id = pad
     first, last = found.offsets[:-1], found.offsets[1:] - 1
-    is_pad = found.input_ids == pad_id
     second, before = np.minimum(first + 1, last), np.maximum(last - 1, first)
-    ends_text = pad == tokenizer.eos or any(word in name.lower() for word in _ENDS)
-    is_bad = is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
-    is_bad |= is_pad[first] & is_pad[second] & found.target[second]
+    pads = dict(pad for pad in (tokenizer.pad, tokenizer.eos) if pad is not None)
+    is_bad = np.zeros(len(first), np.bool_)
+    for name, pad_id in pads.items():
+        is_pad = found.input_ids == pad_id
+        ends_text = (name, pad_id) == tokenizer.eos or any(word in name.lower() for word in _ENDS)
+        is_bad |= is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
+        is_bad |= is_pad[first] & is_pad[second] & found.target[second]
     if not is_bad.any():
         return numbers, found, []
-    message = f"it begins or ends with padding (`{name}`) that counts in the loss, as nothing marks it as padding"
+    names = " or ".join(f"`{name}`" for name in pads)
+    message = f"it begins or ends with padding ({names}) that counts in the loss, as nothing marks it as padding"
     rejected = [Rejected(number, "schema", message, _HINT) for number in numbers[is_bad].tolist()]
     kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
     columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept], np.ones_like(lengths))

@@ -15,7 +15,7 @@ from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, pla
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.input_ids import HARMLESS, SPLITS, WEIGHTS
+from chunkplan.intake.schemas.input_ids import HARMLESS, may_say
 from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_arrow, to_numpy
@@ -51,16 +51,11 @@ def token_rows(batch: pa.RecordBatch) -> list[Row]:
 
 
 def is_mark(field: pa.Field, layout: RecordLayout) -> bool:
-    """Whether a column beside token ids may say what is learnt, by its name or as it has lists of numbers."""
+    """Whether a column beside token ids may say what is learnt, by its name or as it has lists, but of texts."""
     if layout.schema != "input_ids" or field.name in HARMLESS:
         return False
-    kind = field.type
-    is_lists = any(is_kind(kind) for is_kind in _LISTS) and _is_number(kind.value_type)
-    return is_lists or field.name in SPLITS or field.name in WEIGHTS
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+    is_lists = any(is_kind(field.type) for is_kind in _LISTS)
+    return may_say(field.name) or (is_lists and not any(is_kind(field.type.value_type) for is_kind in _TEXTS))
 
 
 def mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:

@@ -11,14 +11,14 @@ from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, pla
 from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, Keys, Strings, find_numbers, read_numbers
 from chunkplan.intake.readers.token_columns import plain_tokens
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.input_ids import SPLITS, WEIGHTS
+from chunkplan.intake.schemas.input_ids import may_say
 from chunkplan.intake.schemas.refused import SUSPECT
 from chunkplan.intake.schemas.token_marks import FOR_EACH, TOKEN_MARKS
 from chunkplan.intake.schemas.unread import named
 
 #: Keys besides columns that `schemas.parse` may refuse a line for, whatever they have; or reads, of lines of tokens.
 _OTHERS = sorted(SUSPECT)
-_OF_TOKENS = [*_OTHERS, *SPLITS, *WEIGHTS, *(key for role in FOR_EACH for key in TOKEN_MARKS[role])]
+_OF_TOKENS = [*_OTHERS, *(key for role in FOR_EACH for key in TOKEN_MARKS[role])]
 
 
 def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: RecordLayout) -> PlainRows:
@@ -35,6 +35,10 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Reco
     has_other = np.empty(len(starts), np.int64)  # [num_lines], bits
     are_lists = layout.schema != "length"
     num_others = find_numbers(block, starts, stops, keys, are_lists, first, counts, others, has_other)
+    names_of_others = [
+        data[start : start + size].decode()
+        for start, size in zip(others.starts[:num_others].tolist(), others.sizes[:num_others].tolist(), strict=True)
+    ]
     columns = [_numbers(block, first[:, role].copy(), counts[:, role].copy()) for role in range(len(roles))]
     if layout.schema == "length":
         (lengths,) = columns
@@ -43,11 +47,11 @@ def plain_lines(data: bytes, starts: Int64Array, stops: Int64Array, layout: Reco
         plain = plain_lengths(values, lengths.present)
     else:
         input_ids, labels, attention_mask = columns
+        marks = sum(1 << index for index, key in enumerate(names_of_others) if may_say(key))
+        input_ids = input_ids._replace(present=input_ids.present & (has_other & marks == 0))
         plain = plain_tokens(input_ids, labels, attention_mask, layout)
     unread: Counter[str] = Counter()
-    for index in range(num_others):
-        start, size = int(others.starts[index]), int(others.sizes[index])
-        key = data[start : start + size].decode()
+    for index, key in enumerate(names_of_others):
         unread[named(key)] += int((has_other[plain.taken] >> index & 1).sum())
     return plain._replace(unread=+unread)
 

@@ -18,6 +18,7 @@ BESIDE_MESSAGES = {"tools": ("tools",), "functions": ("functions",), **BESIDE}
 
 #: Keys that other programs use for other labels too, such as numbers of classes.
 _LABELS = BESIDE["label"]
+_OF_KTO = "kto_tag"  # which nobody uses for anything else
 
 
 def refuse_answer(record: JsonObject, columns: dict[str, str]) -> None:
@@ -25,7 +26,7 @@ def refuse_answer(record: JsonObject, columns: dict[str, str]) -> None:
     named = columns["label"]
     for key in _LABELS if named in _LABELS else (named,):
         label = record.get(key)
-        if label is False:
+        if label is False or (key == _OF_KTO and label == 0):
             raise RecordError(
                 f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
                 reason="undesirable",
@@ -71,8 +72,8 @@ def exchange_after(
 
 
 def is_label(value: object, key: str) -> bool:
-    """Whether `value`, found under `key` of the role `label`, is one; anything but a boolean is of no concern."""
-    return isinstance(value, bool) or key not in _LABELS
+    """Whether `value`, found under `key` of the role `label`, is one; others mean something else under usual names."""
+    return isinstance(value, bool) or key not in _LABELS or (key == _OF_KTO and value in (0, 1))
 
 
 def system_key(record: JsonObject, columns: dict[str, str]) -> str:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import shlex
 from array import array
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from chunkplan.arrays import Int32Array
 from chunkplan.intake.records import JsonObject, TokensRecord
-from chunkplan.intake.schemas.fields import empty, json_type, quoted, wrong
+from chunkplan.intake.schemas.fields import empty, json_type, quoted, words_of, wrong
+from chunkplan.intake.schemas.key_kinds import is_number, may_mark
 from chunkplan.intake.schemas.layout import Schema
+from chunkplan.intake.schemas.loss_flags import COUNTS
 from chunkplan.intake.schemas.marks import refuse_unread
 from chunkplan.intake.schemas.token_marks import FOR_EACH, ONLY_LISTS, TOKEN_MARKS, read_marks
 
 #: Lists of tokenizers that say nothing of what is learnt.
 HARMLESS = ("special_tokens_mask", "token_type_ids")
 
-#: Keys of one number that says which tokens are a prompt, or how much the whole record counts.
-SPLITS = (
-    *("prompt_length", "prompt_len", "prompt_lengths", "prompt_lens", "source_length", "source_len", "context_length"),
-    *("answer_start_idx", "response_length", "completion_length"),
-)
-WEIGHTS = ("weight", "loss_weight", "sample_weight", "train", "trainable")
+#: A number says which tokens are a prompt if its name has a word of both.
+_PARTS = {"prompt", "source", "src", "context", "answer", "completion", "response", "instruction"}
+_PLACES = {"length", "len", "token", "start", "end", "idx", "index", "num", "size", "offset"}
 
 _ROLES = {key: role for role, keys in TOKEN_MARKS.items() for key in keys}
 
@@ -78,24 +78,42 @@ def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Colle
 def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: Mapping[str, Any]) -> None:
     """Raises RecordError where `value`, which nothing reads, may say what is learnt of the tokens or how they part."""
     is_stated = not marks.keys().isdisjoint(("labels", "loss_mask", "prompt_mask"))
-    if name in SPLITS and value is not None and not is_stated:
-        refuse_unread(name, "what may say which tokens are a prompt; `labels` or `loss_mask` would be read")
+    if _is_split(name) and is_number(value) and not is_stated:
+        refuse_unread(name, says="what may say which tokens are a prompt; `labels` or `loss_mask` would be read")
     if not _is_list(value):
-        if name in WEIGHTS and value is not None and value != 1:
-            refuse_unread(name, "what may say how much the record counts")
+        if may_mark(name) and is_number(value) and value != int(COUNTS.get(name, True)):
+            refuse_unread(name, says="what may say how much the record counts")
         return
     values = value.tolist() if isinstance(value, np.ndarray) else value
+    inner = [
+        each for one in values if type(one) in (list, dict) for each in (one.values() if type(one) is dict else one)
+    ]
+    if any(type(one) is int for one in inner) and not is_stated:
+        refuse_unread(name, says="numbers in lists or objects, which may be spans of tokens that count, or documents")
     kinds = set(map(type, values)) - {type(None)}
     if not kinds or not kinds <= {int, float, bool}:
         return
-    if len(values) == len(input_ids):
+    if may_mark(name) or len(values) in (len(input_ids), len(input_ids) - 1):
         flags = [f"--column {shlex.quote(f'{role}={name}')}" for role in ("loss_mask", "prompt_mask")]
         ways = f"where 1 counts in the loss: {flags[0]}; where 1 does not: {flags[1]}; " if {*values} <= {0, 1} else ""
-        refuse_unread(name, "a number for each token, which may say what counts", ways)
+        refuse_unread(name, says="a number for each token, which may say what counts", ways=ways)
     if len(values) < 2 or set(map(type, values)) != {int}:
         return
     if len(input_ids) in (sum(values), values[-1]) or (values[0] == 0 and sorted({*values}) == values):
-        refuse_unread(name, "numbers that may say where documents begin; `seq_lengths` or `cu_seqlens` would be read")
+        says = "numbers that may say where documents begin; `seq_lengths` or `cu_seqlens` would be read"
+        refuse_unread(name, says=says)
+
+
+def may_say(name: str) -> bool:
+    """Whether a number under a key that nothing reads may say what is learnt of a record's tokens."""
+    return may_mark(name) or _is_split(name)
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_split(name: str) -> bool:
+    """Whether a number under a key may say which tokens are a prompt."""
+    words = {*words_of(name)}
+    return not words.isdisjoint(_PARTS) and not words.isdisjoint(_PLACES)
 
 
 def _is_list(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from chunkplan.intake.records import REASONING, JsonObject
 from chunkplan.intake.schemas.fields import is_blank, json_type, unsupported, words_of
-from chunkplan.intake.schemas.loss_flags import FLAGS
+from chunkplan.intake.schemas.loss_flags import FLAGS, NUMBERS
 from chunkplan.intake.schemas.marks import ignoring, refuse_unread
 
 #: "about": it says something about the record; "mark": what counts; "variable": what a chat template may ask for;
@@ -32,23 +32,45 @@ _ABOUT = _words(
     "copyright author creator annotator worker username publisher journal editor name title date time timestamp "
     "created updated at year version revision model generator engine provider temperature score rating rank quality "
     "difficulty level grade toxicity status state length len num number count token index idx position row turn round "
-    "metadata meta info extra statistic test"
+    "metadata meta info extra statistic test testcase alias comment note truth seed"
 )
+
+#: A text under a name that ends in one of these, beside another text, may be what answers it.
+ANSWERS = _words("summary answer response completion output reply solution highlight code")
+
+#: A key whose name begins so says what the record was made from.
+_ORIGIN = "original"
+
+#: Numbers under names that end in one of these are no flags, whatever else the name says.
+_NUMBERED = _words("id uid uuid idx index")
+
+#: A number or truth value under a name with one of these may say what counts.
+_MARKS = _words("mask masked masking unmasked loss lossmask weight train training trained trainable istrain")
 
 #: A key with one of these in its name is a system text.
 SYSTEM = _words("system sys")
 
 #: What a key is that has one of these in its name; the first that fits.
 _KINDS: tuple[tuple[Kind, frozenset[str]], ...] = (
-    ("mark", _words("mask masked loss weight train training trainable")),
+    ("mark", _MARKS),
     ("variable", _words("kwargs enable")),
-    ("thought", _words("reasoning thinking thought cot rationale explanation")),
-    ("given", SYSTEM | _words("context document passage paragraph knowledge evidence background")),
+    ("thought", _words("reasoning thinking thought cot rationale explanation analysis reflection")),
+    (
+        "given",
+        SYSTEM
+        | _words("context document passage paragraph knowledge evidence background instruction developer persona"),
+    ),
     ("asked", _words("input choice option hint premise tool function shot example demonstration")),
 )
 
-#: A number in a message that counts something or says when is in a key whose name ends in one of these.
-_COUNTED = _words("id uid index idx position row number num turn round timestamp time date at length len count token")
+#: A number in a message that counts something, says when or how good is in a key whose name ends in one of these.
+_COUNTED = _words(
+    "id uid index idx position row number num turn round timestamp time date at length len count token "
+    "score rating like vote"
+)
+
+#: Truth values of moderation in a message.
+_MODERATED = _words("redacted toxic flagged")
 
 #: Keys of messages that chat templates read; of the last, true or false.
 _OF_TEMPLATES = {
@@ -62,9 +84,9 @@ READ_IN_MESSAGES = _OF_TEMPLATES | _TRUTHS | FLAGS
 @lru_cache(maxsize=1 << 12)
 def kind_of(key: str) -> Kind:
     """What a key may be, by its name."""
-    if not _ABOUT.isdisjoint(_ends(key)):
-        return "about"
     words = {*words_of(key), *words_of(key.lower())}  # `Complex_CoT` is two words to one of the two
+    if not _ABOUT.isdisjoint(_ends(key)) or words_of(key)[:1] == [_ORIGIN]:
+        return "about"
     return next((kind for kind, some in _KINDS if not some.isdisjoint(words)), "other")
 
 
@@ -73,11 +95,13 @@ def refuse_in_message(fields: JsonObject, path: str) -> None:
 
     Its flags are not among them.
     """
+    flags = [key for key, value in fields.items() if is_flag(key, value)]
+    if flags:
+        names = [f"{path}.{key}" for key in flags]
+        refuse_unread(*names, says=f"{json_type(fields[flags[0]])} that may say what counts in the loss")
     for key, value in fields.items():
         name = f"{path}.{key}"
-        if is_flag(key, value):
-            refuse_unread(name, f"{json_type(value)} that may say what counts in the loss")
-        elif key not in READ_IN_MESSAGES and type(value) is str and not is_blank(value):
+        if key not in READ_IN_MESSAGES and type(value) is str and not is_blank(value):
             kind = kind_of(key)
             if kind == "thought":
                 unsupported(
@@ -85,15 +109,38 @@ def refuse_in_message(fields: JsonObject, path: str) -> None:
                     hint=f"name it `reasoning_content`; to train without it: {ignoring(name)}",
                 )
             if kind == "given":
-                refuse_unread(name, "text that the model may be given: put it into the content of a message")
+                refuse_unread(name, says="text that the model may be given: put it into the content of a message")
 
 
 def is_flag(key: str, value: Any) -> bool:
-    """Whether a value in a message may say what counts: numbers or truth values that nobody is known to mean else."""
-    kinds = {type(one) for one in (value if type(value) is list else [value])}
-    if kinds.isdisjoint((bool, int, float)) or key in _TRUTHS:
+    """Whether a value in a message may say what counts: numbers or truth values that nobody is known to mean else.
+
+    Of an object it is those whose names say so.
+    """
+    values = value if type(value) is list else [value]
+    kinds = set(map(type, values))
+    if dict in kinds:
+        objects = (
+            [one for one in values if type(one) is dict] if key == "metadata" or key not in READ_IN_MESSAGES else []
+        )
+        return any(may_mark(inner) and is_number(one) for each in objects for inner, one in each.items())
+    if may_mark(key) and any(map(is_number, values)):
+        return True
+    if kinds.isdisjoint((bool, int, float)) or key in _TRUTHS or not _MODERATED.isdisjoint(words_of(key)):
         return False
     return bool in kinds or _COUNTED.isdisjoint(_ends(key))
+
+
+@lru_cache(maxsize=1 << 12)
+def may_mark(key: str) -> bool:
+    """Whether a number under a key may say what counts in the loss, by its name."""
+    words = words_of(key)
+    return not _MARKS.isdisjoint((*words, *words_of(key.lower()))) and _NUMBERED.isdisjoint(words[-1:])
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number or a truth value, perhaps written as a string."""
+    return isinstance(value, (bool, int, float)) or (type(value) is str and NUMBERS.fullmatch(value) is not None)
 
 
 def _ends(key: str) -> set[str]:

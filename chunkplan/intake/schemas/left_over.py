@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.schemas.fields import is_blank, quoted, unsupported, words_of
 from chunkplan.intake.schemas.flags import column_flags, line_of
-from chunkplan.intake.schemas.key_kinds import SYSTEM, Kind, kind_of
+from chunkplan.intake.schemas.key_kinds import ANSWERS, SYSTEM, Kind, is_number, kind_of, may_mark
 from chunkplan.intake.schemas.layout import RecordLayout
 from chunkplan.intake.schemas.loss_flags import FLAGS, with_flags_of_record
 from chunkplan.intake.schemas.marks import ignoring, refuse_unread
 from chunkplan.intake.schemas.registry import GROUPS, SCHEMAS
+from chunkplan.intake.schemas.token_marks import IGNORED
 from chunkplan.intake.schemas.unread import read_keys
 
 #: Schemas of messages, and of a question and its answer.
@@ -23,12 +24,14 @@ _MESSAGES, _PAIRS = GROUPS[:2]
 
 def is_looked_at(key: str, schema: str) -> bool:
     """Whether a value under a key that no role has may change what becomes of a record, or have it refused."""
+    if schema not in (*_MESSAGES, *_PAIRS, "text"):
+        return False
     kind = kind_of(key)
-    if schema in _PAIRS:
-        return kind != "about"
-    return (
-        kind == "mark" if schema == "text" else schema in _MESSAGES and kind in ("mark", "variable", "thought", "given")
-    )
+    if kind in ("mark", "about"):
+        return kind == "mark" or may_mark(key) or key == "labels"
+    if schema == "text":
+        return not ANSWERS.isdisjoint(words_of(key)[-1:])
+    return schema in _PAIRS or kind in ("variable", "thought", "given")
 
 
 def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> Record:
@@ -48,7 +51,11 @@ def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> 
     if not FLAGS.isdisjoint(others):
         parsed = with_flags_of_record(parsed, record, read)
         others = [key for key in others if key not in FLAGS or (type(record[key]) is str and key != "mask")]
-    found = [key for key in others if _may_say(record[key], kind_of(key), schema)]
+    found = [
+        key
+        for key in others
+        if (may_mark(key) and _has_numbers(record[key])) or _may_say(record[key], kind_of(key), schema)
+    ]
     if found:
         roles = read_keys(SCHEMAS[schema], layout.columns, record)
         found = [key for key in found if key not in roles.values() and not _is_repeated(key, schema, roles, record)]
@@ -59,16 +66,21 @@ def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> 
 
 def _may_say(value: Any, kind: Kind, schema: str) -> bool:
     """Whether an unread value of such a key may say what is learnt, or what the model is given."""
-    if kind == "mark" and _has_numbers(value):
+    if _marks_tokens(value):
         return True
     if kind == "variable":
         return value not in ([], {}, "")
     is_named = schema in _PAIRS and kind not in ("mark", "other")
-    return schema != "text" and any(is_named or _are_words(text) for text in _texts(value))
+    return kind != "about" and any(is_named or _are_words(text) for text in _texts(value))
+
+
+def _marks_tokens(value: Any) -> bool:
+    """Whether a value is labels of tokens, some of which do not count."""
+    return type(value) is list and IGNORED in value
 
 
 def _has_numbers(value: Any) -> bool:
-    return any(isinstance(one, (bool, int, float)) for one in (value if type(value) is list else [value]))
+    return any(map(is_number, value if type(value) is list else [value]))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -94,7 +106,7 @@ def _are_words(text: str) -> bool:
 def _is_repeated(key: str, schema: str, roles: Mapping[str, str], record: JsonObject) -> bool:
     """Whether what is read says all that `record[key]` does: what has the name of it, the question or the answer."""
     kind, required = kind_of(key), [roles[role] for role in SCHEMAS[schema].required]
-    if kind == "variable" or (kind == "mark" and _has_numbers(record[key])):
+    if kind in ("variable", "about") or (kind == "mark" and _has_numbers(record[key])):
         return False
     if kind in ("mark", "other"):
         read = [text.strip() for one in roles.values() for text in _texts(record.get(one))]
@@ -107,14 +119,14 @@ def _is_repeated(key: str, schema: str, roles: Mapping[str, str], record: JsonOb
 
 
 def _refuse(found: list[str], schema: str, roles: Mapping[str, str], record: JsonObject) -> NoReturn:
-    if marks := [key for key in found if kind_of(key) == "mark" and _has_numbers(record[key])]:
-        refuse_unread(marks[0], "numbers or truth values, which may say what counts in the loss")
+    if marks := [key for key in found if _marks_tokens(record[key]) or (may_mark(key) and _has_numbers(record[key]))]:
+        refuse_unread(*marks, says="numbers or truth values, which may say what counts in the loss")
     if variables := [key for key in found if kind_of(key) == "variable"]:
-        refuse_unread(variables[0], "what chat templates may ask for: they get messages and tools alone")
+        refuse_unread(*variables, says="what chat templates may ask for: they get messages and tools alone")
     way = _way_on(found[0], schema, roles, record) if len(found) == 1 else None
     if way is None and "thought" in map(kind_of, found):
         way = "write what was thought as the `reasoning_content` of an answer in `messages`"
-    what = "the messages" if schema in _MESSAGES else "a question and its answer"
+    what = {"text": "the text"}.get(schema, "the messages" if schema in _MESSAGES else "a question and its answer")
     them = "it" if len(found) == 1 else "them"
     unsupported(
         f"{quoted(found)} beside {what}: the model may be given {them}, and nothing reads {them}",
@@ -124,6 +136,9 @@ def _refuse(found: list[str], schema: str, roles: Mapping[str, str], record: Jso
 
 def _way_on(key: str, schema: str, roles: Mapping[str, str], record: JsonObject) -> str | None:
     """The options with which `key` is read as well, if there are some."""
+    if schema == "text":
+        columns = {"prompt": roles["text"], "completion": key}
+        return f"{line_of(column_flags(columns))} reads both" if type(record[key]) is str else None
     if type(record[key]) is not str or kind_of(key) not in ("given", "asked"):
         return None
     required = [roles[role] for role in SCHEMAS[schema].required]

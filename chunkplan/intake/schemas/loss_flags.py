@@ -24,14 +24,17 @@ from chunkplan.intake.schemas.marks import ignoring
 from chunkplan.intake.schemas.roles import ROLES
 
 #: Key of a flag -> whether 1 says that a message counts.
-_COUNTS = {
+COUNTS = {
     **dict.fromkeys(("loss", "loss_weight", "weight", "train", "training", "trainable", "loss_mask"), True),
     **dict.fromkeys(("step_loss_mask", "is_train", "output_with_loss"), True),
     "masked": False,
 }
 
 #: A string that may be a flag, or a list of them, and no word.
-_NUMBERS = re.compile(r"\s*([\[0-9]|(true|false)\s*$)", re.IGNORECASE)
+_LIKE_NUMBERS = re.compile(r"\s*([\[0-9]|(true|false)\s*$)", re.IGNORECASE)
+
+#: A string that is one.
+NUMBERS = re.compile(r"\s*([0-9.]+|true|false)\s*", re.IGNORECASE)
 
 #: What means either.
 _EITHER = "mask"
@@ -40,7 +43,7 @@ _EITHER = "mask"
 _OF_PARTS = "train_detail"
 
 #: A message without these keys does not say whether it counts.
-FLAGS = frozenset((*_COUNTS, _EITHER, _OF_PARTS))
+FLAGS = frozenset((*COUNTS, _EITHER, _OF_PARTS))
 
 
 def stated_loss(message: JsonObject, path: str) -> bool | None:
@@ -57,7 +60,7 @@ def stated_loss(message: JsonObject, path: str) -> bool | None:
         _refuse_either(f"{path}.{_EITHER}")
     stated = {
         key: _flag(message[key], f"{path}.{key}", f"{path}.{key}") == counts
-        for key, counts in _COUNTS.items()
+        for key, counts in COUNTS.items()
         if message.get(key) is not None
     }
     if stated.get("step_loss_mask"):
@@ -78,9 +81,9 @@ def with_flags_of_record(parsed: Record, record: JsonObject, read: Collection[st
         RecordError: nothing of the record counts; what they say is neither yes nor no, or means either; or a list does
             not fit the messages.
     """
-    for key, counts in _COUNTS.items():
+    for key, counts in COUNTS.items():
         value = record.get(key)
-        if value is None or key in read or (type(value) is str and not _NUMBERS.match(value)):
+        if value is None or key in read or (type(value) is str and not _LIKE_NUMBERS.match(value)):
             continue
         if type(value) is list:
             flags = [_flag(one, f"{key}[{index}]", key) == counts for index, one in enumerate(value)]

@@ -22,15 +22,15 @@ OF_EACH = "[]."
 _COLUMN, _IGNORE = "--column ", "--ignore-column "
 
 
-def refuse_unread(key: str, says: str, ways: str = "") -> NoReturn:
-    """Raises RecordError for a key, such as `weight` or `messages[].weight`, that nothing reads and that `says` more.
+def refuse_unread(*keys: str, says: str, ways: str = "") -> NoReturn:
+    """Raises RecordError for the first of some keys, such as `weight` or `messages[].weight`, that nothing reads.
 
     `says` are words for what is in it and what that may mean: "a number for each token, which may say what counts".
     `ways` are other ways on than to ignore it, for the hint.
     """
     unsupported(
-        f"`{shortened(key)}` is not read, and has {says}",
-        hint=f"{ways}if it does not matter here: {ignoring(key)}",
+        f"`{shortened(keys[0])}` is not read, and has {says}",
+        hint=f"{ways}if it does not matter here: {ignoring(*keys)}",
     )
 
 
