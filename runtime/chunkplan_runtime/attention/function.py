@@ -61,7 +61,7 @@ class LayerAttention(NamedTuple):
         yield start, stop
 
     def keys_and_values(self, block: KVBlock) -> tuple[Tensor, ...]:
-        """Those of a block of pages: [heads, num_tokens, dim] each."""
+        """Those of a block of pages: [1, heads, num_tokens, dim] each."""
         return block.tensors if self.expand is None else self.expand(block.tensors)
 
     def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> AbstractContextManager[KVBlock]:
@@ -75,8 +75,8 @@ class ChunkAttention(torch.autograd.Function):
     Gives out [1, num_tokens, heads, value_dim], as models go on with it. query is [1, heads, num_tokens, head_dim]; key
     and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
     has beside those of the keys, and whose value is zero: with it in the LSE, the backward of the keys is as always,
-    and its own gradient is what is left for it of the row's. Where attention expands latents [heads, num_tokens, dim],
-    these get the gradients of parts of split sequences, and the `weights` of `Expand` with them; key and value get
+    and its own gradient is what is left for it of the row's. Where attention expands latents
+    [1, heads, num_tokens, dim], these get the gradients of parts of split sequences, and the `weights` of `Expand` with them; key and value get
     those of whole sequences.
     """
 
@@ -93,7 +93,6 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        query, key, value = query[0], key[0], value[0]
         attend = partial(_attend_to_ranges, context, attention)
         out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
@@ -101,12 +100,12 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out.transpose(0, 1)[None]
+        return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        grad_out = gradients[0][0].transpose(0, 1)  # [heads, num_tokens, value_dim]
+        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
         context, attention = ctx.context, ctx.attention
         given = query, key, value, *latents
@@ -133,10 +132,9 @@ class ChunkAttention(torch.autograd.Function):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
         if sink is not None:
-            given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
-            grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
-        of_rows = (None if each is None else each[None] for each in found[:3])
-        return *of_rows, grad_sink, None, None, *found[3:], *of_weights
+            given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [1, heads, num_tokens]
+            grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum((0, 2)).to(sink.dtype)
+        return *found[:3], grad_sink, None, None, *found[3:], *of_weights
 
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
@@ -144,17 +142,18 @@ attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttent
 
 
 def _rows(tensor: Tensor, here: slice) -> Tensor:
-    """Some tokens of [heads, num_tokens, ...]: the tensor itself where those are all."""
-    return tensor if here.stop - here.start == tensor.size(1) else tensor[:, here]
+    """Some tokens of [1, heads, num_tokens, ...]: the tensor itself where those are all."""
+    length = here.stop - here.start
+    return tensor if length == tensor.size(2) else tensor.narrow(2, here.start, length)
 
 
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
     """The gradient of a tensor, in `home` if there is one already: of its tokens `here` that which was found."""
-    if gradient.size(1) == tensor.size(1):
+    if gradient.size(2) == tensor.size(2):
         return gradient.to(tensor.dtype)
     if home is None:
         home = torch.zeros_like(tensor)
-    home[:, here] = gradient
+    home[:, :, here] = gradient
     return home
 
 
@@ -167,18 +166,18 @@ def _attend_to_ranges(
     sink: Tensor | None,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_tokens, value_dim] and lse [heads, num_tokens] of a chunk, see `ChunkAttention`."""
+    """out [1, heads, num_tokens, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`."""
     given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], *given)
     else:
-        heads, num_tokens, _ = query.shape
+        _, heads, num_tokens, _ = query.shape
         # Tokens first in memory: the layout that the model goes on with.
-        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)
-        lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))
+        out = query.new_empty(1, num_tokens, heads, value.shape[3]).transpose(1, 2)
+        lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            out[:, here], lse[:, here] = _attend_to_range(tokens, *given)
+            out[:, :, here], lse[:, :, here] = _attend_to_range(tokens, *given)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
         out *= (without - lse).exp()[..., None].to(out.dtype)
@@ -194,7 +193,7 @@ def _attend_to_range(
     value: Tensor,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a range of the chunk's tokens."""
+    """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     here = slice(tokens.start, tokens.stop)
     queries = _rows(query, here)
     if tokens.part is None:
@@ -209,7 +208,7 @@ def _attend_to_range(
 def _attend(
     query: Tensor, kept: tuple[Tensor, ...], tokens: TokenRange, context: ChunkContext, attention: LayerAttention
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before.
+    """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a part over all pages.
 
     `kept`: what pages keep of the part.
     """
@@ -224,16 +223,16 @@ def _attend(
             found = attention.kernel.forward(
                 _rows(query, queries), _rows(block_key, keys), _rows(block_value, keys), form
             )
-            if queries.stop - queries.start == query.size(1):
+            if queries.stop - queries.start == query.size(2):
                 out, lse = merge(out, lse, *found) if seen else found
             else:
                 if not seen:
-                    out = query.new_empty(*query.shape[:2], found[0].shape[2])
-                    lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+                    out = query.new_empty(*query.shape[:3], found[0].shape[3])
+                    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
                 out = out.to(lse.dtype)
                 if queries.stop <= seen:
-                    found = merge(out[:, queries], lse[:, queries], *found)
-                out[:, queries], lse[:, queries] = found
+                    found = merge(out[:, :, queries], lse[:, :, queries], *found)
+                out[:, :, queries], lse[:, :, queries] = found
             seen = max(seen, queries.stop)
         del block, block_key, block_value  # before there is another one
     return out.to(query.dtype), lse
@@ -253,7 +252,7 @@ def _attend_backward(
     """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
     part = tokens.part
     assert part is not None
-    grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
+    grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
         with attention.expanded(block, of_weights) as pair:
@@ -293,7 +292,10 @@ def _visible_to_piece(
     unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
     within = max(start, block.start), min(stop, block.stop)
     if within[0] < within[1]:
-        yield slice(*within), slice(unseen, within[1] - block.start), attention.form(causal=True)
+        own = within[0] - block.start if attention.kernel.squares_only else unseen
+        yield slice(*within), slice(own, within[1] - block.start), attention.form(causal=True)
+        if unseen < own:
+            yield slice(*within), slice(unseen, own), attention.form(causal=False)
     after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
     form = attention.form(causal=False)
     last = stop

@@ -88,7 +88,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     found, write = Kept(), StateStore.write
 
     def watched(self: StateStore, span: Span, layer: int, tensors: tuple[Tensor, ...], **how: bool) -> None:
-        found.widths[layer] = tuple(tensor.shape[0] * tensor.shape[2] for tensor in tensors)
+        found.widths[layer] = tuple(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
         found.dtypes.update(tensor.dtype for tensor in tensors)
         write(self, span, layer, tensors, **how)
 
@@ -209,7 +209,7 @@ def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypa
     run, expanded, expand = model("minicpm3"), [], Expand.__call__
 
     def watched(self: Expand, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        expanded.append(latents[0].shape[1])
+        expanded.append(latents[0].shape[2])
         return expand(self, latents)
 
     monkeypatch.setattr(Expand, "__call__", watched)
