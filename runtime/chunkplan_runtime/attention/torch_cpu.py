@@ -33,7 +33,7 @@ class TorchCpuKernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
         found = [_forward(*run, 0.0, form.causal, scale=form.scale) for run in _runs(form, query, key, value)]
-        out, lse = found[0] if len(found) == 1 else map(_joined, zip(*found, strict=True))
+        out, lse = _joined(found)
         return out, lse
 
     def backward(
@@ -47,7 +47,7 @@ class TorchCpuKernel:
         if query.dtype != lse.dtype:
             given = [each.to(lse.dtype) for each in given]
         found = [_backward(*run, 0.0, form.causal, scale=form.scale) for run in _runs(form, *given, lse)]
-        grad_query, grad_key, grad_value = found[0] if len(found) == 1 else map(_joined, zip(*found, strict=True))
+        grad_query, grad_key, grad_value = _joined(found)
         return grad_query, grad_key, grad_value
 
 
@@ -56,9 +56,9 @@ def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
     if form.borders is None or len(form.borders) == 2:
         return (tensors,)
     lengths = [stop - start for start, stop in pairwise(form.borders)]
-    return zip(*(torch.split(each, lengths, 2) for each in tensors), strict=True)
+    return zip(*(each.split_with_sizes(lengths, 2) for each in tensors), strict=True)
 
 
-def _joined(runs: Sequence[Tensor]) -> Tensor:
-    """[1, heads, num_tokens, ...] of those of runs, in memory tokens first, as the operators have it."""
-    return torch.cat([each.transpose(1, 2) for each in runs], 1).transpose(1, 2)
+def _joined(runs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """What calls gave for their runs, [1, heads, tokens, ...] each, for all tokens."""
+    return runs[0] if len(runs) == 1 else [torch.cat(each, 2) for each in zip(*runs, strict=True)]

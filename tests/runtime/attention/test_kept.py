@@ -231,9 +231,9 @@ def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: An
         )
 
     executor.run(work, 10, around)
-    assert (1, 13, 16) in saved, "latents"
-    assert (2, 13, 16) in saved, "queries, and outputs have heads of 12"
-    assert saved.count((2, 13, 16)) == run.config.num_hidden_layers
+    assert (1, 1, 13, 16) in saved, "latents"
+    assert (1, 2, 13, 16) in saved, "queries, and outputs have heads of 12"
+    assert saved.count((1, 2, 13, 16)) == run.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("autocast", [False, True])
