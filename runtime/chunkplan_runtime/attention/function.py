@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.attention.operator import attend_as_one
 from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock
+from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
 
 
@@ -114,16 +114,16 @@ class ChunkAttention(torch.autograd.Function):
         of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            of_queries = [_rows(each, here) for each in (grad_out, query, out, lse)]
+            of_queries = [rows(each, here) for each in (grad_out, query, out, lse)]
             if tokens.part is None:
                 grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
                 of_range = attention.kernel.backward(
-                    grad_rows, queries, _rows(key, here), _rows(value, here), out_rows, lse_rows, form
+                    grad_rows, queries, rows(key, here), rows(value, here), out_rows, lse_rows, form
                 )
                 places: tuple[int, ...] = (0, 1, 2)
             else:
-                own = tuple(_rows(given[place], here) for place in of_kept)
+                own = tuple(rows(given[place], here) for place in of_kept)
                 asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
                 grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
                 of_range = grad_query, *asked.gradients
@@ -139,12 +139,6 @@ class ChunkAttention(torch.autograd.Function):
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
 attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
-
-
-def _rows(tensor: Tensor, here: slice) -> Tensor:
-    """Some tokens of [1, heads, num_tokens, ...]: the tensor itself where those are all."""
-    length = here.stop - here.start
-    return tensor if length == tensor.size(2) else tensor.narrow(2, here.start, length)
 
 
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
@@ -195,11 +189,11 @@ def _attend_to_range(
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     here = slice(tokens.start, tokens.stop)
-    queries = _rows(query, here)
+    queries = rows(query, here)
     if tokens.part is None:
         form = attention.form(context.causal, tokens.borders)
-        return attention.kernel.forward(queries, _rows(key, here), _rows(value, here), form)
-    kept = tuple(_rows(each, here) for each in latents or (key, value))
+        return attention.kernel.forward(queries, rows(key, here), rows(value, here), form)
+    kept = tuple(rows(each, here) for each in latents or (key, value))
     if not attention.borrows:
         context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
     return _attend(queries, kept, tokens, context, attention)
@@ -220,9 +214,7 @@ def _attend(
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
         block_key, block_value = attention.keys_and_values(block)
         for queries, keys, form in _visible(block, tokens.runs, attention):
-            found = attention.kernel.forward(
-                _rows(query, queries), _rows(block_key, keys), _rows(block_value, keys), form
-            )
+            found = attention.kernel.forward(rows(query, queries), rows(block_key, keys), rows(block_value, keys), form)
             if queries.stop - queries.start == query.size(2):
                 out, lse = merge(out, lse, *found) if seen else found
             else:
@@ -252,22 +244,27 @@ def _attend_backward(
     """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
     part = tokens.part
     assert part is not None
-    grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [1, heads, num_queries, head_dim]
+    grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
         with attention.expanded(block, of_weights) as pair:
             block_key, block_value = pair.tensors
             for queries, keys, form in _visible(block, tokens.runs, attention):
                 grad_rows, query_rows, out_rows, lse_rows = (
-                    _rows(each, queries) for each in (grad_out, query, out, lse)
+                    rows(each, queries) for each in (grad_out, query, out, lse)
                 )
                 add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, _rows(block_key, keys), _rows(block_value, keys), out_rows, lse_rows, form
+                    grad_rows, query_rows, rows(block_key, keys), rows(block_value, keys), out_rows, lse_rows, form
                 )
-                _rows(grad_query, queries).add_(add_query)
+                if grad_query is None and add_query.size(2) == query.size(2):
+                    grad_query = add_query.to(lse.dtype)
+                else:
+                    grad_query = torch.zeros_like(query, dtype=lse.dtype) if grad_query is None else grad_query
+                    rows(grad_query, queries).add_(add_query)
                 for gradient, add in zip(pair.gradients, added, strict=True):
-                    _rows(gradient, keys).add_(add)
+                    rows(gradient, keys).add_(add)
         del block, pair, block_key, block_value  # before there is another one
+    assert grad_query is not None, "a part sees itself"
     return grad_query
 
 

@@ -73,7 +73,7 @@ class Asked:
         own = slice(own_start - block.start, None)
         # Copies: the next block may lie where this one did.
         self.gradients = tuple(
-            gradient[:, :, own].to(tensor.dtype, copy=True)
+            torch.empty_like(tensor).copy_(gradient[:, :, own])
             for gradient, tensor in zip(block.gradients, self.tensors, strict=True)
         )
 
@@ -142,7 +142,7 @@ class DeviceMemory:
             if asked.with_gradients and not page.gradients:
                 page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
             gradients = page.gradients if asked.with_gradients else ()
-            views = (tuple(each[:, :, tokens] for each in tensors) for tensors in (page.tensors, gradients))
+            views = (tuple(rows(each, tokens) for each in tensors) for tensors in (page.tensors, gradients))
             block = KVBlock(page_slice.start, page_slice.stop, *views)
             yield block
             asked.take_own(block, page_slice.own_start)
@@ -153,6 +153,12 @@ class DeviceMemory:
     def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
         """See `PageMemory.hold`."""
         return lambda: tensor
+
+
+def rows(tensor: Tensor, here: slice) -> Tensor:
+    """Some tokens of [1, heads, num_tokens, ...]: the tensor itself where those are all."""
+    length = here.stop - here.start
+    return tensor if length == tensor.size(2) else tensor.narrow(2, here.start, length)
 
 
 def zeros_wide(tensor: Tensor) -> Tensor:
