@@ -76,8 +76,8 @@ class ChunkAttention(torch.autograd.Function):
     and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
     has beside those of the keys, and whose value is zero: with it in the LSE, the backward of the keys is as always,
     and its own gradient is what is left for it of the row's. Where attention expands latents
-    [1, heads, num_tokens, dim], these get the gradients of parts of split sequences, and the `weights` of `Expand` with them; key and value get
-    those of whole sequences.
+    [1, heads, num_tokens, dim], these get the gradients of parts of split sequences, and the `weights` of `Expand` with
+    them; key and value get those of whole sequences.
     """
 
     @staticmethod
@@ -114,16 +114,15 @@ class ChunkAttention(torch.autograd.Function):
         of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            of_queries = [rows(each, here) for each in (grad_out, query, out, lse)]
+            of_queries = rows((grad_out, query, out, lse), here)
             if tokens.part is None:
                 grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
-                of_range = attention.kernel.backward(
-                    grad_rows, queries, rows(key, here), rows(value, here), out_rows, lse_rows, form
-                )
+                keys, values = rows((key, value), here)
+                of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
                 places: tuple[int, ...] = (0, 1, 2)
             else:
-                own = tuple(rows(given[place], here) for place in of_kept)
+                own = rows(tuple(given[place] for place in of_kept), here)
                 asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
                 grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
                 of_range = grad_query, *asked.gradients
@@ -189,14 +188,14 @@ def _attend_to_range(
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     here = slice(tokens.start, tokens.stop)
-    queries = rows(query, here)
     if tokens.part is None:
         form = attention.form(context.causal, tokens.borders)
-        return attention.kernel.forward(queries, rows(key, here), rows(value, here), form)
-    kept = tuple(rows(each, here) for each in latents or (key, value))
+        queries, keys, values = rows((query, key, value), here)
+        return attention.kernel.forward(queries, keys, values, form)
+    kept = rows(tuple(latents) or (key, value), here)
     if not attention.borrows:
         context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
-    return _attend(queries, kept, tokens, context, attention)
+    return _attend(rows((query,), here)[0], kept, tokens, context, attention)
 
 
 def _attend(
@@ -212,9 +211,11 @@ def _attend(
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
-        block_key, block_value = attention.keys_and_values(block)
+        pair = attention.keys_and_values(block)
         for queries, keys, form in _visible(block, tokens.runs, attention):
-            found = attention.kernel.forward(rows(query, queries), rows(block_key, keys), rows(block_value, keys), form)
+            block_key, block_value = rows(pair, keys)
+            found = attention.kernel.forward(rows((query,), queries)[0], block_key, block_value, form)
+            del block_key, block_value  # before there is another block
             if queries.stop - queries.start == query.size(2):
                 out, lse = merge(out, lse, *found) if seen else found
             else:
@@ -226,7 +227,7 @@ def _attend(
                     found = merge(out[:, :, queries], lse[:, :, queries], *found)
                 out[:, :, queries], lse[:, :, queries] = found
             seen = max(seen, queries.stop)
-        del block, block_key, block_value  # before there is another one
+        del block, pair
     return out.to(query.dtype), lse
 
 
@@ -248,22 +249,21 @@ def _attend_backward(
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
         with attention.expanded(block, of_weights) as pair:
-            block_key, block_value = pair.tensors
             for queries, keys, form in _visible(block, tokens.runs, attention):
-                grad_rows, query_rows, out_rows, lse_rows = (
-                    rows(each, queries) for each in (grad_out, query, out, lse)
-                )
+                grad_rows, query_rows, out_rows, lse_rows = rows((grad_out, query, out, lse), queries)
+                block_key, block_value = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, rows(block_key, keys), rows(block_value, keys), out_rows, lse_rows, form
+                    grad_rows, query_rows, block_key, block_value, out_rows, lse_rows, form
                 )
+                del block_key, block_value  # before there is another block
                 if grad_query is None and add_query.size(2) == query.size(2):
                     grad_query = add_query.to(lse.dtype)
                 else:
                     grad_query = torch.zeros_like(query, dtype=lse.dtype) if grad_query is None else grad_query
-                    rows(grad_query, queries).add_(add_query)
-                for gradient, add in zip(pair.gradients, added, strict=True):
-                    rows(gradient, keys).add_(add)
-        del block, pair, block_key, block_value  # before there is another one
+                    rows((grad_query,), queries)[0].add_(add_query)
+                for gradient, add in zip(rows(pair.gradients, keys), added, strict=True):
+                    gradient.add_(add)
+        del block, pair
     assert grad_query is not None, "a part sees itself"
     return grad_query
 

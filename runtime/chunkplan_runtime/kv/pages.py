@@ -142,8 +142,7 @@ class DeviceMemory:
             if asked.with_gradients and not page.gradients:
                 page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
             gradients = page.gradients if asked.with_gradients else ()
-            views = (tuple(rows(each, tokens) for each in tensors) for tensors in (page.tensors, gradients))
-            block = KVBlock(page_slice.start, page_slice.stop, *views)
+            block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
             yield block
             asked.take_own(block, page_slice.own_start)
 
@@ -155,10 +154,12 @@ class DeviceMemory:
         return lambda: tensor
 
 
-def rows(tensor: Tensor, here: slice) -> Tensor:
-    """Some tokens of [1, heads, num_tokens, ...]: the tensor itself where those are all."""
+def rows(tensors: tuple[Tensor, ...], here: slice) -> tuple[Tensor, ...]:
+    """Some tokens of [1, heads, num_tokens, ...] each: the tensors themselves where those are all."""
     length = here.stop - here.start
-    return tensor if length == tensor.size(2) else tensor.narrow(2, here.start, length)
+    if not tensors or length == tensors[0].size(2):
+        return tensors
+    return tuple([each.narrow(2, here.start, length) for each in tensors])
 
 
 def zeros_wide(tensor: Tensor) -> Tensor:
