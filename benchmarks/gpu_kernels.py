@@ -45,8 +45,8 @@ def measure_kernels(device: torch.device, *, toy: bool, add: Callable[[Row], Non
 def _row(device: torch.device, sizes: tuple[int, int, int], queries: int, keys: int, form: Form) -> Row:
     heads, kv_heads, head_dim = sizes
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    query, grad_out = torch.randn(2, queries, heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
-    key, value = torch.randn(2, keys, kv_heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
+    query, grad_out = torch.randn(2, 1, queries, heads, head_dim, device=device, dtype=dtype).transpose(2, 3)
+    key, value = torch.randn(2, 1, keys, kv_heads, head_dim, device=device, dtype=dtype).transpose(2, 3)
     longest = queries if form.borders is None else form.borders[1]
     flops = 4 * queries * (keys if form.borders is None else longest) * heads * head_dim / (2 if form.causal else 1)
     row: Row = {"H": f"{heads}/{kv_heads}x{head_dim}"}
@@ -84,15 +84,14 @@ def _ways(
         if name != "reference" and kernel.why_not(device, dtype, head_dims, form) is None
     }
     if device.type == "cuda" and form.borders is None and hasattr(_aten, "_scaled_dot_product_cudnn_attention"):
-        q, k, v, g = (tensor[None] for tensor in (query, key, value, grad_out))
 
         def forward() -> Any:
-            return _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, form.causal, False)
+            return _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, form.causal, False)
 
         def backward(result: Any) -> Any:
             out, lse, cum_q, cum_k, max_q, max_k, seed, offset = result[:8]
             return _aten._scaled_dot_product_cudnn_attention_backward(
-                g, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, form.causal
+                grad_out, query, key, value, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, form.causal
             )
 
         ways["cuDNN operator"] = forward, backward

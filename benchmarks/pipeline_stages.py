@@ -215,6 +215,7 @@ class _NoKernel:
     """Attention that computes nothing."""
 
     name = "none"
+    squares_only = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """Nothing: it can serve all."""
@@ -222,7 +223,7 @@ class _NoKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Zeros of the right shapes."""
-        return torch.zeros_like(query), query.new_zeros(query.shape[:2])
+        return torch.zeros_like(query), query.new_zeros(query.shape[:3])
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form

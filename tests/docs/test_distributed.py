@@ -174,7 +174,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4, rank=1))
     part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
     memory = GatheredMemory(DeviceMemory(), part, exchanges)
-    page = memory.new_page(0, 65536, (torch.empty(1, 0, 1),))
+    page = memory.new_page(0, 65536, (torch.empty(1, 1, 0, 1),))
     words = memory._words("fetching", PageSlice(page, 0, 65536, 0), "from")
     with exchanges.waiting(words, part.pages):
         assert FETCHING.strip().endswith(f"in the forward of chunk 0{exchanges.at.words}")

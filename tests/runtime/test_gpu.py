@@ -112,8 +112,8 @@ def test_a_kernel_is_plain_attention_in_every_form(name, kv_heads, head_dim):
         if (reason := kernel.why_not(DEVICE, dtype, (head_dim, head_dim), form)) is not None:
             refused[form] = reason
             continue
-        query, grad_out = torch.randn(2, 8, num_queries, head_dim, dtype=dtype, device=DEVICE)
-        key, value = torch.randn(2, num_keys, kv_heads, head_dim, dtype=dtype, device=DEVICE).transpose(1, 2)
+        query, grad_out = torch.randn(2, 1, 8, num_queries, head_dim, dtype=dtype, device=DEVICE)
+        key, value = torch.randn(2, 1, num_keys, kv_heads, head_dim, dtype=dtype, device=DEVICE).transpose(2, 3)
         out, lse = kernel.forward(query, key, value, form)
         gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
         exact = [tensor.double() for tensor in (query, key, value)]

@@ -60,7 +60,7 @@ def read_and_add(
     of_processes = split_by_pages(parts, rank, size) if shared else [None] * len(parts)
     spans = [Span(7, start, stop, parts[-1][1], 0) for start, stop in parts]
     owns = [each.runs if each else ((span.start, span.stop),) for span, each in zip(spans, of_processes, strict=True)]
-    brought = [tuple(torch.cat([tensor[:, a:b] for a, b in own], 1) for tensor in tensors) for own in owns]
+    brought = [tuple(torch.cat([tensor[None, :, a:b] for a, b in own], 2) for tensor in tensors) for own in owns]
 
     read = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     for span, each, own in zip(spans, of_processes, brought, strict=True):
@@ -68,7 +68,7 @@ def read_and_add(
         store.write(span, 0, own)
         for block in store.blocks(span, 0, 0, Asked(own)):
             for tensor, found in zip(read, block.tensors, strict=True):
-                tensor[:, block.start : block.stop] = found
+                tensor[:, block.start : block.stop] = found[0]
     gradients: list[list[Tensor]] = [[] for _ in tensors]
     for index in reversed(range(len(parts))):
         span, asked = spans[index], Asked(brought[index], with_gradients=True)
@@ -78,7 +78,7 @@ def read_and_add(
                 gradient += (rank + 1) * (index + 1) * found
         store.finish_backward(span)
         for kept, gradient in zip(gradients, asked.gradients, strict=True):
-            kept.insert(0, gradient)
+            kept.insert(0, gradient[0])
     assert store.is_empty
     return read, [torch.cat(kept, 1) for kept in gradients]
 

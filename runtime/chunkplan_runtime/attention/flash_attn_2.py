@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.varlen import runs_of, why_not_flash, window_of
+from chunkplan_runtime.attention.varlen import heads_first, runs_of, tokens_first, why_not_flash, window_of
 
 #: The first version that is called, and the first that is not any more.
 _VERSIONS = ((2, 8), (3, 0))
@@ -38,6 +38,7 @@ class FlashAttn2Kernel:
     """See `kernel.AttentionKernel`. Deterministic where `torch.use_deterministic_algorithms` asks for it."""
 
     name = "flash-attn-2"
+    squares_only = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
@@ -48,24 +49,24 @@ class FlashAttn2Kernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
         out, lse, *_ = _interface()._wrapped_flash_attn_varlen_forward(
-            *(tensor.transpose(0, 1) for tensor in (query, key, value)), **_arguments(query, key, form)
+            *tokens_first(query, key, value), **_arguments(query, key, form)
         )
-        return out.transpose(0, 1), lse  # [heads, num_queries, head_dim], [heads, num_queries]
+        return next(heads_first(out)), lse[None]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernel.AttentionKernel.backward`."""
-        given = [tensor.transpose(0, 1).contiguous() for tensor in (grad_out, query, key, value, out)]  # tokens first
+        given = [tensor.contiguous() for tensor in tokens_first(grad_out, query, key, value, out)]
         gradients = [torch.empty_like(tensor) for tensor in given[1:4]]
         _interface()._wrapped_flash_attn_varlen_backward(
             *given,
-            lse.contiguous(),
+            lse[0].contiguous(),
             *gradients,
             **_arguments(query, key, form),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        grad_query, grad_key, grad_value = (gradient.transpose(0, 1) for gradient in gradients)
+        grad_query, grad_key, grad_value = heads_first(*gradients)
         return grad_query, grad_key, grad_value
 
 

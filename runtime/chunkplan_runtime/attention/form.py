@@ -27,7 +27,7 @@ class Form(NamedTuple):
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the keys of both, from attention over those of each (FlashAttention-2, arXiv 2307.08691, 3.1).
 
-    out [heads, num_queries, head_dim] comes back in the dtype of `lse` [heads, num_queries].
+    out [1, heads, num_queries, head_dim] comes back in the dtype of `lse` [1, heads, num_queries].
     """
-    share = torch.sigmoid(block_lse - lse)[..., None]  # of the block, [heads, num_queries, 1]
+    share = torch.sigmoid(block_lse - lse)[..., None]  # of the block, [1, heads, num_queries, 1]
     return torch.lerp(out.to(lse.dtype), block_out.to(lse.dtype), share), torch.logaddexp(lse, block_lse)

@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.attention.operator import attend_as_one
 from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock
+from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
 
 
@@ -61,7 +61,7 @@ class LayerAttention(NamedTuple):
         yield start, stop
 
     def keys_and_values(self, block: KVBlock) -> tuple[Tensor, ...]:
-        """Those of a block of pages: [heads, num_tokens, dim] each."""
+        """Those of a block of pages: [1, heads, num_tokens, dim] each."""
         return block.tensors if self.expand is None else self.expand(block.tensors)
 
     def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> AbstractContextManager[KVBlock]:
@@ -75,9 +75,9 @@ class ChunkAttention(torch.autograd.Function):
     Gives out [1, num_tokens, heads, value_dim], as models go on with it. query is [1, heads, num_tokens, head_dim]; key
     and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
     has beside those of the keys, and whose value is zero: with it in the LSE, the backward of the keys is as always,
-    and its own gradient is what is left for it of the row's. Where attention expands latents [heads, num_tokens, dim],
-    these get the gradients of parts of split sequences, and the `weights` of `Expand` with them; key and value get
-    those of whole sequences.
+    and its own gradient is what is left for it of the row's. Where attention expands latents
+    [1, heads, num_tokens, dim], these get the gradients of parts of split sequences, and the `weights` of `Expand` with
+    them; key and value get those of whole sequences.
     """
 
     @staticmethod
@@ -93,7 +93,6 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        query, key, value = query[0], key[0], value[0]
         attend = partial(_attend_to_ranges, context, attention)
         out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
@@ -101,12 +100,12 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out.transpose(0, 1)[None]
+        return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        grad_out = gradients[0][0].transpose(0, 1)  # [heads, num_tokens, value_dim]
+        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
         context, attention = ctx.context, ctx.attention
         given = query, key, value, *latents
@@ -115,16 +114,15 @@ class ChunkAttention(torch.autograd.Function):
         of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            of_queries = [_rows(each, here) for each in (grad_out, query, out, lse)]
+            of_queries = rows((grad_out, query, out, lse), here)
             if tokens.part is None:
                 grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
-                of_range = attention.kernel.backward(
-                    grad_rows, queries, _rows(key, here), _rows(value, here), out_rows, lse_rows, form
-                )
+                keys, values = rows((key, value), here)
+                of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
                 places: tuple[int, ...] = (0, 1, 2)
             else:
-                own = tuple(_rows(given[place], here) for place in of_kept)
+                own = rows(tuple(given[place] for place in of_kept), here)
                 asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
                 grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
                 of_range = grad_query, *asked.gradients
@@ -133,28 +131,22 @@ class ChunkAttention(torch.autograd.Function):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
         if sink is not None:
-            given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [heads, num_tokens]
-            grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum(-1).to(sink.dtype)
-        of_rows = (None if each is None else each[None] for each in found[:3])
-        return *of_rows, grad_sink, None, None, *found[3:], *of_weights
+            given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [1, heads, num_tokens]
+            grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum((0, 2)).to(sink.dtype)
+        return *found[:3], grad_sink, None, None, *found[3:], *of_weights
 
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
 attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
 
 
-def _rows(tensor: Tensor, here: slice) -> Tensor:
-    """Some tokens of [heads, num_tokens, ...]: the tensor itself where those are all."""
-    return tensor if here.stop - here.start == tensor.size(1) else tensor[:, here]
-
-
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
     """The gradient of a tensor, in `home` if there is one already: of its tokens `here` that which was found."""
-    if gradient.size(1) == tensor.size(1):
+    if gradient.size(2) == tensor.size(2):
         return gradient.to(tensor.dtype)
     if home is None:
         home = torch.zeros_like(tensor)
-    home[:, here] = gradient
+    home[:, :, here] = gradient
     return home
 
 
@@ -167,18 +159,18 @@ def _attend_to_ranges(
     sink: Tensor | None,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_tokens, value_dim] and lse [heads, num_tokens] of a chunk, see `ChunkAttention`."""
+    """out [1, heads, num_tokens, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`."""
     given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], *given)
     else:
-        heads, num_tokens, _ = query.shape
+        _, heads, num_tokens, _ = query.shape
         # Tokens first in memory: the layout that the model goes on with.
-        out = query.new_empty(num_tokens, heads, value.shape[2]).transpose(0, 1)
-        lse = query.new_empty(heads, num_tokens, dtype=wide(query.dtype))
+        out = query.new_empty(1, num_tokens, heads, value.shape[3]).transpose(1, 2)
+        lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            out[:, here], lse[:, here] = _attend_to_range(tokens, *given)
+            out[:, :, here], lse[:, :, here] = _attend_to_range(tokens, *given)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
         out *= (without - lse).exp()[..., None].to(out.dtype)
@@ -194,22 +186,22 @@ def _attend_to_range(
     value: Tensor,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a range of the chunk's tokens."""
+    """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     here = slice(tokens.start, tokens.stop)
-    queries = _rows(query, here)
     if tokens.part is None:
         form = attention.form(context.causal, tokens.borders)
-        return attention.kernel.forward(queries, _rows(key, here), _rows(value, here), form)
-    kept = tuple(_rows(each, here) for each in latents or (key, value))
+        queries, keys, values = rows((query, key, value), here)
+        return attention.kernel.forward(queries, keys, values, form)
+    kept = rows(tuple(latents) or (key, value), here)
     if not attention.borrows:
         context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
-    return _attend(queries, kept, tokens, context, attention)
+    return _attend(rows((query,), here)[0], kept, tokens, context, attention)
 
 
 def _attend(
     query: Tensor, kept: tuple[Tensor, ...], tokens: TokenRange, context: ChunkContext, attention: LayerAttention
 ) -> tuple[Tensor, Tensor]:
-    """out [heads, num_queries, value_dim] and lse [heads, num_queries] of a part over its own page and all before.
+    """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a part over all pages.
 
     `kept`: what pages keep of the part.
     """
@@ -219,23 +211,23 @@ def _attend(
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
-        block_key, block_value = attention.keys_and_values(block)
+        pair = attention.keys_and_values(block)
         for queries, keys, form in _visible(block, tokens.runs, attention):
-            found = attention.kernel.forward(
-                _rows(query, queries), _rows(block_key, keys), _rows(block_value, keys), form
-            )
-            if queries.stop - queries.start == query.size(1):
+            block_key, block_value = rows(pair, keys)
+            found = attention.kernel.forward(rows((query,), queries)[0], block_key, block_value, form)
+            del block_key, block_value  # before there is another block
+            if queries.stop - queries.start == query.size(2):
                 out, lse = merge(out, lse, *found) if seen else found
             else:
                 if not seen:
-                    out = query.new_empty(*query.shape[:2], found[0].shape[2])
-                    lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))
+                    out = query.new_empty(*query.shape[:3], found[0].shape[3])
+                    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
                 out = out.to(lse.dtype)
                 if queries.stop <= seen:
-                    found = merge(out[:, queries], lse[:, queries], *found)
-                out[:, queries], lse[:, queries] = found
+                    found = merge(out[:, :, queries], lse[:, :, queries], *found)
+                out[:, :, queries], lse[:, :, queries] = found
             seen = max(seen, queries.stop)
-        del block, block_key, block_value  # before there is another one
+        del block, pair
     return out.to(query.dtype), lse
 
 
@@ -253,22 +245,26 @@ def _attend_backward(
     """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
     part = tokens.part
     assert part is not None
-    grad_query = torch.zeros_like(query, dtype=lse.dtype)  # [heads, num_queries, head_dim]
+    grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
         with attention.expanded(block, of_weights) as pair:
-            block_key, block_value = pair.tensors
             for queries, keys, form in _visible(block, tokens.runs, attention):
-                grad_rows, query_rows, out_rows, lse_rows = (
-                    _rows(each, queries) for each in (grad_out, query, out, lse)
-                )
+                grad_rows, query_rows, out_rows, lse_rows = rows((grad_out, query, out, lse), queries)
+                block_key, block_value = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, _rows(block_key, keys), _rows(block_value, keys), out_rows, lse_rows, form
+                    grad_rows, query_rows, block_key, block_value, out_rows, lse_rows, form
                 )
-                _rows(grad_query, queries).add_(add_query)
-                for gradient, add in zip(pair.gradients, added, strict=True):
-                    _rows(gradient, keys).add_(add)
-        del block, pair, block_key, block_value  # before there is another one
+                del block_key, block_value  # before there is another block
+                if grad_query is None and add_query.size(2) == query.size(2):
+                    grad_query = add_query.to(lse.dtype)
+                else:
+                    grad_query = torch.zeros_like(query, dtype=lse.dtype) if grad_query is None else grad_query
+                    rows((grad_query,), queries)[0].add_(add_query)
+                for gradient, add in zip(rows(pair.gradients, keys), added, strict=True):
+                    gradient.add_(add)
+        del block, pair
+    assert grad_query is not None, "a part sees itself"
     return grad_query
 
 
@@ -293,7 +289,10 @@ def _visible_to_piece(
     unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
     within = max(start, block.start), min(stop, block.stop)
     if within[0] < within[1]:
-        yield slice(*within), slice(unseen, within[1] - block.start), attention.form(causal=True)
+        own = within[0] - block.start if attention.kernel.squares_only else unseen
+        yield slice(*within), slice(own, within[1] - block.start), attention.form(causal=True)
+        if unseen < own:
+            yield slice(*within), slice(unseen, own), attention.form(causal=False)
     after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
     form = attention.form(causal=False)
     last = stop

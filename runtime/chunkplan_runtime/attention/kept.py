@@ -93,12 +93,12 @@ class Expand:
     autocast: bool
 
     def __call__(self, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Key and value [heads, num_tokens, dim] of latents [heads, num_tokens, dim] each."""
+        """Key and value [1, heads, num_tokens, dim] of latents [1, heads, num_tokens, dim] each."""
         device, dtype = latents[0].device.type, self.dtype if self.autocast else None
         # Without a cache: weights that it casts here, in a forward without a graph, others would take for their own.
         with torch.autocast(device, dtype, enabled=self.autocast, cache_enabled=False):
-            key, value = type(self.module).expand_kv(self.module, *(each[None] for each in latents))
-        return key[0].to(self.dtype), value[0].to(self.dtype)
+            key, value = type(self.module).expand_kv(self.module, *latents)
+        return key.to(self.dtype), value.to(self.dtype)
 
     @contextmanager
     def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> Iterator[KVBlock]:
@@ -122,7 +122,7 @@ class Expand:
 
 
 def latents_of(module: Any, made: Made) -> tuple[tuple[Tensor, ...], Expand | None]:
-    """What pages keep in place of keys and values, [heads, num_tokens, dim] each, and how it is expanded.
+    """What pages keep in place of keys and values, [1, heads, num_tokens, dim] each, and how it is expanded.
 
     Nothing where these are to be kept themselves: it would save too little, or dropout in the layer would draw
     otherwise the next time. `made`: what the layer has made of latents.
@@ -134,7 +134,7 @@ def latents_of(module: Any, made: Made) -> tuple[tuple[Tensor, ...], Expand | No
     # In the dtype of keys and values, to which products and copies cast what they are made of.
     dtype = torch.get_autocast_dtype(device) if autocast else made.key.dtype
     weights = tuple(weight for weight in module.parameters() if weight.requires_grad)
-    return tuple(each[0].to(dtype) for each in made.latents), Expand(module, weights, dtype, autocast)
+    return tuple(each.to(dtype) for each in made.latents), Expand(module, weights, dtype, autocast)
 
 
 def owner_of(layer: int, key: Tensor, value: Tensor) -> int:

@@ -23,12 +23,14 @@ from chunkplan_runtime.attention.torch_cuda import TorchCudaKernel
 class AttentionKernel(Protocol):
     """Attention of queries to keys.
 
-    query is [heads, num_queries, head_dim]; key and value are [kv_heads, num_keys, head_dim], with any strides; query
-    head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key. Values, and with them the
-    result, may have heads of another size than queries and keys.
+    query is [1, heads, num_queries, head_dim]; key and value are [1, kv_heads, num_keys, head_dim], with any strides;
+    query head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key. Values, and with them
+    the result, may have heads of another size than queries and keys. Where it takes `squares_only`, there are as many
+    queries as keys under a mask.
     """
 
     name: str
+    squares_only: bool
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """Why it cannot serve such tensors; None if it can. `head_dims`: of queries and keys, and of values."""
@@ -37,8 +39,8 @@ class AttentionKernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Attend to all keys that `form` lets each query see.
 
-        Returns out [heads, num_queries, head_dim] in the dtype of `query`, and lse, the log-sum-exp of the scores,
-        [heads, num_queries] in at least float32.
+        Returns out [1, heads, num_queries, head_dim] in the dtype of `query`, and lse, the log-sum-exp of the scores,
+        [1, heads, num_queries] in at least float32.
         """
         ...
 

@@ -23,6 +23,7 @@ class ReferenceKernel:
     """See `kernel.AttentionKernel`."""
 
     name = "reference"
+    squares_only = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`: it takes everything."""
@@ -30,38 +31,38 @@ class ReferenceKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
-        out = query.new_empty(*query.shape[:2], value.shape[2])  # [heads, num_queries, value_dim]
-        lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))  # [heads, num_queries]
-        for queries, keys, alignment in _blocks(query.shape[1], key.shape[1], form):
-            scores, _ = _scores(query[:, queries], key[:, keys], form, alignment)
-            block_lse = torch.logsumexp(scores, -1)  # [kv_heads, heads a KV head, queries]
-            weights = (scores - block_lse[..., None]).exp()  # [kv_heads, heads a KV head, queries, keys]
-            block_out = weights @ _grouped_keys(value[:, keys], scores.dtype)  # [..., queries, value_dim]
-            out[:, queries] = block_out.flatten(0, 1)
-            lse[:, queries] = block_lse.flatten(0, 1)
+        out = query.new_empty(*query.shape[:3], value.shape[3])  # [1, heads, num_queries, value_dim]
+        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))  # [1, heads, num_queries]
+        for queries, keys, alignment in _blocks(query.shape[2], key.shape[2], form):
+            scores, _ = _scores(query[:, :, queries], key[:, :, keys], form, alignment)
+            block_lse = torch.logsumexp(scores, -1)  # [1, kv_heads, heads a KV head, queries]
+            weights = (scores - block_lse[..., None]).exp()  # [1, kv_heads, heads a KV head, queries, keys]
+            block_out = weights @ _grouped_keys(value[:, :, keys], scores.dtype)  # [..., queries, value_dim]
+            out[:, :, queries] = block_out.flatten(1, 2)
+            lse[:, :, queries] = block_lse.flatten(1, 2)
         return out, lse
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernel.AttentionKernel.backward`."""
-        dtype, num_groups = wide(query.dtype), key.shape[0]
-        grad_query = query.new_empty(query.shape)  # [heads, num_queries, head_dim]
+        dtype, num_groups = wide(query.dtype), key.shape[1]
+        grad_query = query.new_empty(query.shape)  # [1, heads, num_queries, head_dim]
         grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-        for queries, keys, alignment in _blocks(query.shape[1], key.shape[1], form):
-            scores, slope = _scores(query[:, queries], key[:, keys], form, alignment)
-            grad_rows = grad_out[:, queries].to(dtype)  # [heads, queries, value_dim]
-            delta = (grad_rows * out[:, queries].to(dtype)).sum(-1)  # [heads, queries]
-            grad_rows, delta, norm = (_grouped(tensor, num_groups) for tensor in (grad_rows, delta, lse[:, queries]))
-            weights = (scores - norm.to(dtype)[..., None]).exp()  # [kv_heads, heads a KV head, queries, keys]
-            grad_weights = grad_rows @ _grouped_keys(value[:, keys], dtype).mT  # the same
+        for queries, keys, alignment in _blocks(query.shape[2], key.shape[2], form):
+            scores, slope = _scores(query[:, :, queries], key[:, :, keys], form, alignment)
+            grad_rows = grad_out[:, :, queries].to(dtype)  # [1, heads, queries, value_dim]
+            delta = (grad_rows * out[:, :, queries].to(dtype)).sum(-1)  # [1, heads, queries]
+            grad_rows, delta, norm = (_grouped(tensor, num_groups) for tensor in (grad_rows, delta, lse[:, :, queries]))
+            weights = (scores - norm.to(dtype)[..., None]).exp()  # [1, kv_heads, heads a KV head, queries, keys]
+            grad_weights = grad_rows @ _grouped_keys(value[:, :, keys], dtype).mT  # the same
             grad_scores = weights * (grad_weights - delta[..., None]) * form.scale  # the same
             if slope is not None:
                 grad_scores = grad_scores * slope
-            grad_query[:, queries] = (grad_scores @ _grouped_keys(key[:, keys], dtype)).flatten(0, 1)
-            query_rows = _grouped(query[:, queries].to(dtype), num_groups)  # [kv_heads, heads a KV head, queries, dim]
-            grad_key[:, keys] += (grad_scores.mT @ query_rows).sum(1)  # [kv_heads, keys, head_dim]
-            grad_value[:, keys] += (weights.mT @ grad_rows).sum(1)  # [kv_heads, keys, value_dim]
+            grad_query[:, :, queries] = (grad_scores @ _grouped_keys(key[:, :, keys], dtype)).flatten(1, 2)
+            query_rows = _grouped(query[:, :, queries].to(dtype), num_groups)  # [1, kv_heads, ..., queries, dim]
+            grad_key[:, :, keys] += (grad_scores.mT @ query_rows).sum(2)  # [1, kv_heads, keys, head_dim]
+            grad_value[:, :, keys] += (weights.mT @ grad_rows).sum(2)  # [1, kv_heads, keys, value_dim]
         return grad_query, grad_key, grad_value
 
 
@@ -89,16 +90,16 @@ def _shifted(run: slice, by: int) -> slice:
 
 
 def _scores(query: Tensor, key: Tensor, form: Form, alignment: int) -> tuple[Tensor, Tensor | None]:
-    """Scores [kv_heads, heads a KV head, num_queries, num_keys], -inf where unseen, and the slope of the softcap."""
+    """Scores [1, kv_heads, heads a KV head, num_queries, num_keys], -inf where unseen, and the slope of the softcap."""
     dtype = wide(query.dtype)
-    scores = _grouped(query.to(dtype), key.shape[0]) @ _grouped_keys(key, dtype).mT * form.scale
+    scores = _grouped(query.to(dtype), key.shape[1]) @ _grouped_keys(key, dtype).mT * form.scale
     slope = None
     if form.softcap is not None:
         capped = torch.tanh(scores / form.softcap)
         scores, slope = form.softcap * capped, 1 - capped * capped
     if form.causal or form.reach is not None:
-        stands_at = torch.arange(query.shape[1], device=query.device)[:, None] + alignment  # [num_queries, 1]
-        keys = torch.arange(key.shape[1], device=query.device)  # [num_keys]
+        stands_at = torch.arange(query.shape[2], device=query.device)[:, None] + alignment  # [num_queries, 1]
+        keys = torch.arange(key.shape[2], device=query.device)  # [num_keys]
         unseen = keys > stands_at if form.causal else torch.zeros((), dtype=torch.bool, device=query.device)
         if form.reach is not None:
             unseen = unseen | (keys < stands_at - form.reach)
@@ -107,10 +108,10 @@ def _scores(query: Tensor, key: Tensor, form: Form, alignment: int) -> tuple[Ten
 
 
 def _grouped(tensor: Tensor, num_groups: int) -> Tensor:
-    """[heads, ...] as [kv_heads, heads a KV head, ...]."""
-    return tensor.reshape(num_groups, -1, *tensor.shape[1:])
+    """[1, heads, ...] as [1, kv_heads, heads a KV head, ...]."""
+    return tensor.reshape(1, num_groups, -1, *tensor.shape[2:])
 
 
 def _grouped_keys(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """[kv_heads, num_keys, dim] as [kv_heads, 1, num_keys, dim], which every head of a KV head is multiplied with."""
-    return tensor.to(dtype)[:, None]
+    """[1, kv_heads, num_keys, dim] as [1, kv_heads, 1, num_keys, dim], for every head of a KV head."""
+    return tensor.to(dtype)[:, :, None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.varlen import runs_of, why_not_flash, window_of
+from chunkplan_runtime.attention.varlen import heads_first, runs_of, tokens_first, why_not_flash, window_of
 
 _aten = torch.ops.aten
 
@@ -19,6 +19,7 @@ class TorchCudaKernel:
     """See `kernel.AttentionKernel`. Deterministic where `torch.use_deterministic_algorithms` asks for it."""
 
     name = "torch-cuda"
+    squares_only = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
@@ -28,7 +29,7 @@ class TorchCudaKernel:
         """See `kernel.AttentionKernel.forward`."""
         runs, (left, right) = runs_of(query, key, form), window_of(form)
         out, lse, *_ = _aten._flash_attention_forward(
-            *(tensor.transpose(0, 1) for tensor in (query, key, value)),
+            *tokens_first(query, key, value),
             runs.queries,
             runs.keys,
             runs.longest_query,
@@ -40,7 +41,7 @@ class TorchCudaKernel:
             window_size_left=left,
             window_size_right=right,
         )
-        return out.transpose(0, 1), lse  # [heads, num_queries, head_dim], [heads, num_queries]
+        return next(heads_first(out)), lse[None]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
@@ -49,8 +50,8 @@ class TorchCudaKernel:
         runs, (left, right) = runs_of(query, key, form), window_of(form)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients = _aten._flash_attention_backward(
-            *(tensor.transpose(0, 1) for tensor in (grad_out, query, key, value, out)),
-            lse.contiguous(),
+            *tokens_first(grad_out, query, key, value, out),
+            lse[0].contiguous(),
             runs.queries,
             runs.keys,
             runs.longest_query,
@@ -63,5 +64,5 @@ class TorchCudaKernel:
             window_size_left=left,
             window_size_right=right,
         )
-        grad_query, grad_key, grad_value = (gradient.transpose(0, 1) for gradient in gradients)
+        grad_query, grad_key, grad_value = heads_first(*gradients)
         return grad_query, grad_key, grad_value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,16 +27,26 @@ class Runs:
     longest_key: int
 
 
+def tokens_first(*tensors: Tensor) -> Iterator[Tensor]:
+    """Views of [1, heads, num_tokens, head_dim] each as [num_tokens, heads, head_dim]."""
+    return (tensor[0].transpose(0, 1) for tensor in tensors)
+
+
+def heads_first(*tensors: Tensor) -> Iterator[Tensor]:
+    """The same back."""
+    return (tensor.transpose(0, 1)[None] for tensor in tensors)
+
+
 def runs_of(query: Tensor, key: Tensor, form: Form) -> Runs:
-    """The runs of [heads, num_queries, head_dim] and [kv_heads, num_keys, head_dim]."""
-    queries = form.borders or (0, query.shape[1])
-    keys = form.borders or (0, key.shape[1])
+    """The runs of [1, heads, num_queries, head_dim] and [1, kv_heads, num_keys, head_dim]."""
+    queries = form.borders or (0, query.shape[2])
+    keys = form.borders or (0, key.shape[2])
     # FlashAttention-2 bounds a window on its right too, at most all keys after a query's own place, and gives a query
     # whose place lies so far before the first key no key at all: nothing, and an LSE of +inf, which no merge survives.
     # Queries never outnumber keys under a mask: a part's own block holds the part. Blocks before it are pages, which
     # are closed when the next part does not fit, with more than three ChunkSizes in them; of the first page that a
     # window reaches only a rest may be seen, but then by as many queries at most, which are all that reach it.
-    assert query.shape[1] <= key.shape[1] or not (form.causal or form.reach is not None), "more queries than keys"
+    assert query.shape[2] <= key.shape[2] or not (form.causal or form.reach is not None), "more queries than keys"
     return Runs(_on(queries, query.device), _on(keys, query.device), _longest(queries), _longest(keys))
 
 

@@ -165,14 +165,14 @@ def _own(page: Page) -> Page:
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """[heads, num_tokens, dim] each, side by side: [num_tokens, sum of heads x dim]."""
-    return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in tensors], 1)
+    """[1, heads, num_tokens, dim] each, side by side: [num_tokens, sum of heads x dim]."""
+    return torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in tensors], 1)
 
 
 def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same rows as [heads, num_tokens, dim] each, of the heads and dims of `like`."""
-    columns = torch.split(rows, [tensor.shape[0] * tensor.shape[2] for tensor in like], 1)
+    """The same rows as [1, heads, num_tokens, dim] each, of the heads and dims of `like`."""
+    columns = torch.split(rows, [tensor.shape[1] * tensor.shape[3] for tensor in like], 1)
     return tuple(
-        column.view(len(rows), tensor.shape[0], tensor.shape[2]).transpose(0, 1)
+        column.view(1, len(rows), tensor.shape[1], tensor.shape[3]).transpose(1, 2)
         for column, tensor in zip(columns, like, strict=True)
     )

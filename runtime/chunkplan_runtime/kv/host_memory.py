@@ -25,7 +25,7 @@ from torch import Tensor
 from chunkplan_runtime.device_waits import may_wait, new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice, heads_first
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.queue import Queue
 
 
@@ -86,7 +86,7 @@ class HostMemory:
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """See `pages.PageMemory.new_page`."""
-        memory = [self._take(capacity, tensor.transpose(0, 1), tensor.dtype) for tensor in tensors]
+        memory = [self._take(capacity, tensor[0].transpose(0, 1), tensor.dtype) for tensor in tensors]
         held = tuple(tensor[:capacity] for tensor in memory)
         return _HostPage(start, capacity, held, memory=memory, added_from=start + capacity)
 
@@ -113,7 +113,7 @@ class HostMemory:
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`."""
         assert isinstance(page, _HostPage)
-        sent = [tensor.detach().transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
+        sent = [tensor.detach()[0].transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
         homes = [home[start - page.start :][: len(rows)] for home, rows in zip(page.tensors, sent, strict=True)]
         page.written_before = page.written
         page.written = self._write_back(homes, sent)
@@ -134,9 +134,11 @@ class HostMemory:
             num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
             if num_fetched < num_tokens:
                 for held, tensor in zip(buffer.tensors, asked.tensors, strict=True):
-                    held[num_fetched:num_tokens] = tensor.transpose(0, 1)
+                    held[num_fetched:num_tokens] = tensor[0].transpose(0, 1)
             gradients = buffer.gradients if with_gradients else ()
-            views = (heads_first(tensors, slice(num_tokens)) for tensors in (buffer.tensors, gradients))
+            views = (
+                tuple(each[:num_tokens].transpose(0, 1)[None] for each in held) for held in (buffer.tensors, gradients)
+            )
             block = KVBlock(page_slice.start, page_slice.stop, *views)
             yield block
             asked.take_own(block, page_slice.own_start)

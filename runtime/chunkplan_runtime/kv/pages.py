@@ -22,9 +22,10 @@ from chunkplan_runtime.dtypes import wide
 
 @dataclass
 class Page:
-    """Tokens from `start` on of one sequence in one layer, room for `capacity`: [capacity, heads, dim] each.
+    """Tokens from `start` on of one sequence in one layer, room for `capacity`.
 
-    Tokens come first, so that those of a part lie together. The gradients, one for each of the `tensors`, are there
+    Tokens come first in memory, so that those of a part lie together: [1, heads, capacity, dim] each on the device, and
+    [capacity, heads, dim] on the host. The gradients, one for each of the `tensors`, are there
     after the first backward.
     """
 
@@ -40,7 +41,7 @@ class Page:
 
 
 class KVBlock(NamedTuple):
-    """Tokens [start, stop) of a sequence, on the device, for one kernel call: [heads, stop - start, dim] each.
+    """Tokens [start, stop) of a sequence, on the device, for one kernel call: [1, heads, stop - start, dim] each.
 
     The gradients, where they were asked for, are there to be added to, in at least float32. Good until the next block
     is asked for.
@@ -54,7 +55,7 @@ class KVBlock(NamedTuple):
 
 @dataclass
 class Asked:
-    """What a part brings along that asks for blocks: its own `tensors`, [heads, num_tokens, dim] each.
+    """What a part brings along that asks for blocks: its own `tensors`, [1, heads, num_tokens, dim] each.
 
     With gradients it gets back `gradients`, those of its own tensors in their dtypes, from all parts of the sequence:
     they are there when the last block was given back. Unless it `takes_own`, they stay in the page for who asks next.
@@ -72,7 +73,7 @@ class Asked:
         own = slice(own_start - block.start, None)
         # Copies: the next block may lie where this one did.
         self.gradients = tuple(
-            gradient[:, own].to(tensor.dtype, copy=True)
+            torch.empty_like(tensor).copy_(gradient[:, :, own])
             for gradient, tensor in zip(block.gradients, self.tensors, strict=True)
         )
 
@@ -100,11 +101,11 @@ class PageMemory(Protocol):
     keeps_blocks: bool
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        """Make an empty page for tensors like these, [heads, num_tokens, dim] each."""
+        """Make an empty page for tensors like these, [1, heads, num_tokens, dim] each."""
         ...
 
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
-        """Write the tensors [heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
+        """Write the tensors [1, heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
         ...
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
@@ -132,8 +133,7 @@ class DeviceMemory:
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `PageMemory.write`."""
         for home, tensor in zip(page.tensors, tensors, strict=True):
-            first = start - page.start
-            home[first : first + tensor.shape[1]] = tensor.transpose(0, 1)
+            home.narrow(2, start - page.start, tensor.size(2)).copy_(tensor)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `PageMemory.blocks`."""
@@ -142,8 +142,7 @@ class DeviceMemory:
             if asked.with_gradients and not page.gradients:
                 page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
             gradients = page.gradients if asked.with_gradients else ()
-            views = (heads_first(tensors, tokens) for tensors in (page.tensors, gradients))
-            block = KVBlock(page_slice.start, page_slice.stop, *views)
+            block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
             yield block
             asked.take_own(block, page_slice.own_start)
 
@@ -155,9 +154,12 @@ class DeviceMemory:
         return lambda: tensor
 
 
-def heads_first(tensors: Sequence[Tensor], tokens: slice) -> tuple[Tensor, ...]:
-    """Views of some tokens of [num_tokens, heads, dim] each, as [heads, num_tokens, dim]."""
-    return tuple(tensor[tokens].transpose(0, 1) for tensor in tensors)
+def rows(tensors: tuple[Tensor, ...], here: slice) -> tuple[Tensor, ...]:
+    """Some tokens of [1, heads, num_tokens, ...] each: the tensors themselves where those are all."""
+    length = here.stop - here.start
+    if not tensors or length == tensors[0].size(2):
+        return tensors
+    return tuple([each.narrow(2, here.start, length) for each in tensors])
 
 
 def zeros_wide(tensor: Tensor) -> Tensor:
@@ -166,4 +168,4 @@ def zeros_wide(tensor: Tensor) -> Tensor:
 
 
 def _empty(tensor: Tensor, capacity: int) -> Tensor:
-    return tensor.new_empty(capacity, tensor.shape[0], tensor.shape[2])  # [capacity, heads, dim]
+    return tensor.new_empty(1, capacity, tensor.shape[1], tensor.shape[3]).transpose(1, 2)  # [1, heads, capacity, dim]

@@ -104,7 +104,7 @@ class StateStore:
                 sequence.memory.give_back(page)
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
-        """Keep the KV of a part, or what this process has of it: [heads, num_tokens, dim] each.
+        """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
 
         `by_parts`: in a page of its own, as all parts of the sequence in this layer.
         """

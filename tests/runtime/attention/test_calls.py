@@ -136,15 +136,15 @@ def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, 
         assert "softcap" in kernel.why_not(torch.device("cuda"), dtype, (16, 16), form)
         return
     torch.manual_seed(0)
-    query, grad_out = torch.randn(2, 4, num_queries, 16, dtype=dtype)
-    key, value = torch.randn(2, num_keys, kv_heads, 16, dtype=dtype).transpose(1, 2)
+    query, grad_out = torch.randn(2, 1, 4, num_queries, 16, dtype=dtype)
+    key, value = torch.randn(2, 1, num_keys, kv_heads, 16, dtype=dtype).transpose(2, 3)
     out, lse = kernel.forward(query, key, value, form)
     exact = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     expected_out, expected_lse = plain(*exact, form)
     gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
     expected = torch.autograd.grad(expected_out, exact, grad_out.double())
     assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
-    assert lse.shape == (4, num_queries)
+    assert lse.shape == (1, 4, num_queries)
     for found, wanted in zip((out, lse, *gradients), (expected_out, expected_lse, *expected), strict=True):
         assert (found - wanted).norm() <= tolerance * wanted.norm().clamp(min=1)
 
@@ -156,26 +156,26 @@ def test_the_operators_are_called_as_pytorch_itself_calls_them(calls, form, wind
     torch.manual_seed(0)
     borders = (0, 4, 5, 37)
     form = form._replace(reach=reach, borders=borders)
-    query, grad_out = torch.randn(2, 4, 37, 16)
-    key, value = torch.randn(2, 2, 37, 16)
+    query, grad_out = torch.randn(2, 1, 4, 37, 16)
+    key, value = torch.randn(2, 1, 2, 37, 16)
     kernel = KERNELS["torch-cuda"]
     out, lse = kernel.forward(query, key, value, form)
     gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
     ours = [as_one_says(call) for call in calls]
     calls.clear()
-    leaves = [tensor.transpose(0, 1).requires_grad_() for tensor in (query, key, value)]
+    leaves = [tensor[0].transpose(0, 1).requires_grad_() for tensor in (query, key, value)]
     cu = torch.tensor(borders, dtype=torch.int32)
     how = {"scale": 0.3, "window_size": (-1 if reach is None else reach, window[1]), "enable_gqa": True}
     result = varlen_attn(*leaves, cu, cu, 32, 32, **how)
-    its_gradients = torch.autograd.grad(result, leaves, grad_out.transpose(0, 1))
+    its_gradients = torch.autograd.grad(result, leaves, grad_out[0].transpose(0, 1))
     theirs = [as_one_says(call) for call in calls]
     assert [list(call) for call in ours] == [list(call) for call in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         for name, value in mine.items():
             same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
             assert same and type(value) is type(other[name]), name
-    assert torch.equal(out.transpose(0, 1), result)
-    assert all(torch.equal(one.transpose(0, 1), other) for one, other in zip(gradients, its_gradients, strict=True))
+    assert torch.equal(out[0].transpose(0, 1), result)
+    assert all(torch.equal(one[0].transpose(0, 1), other) for one, other in zip(gradients, its_gradients, strict=True))
 
 
 def as_one_says(call):
@@ -221,11 +221,11 @@ def test_attention_in_parts_is_that_of_the_whole_sequence_and_asks_for_no_query_
 @pytest.mark.parametrize("form", [Form(0.3, causal=False, reach=3), Form(0.3, causal=True)])
 def test_more_queries_than_keys_under_a_mask_are_a_mistake_of_ours(kernel, form):
     """FlashAttention-2 would give the first of them nothing, and an LSE of +inf."""
-    query, key = torch.randn(4, 13, 16), torch.randn(4, 5, 16)
+    query, key = torch.randn(1, 4, 13, 16), torch.randn(1, 4, 5, 16)
     with pytest.raises(AssertionError, match="more queries than keys"):
         kernel.forward(query, key, key, form)
     cu = [torch.tensor([0, size], dtype=torch.int32) for size in (13, 5)]
-    tensors = (tensor.transpose(0, 1) for tensor in (query, key, key))
+    tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, key))
     _, lse, *_ = flash_stand_in.flash_attn_varlen_forward(
         *tensors, *cu, 13, 5, 0.0, 0.3, form.causal, -1 if form.reach is None else form.reach, -1
     )
@@ -306,7 +306,7 @@ def test_heads_of_values_of_another_size_are_for_the_reference_kernel_alone(inst
         assert Kernels().choose(device, dtype, (64, 128), Form(1.0, True)).name == "reference"
     with pytest.raises(UsageError, match="heads of the size of its keys, not of 128 with 64"):
         Kernels("torch-cpu").choose(torch.device("cpu"), torch.float32, (64, 128), Form(1.0, True))
-    query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 24)
+    query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 24)
     kernel = Kernels().choose(query.device, query.dtype, (16, 24), Form(0.3, True))
     out, _ = kernel.forward(query, key, value, Form(0.3, True))
     torch.testing.assert_close(out, plain(query, key, value, Form(0.3, True))[0], rtol=1e-5, atol=1e-5)

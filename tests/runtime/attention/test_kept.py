@@ -88,7 +88,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     found, write = Kept(), StateStore.write
 
     def watched(self: StateStore, span: Span, layer: int, tensors: tuple[Tensor, ...], **how: bool) -> None:
-        found.widths[layer] = tuple(tensor.shape[0] * tensor.shape[2] for tensor in tensors)
+        found.widths[layer] = tuple(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
         found.dtypes.update(tensor.dtype for tensor in tensors)
         write(self, span, layer, tensors, **how)
 
@@ -209,7 +209,7 @@ def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypa
     run, expanded, expand = model("minicpm3"), [], Expand.__call__
 
     def watched(self: Expand, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        expanded.append(latents[0].shape[1])
+        expanded.append(latents[0].shape[2])
         return expand(self, latents)
 
     monkeypatch.setattr(Expand, "__call__", watched)
@@ -231,9 +231,9 @@ def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: An
         )
 
     executor.run(work, 10, around)
-    assert (1, 13, 16) in saved, "latents"
-    assert (2, 13, 16) in saved, "queries, and outputs have heads of 12"
-    assert saved.count((2, 13, 16)) == run.config.num_hidden_layers
+    assert (1, 1, 13, 16) in saved, "latents"
+    assert (1, 2, 13, 16) in saved, "queries, and outputs have heads of 12"
+    assert saved.count((1, 2, 13, 16)) == run.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("autocast", [False, True])

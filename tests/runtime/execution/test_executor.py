@@ -69,7 +69,7 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm()
     store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, chunk_start=0)
-    kv = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
+    kv = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
     store.write(span, 0, (kv, kv))
     (block,) = store.blocks(span, 0, 0, Asked((kv, kv), with_gradients=True))
