@@ -27,16 +27,17 @@ def without_padded(
     first, last = found.offsets[:-1], found.offsets[1:] - 1
     second, before = np.minimum(first + 1, last), np.maximum(last - 1, first)
     pads = dict(pad for pad in (tokenizer.pad, tokenizer.eos) if pad is not None)
-    is_bad = np.zeros(len(first), np.bool_)
+    is_bad, names = np.zeros(len(first), np.bool_), list[str]()
     for name, pad_id in pads.items():
         is_pad = found.input_ids == pad_id
         ends_text = (name, pad_id) == tokenizer.eos or any(word in name.lower() for word in _ENDS)
-        is_bad |= is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
-        is_bad |= is_pad[first] & is_pad[second] & found.target[second]
+        is_its = is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
+        is_its |= is_pad[first] & is_pad[second] & found.target[second]
+        names += [f"`{name}`"] if is_its.any() else []
+        is_bad |= is_its
     if not is_bad.any():
         return numbers, found, []
-    names = " or ".join(f"`{name}`" for name in pads)
-    message = f"it begins or ends with padding ({names}) that counts in the loss, as nothing marks it as padding"
+    message = f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
     rejected = [Rejected(number, "schema", message, _HINT) for number in numbers[is_bad].tolist()]
     kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
     columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept], np.ones_like(lengths))

@@ -113,8 +113,8 @@ def test_what_is_about_a_question_and_its_answer_does_not(more: dict[str, Any]) 
         ({"loss_id": 0}, False),
         ({"mask_token": 0}, True),
         ({"metadata": {"length": 3}}, False),
-        ({"toxic": False}, False),
-        ({"score": 0.5}, False),
+        ({"toxic": False}, True),
+        ({"score": 0.5}, True),
     ],
 )
 def test_a_message_says_so_in_objects_too(more: dict[str, Any], is_refused: bool) -> None:

@@ -63,14 +63,8 @@ _KINDS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ("asked", _words("input choice option hint premise tool function shot example demonstration")),
 )
 
-#: A number in a message that counts something, says when or how good is in a key whose name ends in one of these.
-_COUNTED = _words(
-    "id uid index idx position row number num turn round timestamp time date at length len count token "
-    "score rating like vote"
-)
-
-#: Truth values of moderation in a message.
-_MODERATED = _words("redacted toxic flagged")
+#: A number in a message that counts something or says when is in a key whose name ends in one of these.
+_COUNTED = _words("id uid index idx position row number num turn round timestamp time date at length len count token")
 
 #: Keys of messages that chat templates read; of the last, true or false.
 _OF_TEMPLATES = {
@@ -126,7 +120,7 @@ def is_flag(key: str, value: Any) -> bool:
         return any(may_mark(inner) and is_number(one) for each in objects for inner, one in each.items())
     if may_mark(key) and any(map(is_number, values)):
         return True
-    if kinds.isdisjoint((bool, int, float)) or key in _TRUTHS or not _MODERATED.isdisjoint(words_of(key)):
+    if kinds.isdisjoint((bool, int, float)) or key in _TRUTHS:
         return False
     return bool in kinds or _COUNTED.isdisjoint(_ends(key))
 

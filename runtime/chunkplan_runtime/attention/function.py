@@ -100,7 +100,7 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()  # as transformers' own, of which some models take views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
