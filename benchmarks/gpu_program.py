@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 #: Seconds that a program has to end those that it started; torchrun takes up to 30.
@@ -47,8 +48,20 @@ def lines_of(words: Sequence[str], *, seconds: float = threading.TIMEOUT_MAX, **
 
 
 def _end(program: subprocess.Popen[str]) -> None:
+    started = _started_by(program.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if program.poll() is None:
                 os.killpg(program.pid, number)
                 program.wait(_TO_END)
+    for pid in started:  # torchrun leaves those that it is just starting, each in a session of its own
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _started_by(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):  # it has ended
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(each) for each in file.read_text().split()]
+    return found + [below for each in found for below in _started_by(each)]

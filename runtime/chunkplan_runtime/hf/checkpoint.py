@@ -71,7 +71,7 @@ def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *
 
 
 def _rates(args: TrainingArguments, steps: int, num_steps: int) -> list[float]:
-    """What the learning rate is multiplied by in the first `steps` of `num_steps`, and in the next; none where losses decide.
+    """Factors of the learning rate in the first `steps` of `num_steps`, and in the next; none where losses decide.
 
     The optimizer in a checkpoint has the rate of the next step already.
     """
