@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,12 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_plans import FOLDER, PLANS, write_model, write_tokens
+from gpu_program import lines_of
 
+from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.calibration.measure import wait
 
 Row = dict[str, Any]
 
 _STEPS = 3
+
+#: Seconds that a program may take.
+_SECONDS = 240
 
 
 def measure_links(device: torch.device, *, toy: bool, add: Callable[[Row], None]) -> None:
@@ -35,6 +39,7 @@ def measure_links(device: torch.device, *, toy: bool, add: Callable[[Row], None]
         add(json.loads(row))
     name = "toy-dp8" if toy else "dp8"
     plan = PLANS[name]
+    load_plan(FOLDER / name)  # which is there, before tokens are written for it
     with tempfile.TemporaryDirectory() as folder:
         analysis, model = write_tokens(plan, Path(folder) / "analysis"), write_model(plan.model, Path(folder))
         most = min(plan.dp, 1 << (number.bit_length() - 1))  # processes have equally many of the plan's ranks
@@ -60,17 +65,23 @@ def measure_links(device: torch.device, *, toy: bool, add: Callable[[Row], None]
 def _started(processes: int, words: list[str]) -> Iterator[str]:
     """Run a program under torchrun, and yield the rows of JSON that it prints as they come.
 
+    Where it fails, the end of what else it printed is shown.
+
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or took too long.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen([*launcher, *words], stdout=subprocess.PIPE, stderr=errors, text=True) as program:
-            assert program.stdout is not None
-            yield from (line for line in program.stdout if line.startswith("{"))
-        if program.returncode:
-            errors.seek(0)
-            raise RuntimeError(next((line for line in errors if "rror: " in line), f"exit code {program.returncode}"))
+    here = ["--standalone", "--local-addr", "127.0.0.1"]  # a name of this machine need not resolve
+    launcher = [sys.executable, "-m", "torch.distributed.run", *here, "--nproc-per-node", str(processes)]
+    last: deque[str] = deque(maxlen=40)
+    try:
+        for line in lines_of([*launcher, *words], seconds=_SECONDS):
+            if line.startswith("{"):
+                yield line
+            else:
+                last.append(line)
+    except RuntimeError as error:
+        print("".join(last), end="", flush=True)
+        raise RuntimeError(": ".join([str(error), *[line for line in last if "rror: " in line][:1]])) from error
 
 
 def _measure(device_type: str, sizes: tuple[int, ...]) -> None:

@@ -11,9 +11,13 @@ measured, to benchmarks/measured/GPU-DATE.json; a part that is measured again ta
 A part that fails says so in one line, and the others go on.
 
 Parts, with seconds on an H200: kernels (30), attention by kernel, form and size; tests (60), those marked `gpu`; probe
-(20), four chunks of the first layers of a 7B; calibrate (90), the cost model's rates; steps (120), of 1.5B and 7B
-models beside what is predicted, with keys and values on the GPU and in host memory; nccl (60), a process for each GPU;
-and, only where they are named, long (200), a step of 131,072 tokens; million (540), of 524,288 and 1,048,576.
+(20), four chunks of the first layers of a 7B; calibrate (90), the cost model's rates; steps (120; by the profile of an
+H100 about 136 there), of 1.5B and 7B models beside what is predicted, with keys and values on the GPU and in host
+memory; nccl (60), a process for each GPU; and, only where they are named, long (200), a step of 131,072 tokens; million
+(540), of 524,288 and 1,048,576.
+
+Where a call may take no more than 600 s, give PARTS=kernels,probe,calibrate,steps to one and PARTS=tests,nccl to
+another.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import json
 import math
 import os
 import re
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +40,7 @@ from typing import Any
 
 import gpu_page
 import torch
+from gpu_program import lines_of
 from machine import machine
 
 from chunkplan.errors import ChunkplanError
@@ -120,19 +125,13 @@ def _tests(report: Report) -> None:
     words = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-v", "-rs", "-m", "gpu"]
     paths = os.pathsep.join([*(str(ROOT / each) for each in ("", "runtime", "cli")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "240", "PYTHONPATH": paths}
-    with subprocess.Popen(
-        [*words, *GPU_TESTS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as program:
-        assert program.stdout is not None
-        for line in program.stdout:
-            if ended := re.match(r"\S+::(\S+) (PASSED|FAILED|SKIPPED|ERROR)(.*?) *\[ *\d+%\]", line):
-                test, outcome, why = ended.groups()
-                seconds = round(time.perf_counter() - started, 1)
-                add({"test": test, "outcome": outcome.lower() + why, "after s": seconds})
-            else:
-                print(line, end="", flush=True)
-    if program.returncode:
-        raise RuntimeError(f"pytest ended with {program.returncode}")
+    for line in lines_of([*words, *GPU_TESTS], cwd=ROOT, env=environment):
+        if ended := re.match(r"\S+::(\S+) (PASSED|FAILED|SKIPPED|ERROR)(.*?) *\[ *\d+%\]", line):
+            test, outcome, why = ended.groups()
+            seconds = round(time.perf_counter() - started, 1)
+            add({"test": test, "outcome": outcome.lower() + why, "after s": seconds})
+        else:
+            print(line, end="", flush=True)
 
 
 def _probe(report: Report) -> None:
@@ -162,6 +161,9 @@ def _run_plans(part: str, report: Report, *plans: tuple[str, tuple[bool, ...]], 
     started, done = time.perf_counter(), []
     for name, kv_offload in plans:
         left = seconds - (time.perf_counter() - started)
+        if left <= 0:
+            print(f"{part}, {name}: left out, the {seconds:.0f} s of {part} are over", flush=True)
+            continue
         done.append(attempt(f"{part}, {name}", partial(run_plan, run, name, kv_offload, seconds=left)))
     if not all(done):
         raise RuntimeError(f"{done.count(False)} of {len(done)} plans")
@@ -216,7 +218,16 @@ def attempt(what: str, run: Callable[[], None]) -> bool:
 
 
 def main() -> None:
-    """Measure what the command line asks for; ends with 1 where a part failed."""
+    """Measure what the command line asks for; ends with 1 where a part failed, with 130 at Ctrl-C, 143 at SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        _main()
+    except KeyboardInterrupt:
+        print("stopped: what was measured until then is kept", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(DEFAULT), help=f"of {','.join(PARTS)}")
     parser.add_argument("--size", choices=("full", "toy"), default="full")
@@ -224,6 +235,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     parts = [name for name in options.parts.split(",") if name]
+    if not parts:
+        parser.error(f"no part is named; choose of {','.join(PARTS)}")
     if wrong := set(parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(wrong))}; choose of {','.join(PARTS)}")
     if options.size == "toy" and options.output is None:

@@ -21,6 +21,7 @@ from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
+from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan_runtime.calibration.measure import wait
 from chunkplan_runtime.execution.executor import Executor
@@ -58,6 +59,7 @@ def run_plan(run: Run, name: str, kv_offload: Sequence[bool] = (False,), *, seco
     if run.toy:
         path = FOLDER / "toy"
         plan = GpuPlan("toy", PLANS["toy"].chunk_size, PLANS["toy"].lengths, plan.checkpointing, plan.lora_rank)
+    load_plan(path)  # which is there, before tokens are written for it
     with tempfile.TemporaryDirectory() as folder:
         opened = open_plan(path, write_tokens(plan, Path(folder) / "analysis"))
         config = read_config(write_model(plan.model, Path(folder)))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 #: Rates are those of so many queries.
 MEASURED_QUERIES = 8192
 
+#: The kernels of the runtime, `chunkplan_runtime.attention.kernel`.
+KERNELS = ("flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:

@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.attention_rates import AttentionRates
+from chunkplan.cost.attention_rates import KERNELS, AttentionRates
 from chunkplan.cost.entries import from_entries
-from chunkplan.domains import Domain
+from chunkplan.domains import Domain, one_of
 from chunkplan.errors import DataError, UsageError
 
 
@@ -115,8 +115,11 @@ def hardware_of(values: Any, *, path: str, where: str, hint: str) -> Hardware:
     also = {"attention": _TABLES}
     found = from_entries(Hardware, values, path=path, where=where, hint=hint, optional=_OPTIONAL, also=also)
     inside = f"{path}.attention" if path else "attention"
-    tables = (
-        from_entries(AttentionRates, table, path=f"{inside}[{place}]", where=where, hint=hint)
-        for place, table in enumerate(found.attention)
-    )
-    return replace(found, attention=tuple(tables))
+    tables: dict[tuple[str, int], AttentionRates] = {}
+    for place, table in enumerate(found.attention):
+        at, kernel = f"{inside}[{place}]", {"kernel": one_of(*KERNELS)}
+        rates = from_entries(AttentionRates, table, path=at, where=where, hint=hint, also=kernel)
+        if tables.setdefault((rates.kernel, rates.head_size), rates) is not rates:
+            what = f"`{at}` is a second table of {rates.kernel} with head_size {rates.head_size}, expected one"
+            raise DataError(what, where=where, hint=hint)
+    return replace(found, attention=tuple(tables.values()))

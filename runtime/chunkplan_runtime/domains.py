@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from chunkplan.cost.attention_rates import KERNELS
 from chunkplan.domains import Domain, text
 
 #: The names that `chunkplan_runtime.attention.kernel` knows; which of them run depends on the machine.
-ATTENTION = ("auto", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+ATTENTION = ("auto", *KERNELS)
 
 DEVICE = Domain(
     lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None,

@@ -210,7 +210,7 @@ def test_names_that_are_completed_are_those_there_are() -> None:
 
 def test_kernels_that_are_completed_are_those_there_are() -> None:
     kernel = pytest.importorskip("chunkplan_runtime.attention.kernel", reason="kernels are torch's")
-    assert set(ATTENTION) == {kernel.AUTO, *kernel.KERNELS}
+    assert (kernel.AUTO, *kernel.KERNELS) == ATTENTION
 
 
 def complete(instruction: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.attention_rates import AttentionRates
+from chunkplan.cost.attention_rates import KERNELS, AttentionRates
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
@@ -106,6 +106,25 @@ def test_a_strange_rate_of_attention_is_named_with_its_place(entry: str, tmp_pat
         path.write_text(line + (GOLDEN / "h100.toml").read_text())
         with pytest.raises(DataError, match=rf"`{line.split()[0]}` is"):
             load_hardware(path)
+
+
+def test_a_table_of_attention_without_meaning_is_refused_with_its_place(tmp_path: Path) -> None:
+    """A kernel that there is not, and a second table of one kernel and size of heads."""
+    path = tmp_path / "mine.toml"
+    before, first, second = profile_text().split("[[attention]]\n")
+    for kernel in ("no-such-kernel", "", "auto", "Torch-Cuda"):
+        strange = second.replace('"torch-cuda"', f'"{kernel}"')
+        path.write_text("[[attention]]\n".join((before, first, strange)))
+        with pytest.raises(DataError, match=rf"`attention\[1\]\.kernel` is .*, expected {' or '.join(KERNELS)}"):
+            load_hardware(path)
+    for tables in ((first, first), (first, second, first)):
+        path.write_text("\n[[attention]]\n".join((before, *tables)))
+        place = len(tables) - 1
+        with pytest.raises(DataError, match=rf"`attention\[{place}\]` is a second table of torch-cuda with head_size "):
+            load_hardware(path)
+    for kernel in KERNELS:
+        path.write_text("[[attention]]\n".join((before, first, second.replace('"torch-cuda"', f'"{kernel}"'))))
+        assert load_hardware(path).attention[1].kernel == kernel
 
 
 def test_an_entry_that_a_profile_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def measure_attention(
     """
     (kv_heads, key_dim), (_, value_dim) = kv_shapes(config)
     heads, softcap = (entry_of(config, name) for name in ("num_attention_heads", "attn_logit_softcapping"))
-    others = [(size, size) for size in _HEAD_SIZES[device.type]]
+    others = [(size, size) for size in _HEAD_SIZES[device.type] if size != (key_dim + value_dim) // 2]
     found = []
-    for dims in dict.fromkeys([(key_dim, value_dim), *others]) if heads else ():
+    for dims in [(key_dim, value_dim), *others] if heads else ():
         kernel = Kernels(attention).choose(device, dtype, dims, Form(1.0, causal=True, softcap=softcap))
         found.append(_of_heads(kernel, device, dtype, (heads, kv_heads), dims, seconds))
     return tuple(found)

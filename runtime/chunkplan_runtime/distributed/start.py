@@ -30,6 +30,7 @@ def start(arguments: list[str], num_processes: int) -> int:
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # a name of this machine need not resolve
         max_restarts=0,
         monitor_interval=_INTERVAL,
         logs_specs=DefaultLogsSpecs(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import TrainerCallback
+import torch
+from torch.optim import SGD
+from transformers import TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -15,6 +17,9 @@ from chunkplan.planfile.plan_writer import hashes_by_epoch
 
 #: What transformers leaves in a checkpoint when everything else is there.
 _STATE = "trainer_state.json"
+
+#: What a run is given so that learning rates do not go by its number of steps.
+_ANY_LENGTH = 'lr_scheduler_type="constant"'
 
 
 class PlanIdentity(TrainerCallback, ExportableState):
@@ -28,23 +33,25 @@ class PlanIdentity(TrainerCallback, ExportableState):
         return {"args": {"plan": self.plan}, "attributes": {}}
 
 
-def checkpoint_of_plan(asked: str | bool, output: str | None, plan: Plan) -> str:
-    """The checkpoint to go on from: `asked`, or the last one in `output`; `plan` may have more epochs than its own.
+def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *, has_own_rates: bool) -> str:
+    """The checkpoint to go on from: `asked`, or the last one of `args`; `plan` may have more epochs than its own.
+
+    `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`.
 
     Raises:
-        UsageError: there is none, or it is of another plan.
+        UsageError: there is none, or it is of another plan, or its steps would have had other learning rates.
     """
     find: Any = get_last_checkpoint
-    folder = Path(output or "")
+    folder = Path(args.output_dir or "")
     found = str(asked) if asked is not True else find(str(folder)) if folder.is_dir() else None
     if found is None or not (Path(found) / _STATE).is_file():
         raise UsageError(
             f"there is no checkpoint in {found or folder}",
             hint="leave resume_from_checkpoint out to start from the beginning",
         )
-    states: dict[str, Any] = TrainerState.load_from_json(str(Path(found) / _STATE)).stateful_callbacks or {}
-    state = states.get(PlanIdentity.__name__)
-    before = None if state is None else state["args"]["plan"]
+    state = TrainerState.load_from_json(str(Path(found) / _STATE))
+    identity: Any = (state.stateful_callbacks or {}).get(PlanIdentity.__name__)
+    before = None if identity is None else identity["args"]["plan"]
     if before != plan.content_hash and before not in hashes_by_epoch(plan):
         of = "no plan" if before is None else f"plan {before[:12]}"
         raise UsageError(
@@ -52,4 +59,23 @@ def checkpoint_of_plan(asked: str | bool, output: str | None, plan: Plan) -> str
             where=found,
             hint="go on with the plan it was begun with, or start anew from its weights",
         )
+    now = args.max_steps if args.max_steps > 0 else plan.manifest["totals"]["num_steps"]
+    if not has_own_rates and _rates(args, state.global_step, state.max_steps) != _rates(args, state.global_step, now):
+        raise UsageError(
+            f"a checkpoint of a run of {state.max_steps:,} steps, this one has {now:,}: learning rates of the steps "
+            "that are done go by how many there are",
+            where=found,
+            hint=f"go on with max_steps={state.max_steps}, or start anew; {_ANY_LENGTH} lets a run become longer",
+        )
     return found
+
+
+def _rates(args: TrainingArguments, steps: int, num_steps: int) -> list[float]:
+    """Factors of the learning rate in the first `steps` of `num_steps`, and in the next; none where losses decide.
+
+    The optimizer in a checkpoint has the rate of the next step already.
+    """
+    optimizer = SGD([torch.zeros(1)], lr=args.learning_rate)
+    warmup, more = args.get_warmup_steps(num_steps), cast("dict[str, Any] | None", args.lr_scheduler_kwargs)
+    schedule: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_steps, more)
+    return [factor(step) for factor in getattr(schedule, "lr_lambdas", ()) for step in range(steps + 1)]

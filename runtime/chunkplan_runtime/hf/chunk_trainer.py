@@ -137,10 +137,13 @@ class ChunkTrainer(Trainer):
         """As `Trainer.train`. A resumed run goes on at the step of the plan that comes next, bit for bit on a CPU.
 
         Raises:
-            UsageError: there is no checkpoint, or it is of another plan.
+            UsageError: there is no checkpoint, or it is of another plan, or of learning rates that this run has not.
         """
         if resume_from_checkpoint:
-            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args.output_dir, self._plan)
+            is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
+            resume_from_checkpoint = checkpoint_of_plan(
+                resume_from_checkpoint, self.args, self._plan, has_own_rates=is_given
+            )
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

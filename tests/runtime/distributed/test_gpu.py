@@ -65,7 +65,7 @@ def test_two_processes_on_one_gpu_are_refused_once(tmp_path, monkeypatch):
     analysis = gpu_plans.write_tokens(gpu_plans.PLANS["toy-dp8"], tmp_path / "analysis")
     model = gpu_plans.write_model("toy", tmp_path)
     files = ["--plan", gpu_plans.FOLDER / "toy-dp8", "--analysis", analysis, "--model-config", model]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     ran = subprocess.run(
         [*launcher, "-m", "chunkplan_runtime.train", *map(str, files), "--output", str(tmp_path / "run")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
@@ -85,5 +85,13 @@ def words(made: Path, plan: str, precision: str) -> list[str]:
 
 
 def run(size: int, arguments: list[str]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(size),
+    ]
     subprocess.run([*launcher, "-m", "chunkplan_runtime.train", *arguments], check=True, timeout=300)

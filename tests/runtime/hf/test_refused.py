@@ -35,7 +35,7 @@ pytestmark = [
 
 def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
     build(made / "analysis", tmp_path / "other", PlanConfig(chunk_size=8, k=1, global_batch=3, seed=1))
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "lr_scheduler_type": "constant"}
     trainer = new_trainer(plan=tmp_path / "other", **settings)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         trainer.train(resume_from_checkpoint=True)

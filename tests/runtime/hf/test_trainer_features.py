@@ -117,6 +117,63 @@ def test_a_finished_run_goes_on_with_a_plan_of_more_epochs(made, new_trainer, tm
     assert all((weights[name] == weight).all() for name, weight in longer.model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},  # linear
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5},
+        pytest.param({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}}),
+        pytest.param({"lr_scheduler_type": "polynomial"}, marks=pytest.mark.soak),
+        pytest.param({"max_steps": 3}, marks=pytest.mark.soak),
+    ],
+    ids=["default", "warm-up by share", "cosine", "polynomial", "max_steps"],
+)
+def test_a_run_that_learns_by_its_number_of_steps_does_not_go_on_with_more(how, made, new_trainer, tmp_path):
+    """Unless it ends where it was to end."""
+    how = {"save_strategy": "steps", "save_steps": 2, **how}
+    plan = tmp_path / "plan"
+    if "max_steps" in how:
+        plan = made / "plan"
+    else:
+        build(made / "analysis", plan, PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=1, holdout=2))
+    new_trainer(plan=plan, **how).train()
+    with pytest.raises(UsageError, match="of 3 steps, this one has 6: learning rates") as refused:
+        new_trainer(**{**how, "max_steps": -1}).train(resume_from_checkpoint=True)
+    assert "max_steps=3" in refused.value.hint and 'lr_scheduler_type="constant"' in refused.value.hint
+    assert new_trainer(**{**how, "max_steps": 3}).train(resume_from_checkpoint=True).global_step == 3
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2},
+        pytest.param({"lr_scheduler_type": "inverse_sqrt"}, marks=pytest.mark.soak),
+        pytest.param({"warmup_steps": 4}, id="still warming up"),
+    ],
+)
+def test_a_run_goes_on_with_more_steps_where_those_that_are_done_learned_alike(how, new_trainer, tmp_path):
+    def trained(folder, max_steps, **more):
+        how_saved = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path / folder)}
+        trainer = new_trainer(max_steps=max_steps, **how_saved, **how)
+        trainer.train(**more)
+        return [(entry["loss"], entry["learning_rate"]) for entry in learned(trainer)]
+
+    trained("run", 3)
+    assert trained("run", 6, resume_from_checkpoint=True) == trained("whole", 6)
+
+
+def test_a_scheduler_of_ones_own_goes_on_with_more_steps(new_model, made, tmp_path):
+    for max_steps, resume in ((1, None), (2, True)):
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        args = TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, max_steps=max_steps, save_strategy="steps", save_steps=1
+        )
+        trainer = ChunkTrainer(model, args=args, plan=made / "plan", optimizers=(optimizer, schedule))
+        assert trainer.train(resume_from_checkpoint=resume).global_step == max_steps
+
+
 def test_done_steps_are_not_read_again(new_trainer):
     trainer = new_trainer()
     trainer.state.global_step = 5

@@ -6,14 +6,18 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from tests.support.places import ROOT
 
@@ -95,7 +99,11 @@ def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path: Path) -> None:
-    for words, expected in ((["--parts", "kernel"], "no part kernel; choose of kernels,"), ([], "there is no GPU")):
+    for words, expected in (
+        (["--parts", "kernel"], "no part kernel; choose of kernels,"),
+        (["--parts", ","], "no part is named; choose of kernels,"),
+        ([], "there is no GPU"),
+    ):
         size = ["--size", "full"] if not words else []
         ran, found = report(tmp_path, *words, *size)
         assert (ran.returncode, found) == (2, None) and expected in ran.stderr.splitlines()[-1]
@@ -114,6 +122,90 @@ def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> 
     for row in rows:
         assert re.fullmatch(r"1 of \d+ actions", row["done"]) and "loss" not in row
         assert 0 < row["predicted s, h100"] < whole[row["step"]]["predicted s, h100"]
+
+
+def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(
+    benchmarks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_report  # type: ignore[import-not-found]
+
+    made = gpu_report.Report(torch.device("cpu"), "cpu", tmp_path, toy=True)
+    gpu_report._run_plans("million", made, ("0.5b-512k", (True,)), ("0.5b-1m", (True,)), seconds=0)
+    told = capsys.readouterr().out.splitlines()[1:]
+    assert told == [f"million, {name}: left out, the 0 s of million are over" for name in ("0.5b-512k", "0.5b-1m")]
+    assert "million" not in made.document
+
+
+def test_a_plan_is_looked_for_before_tokens_are_written(
+    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no folder for them can be made either."""
+    import gpu_links  # type: ignore[import-not-found]
+    import gpu_steps
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    for program in (gpu_steps, gpu_links):
+        monkeypatch.setattr(program, "FOLDER", tmp_path)
+    run = gpu_steps.Run(torch.device("cpu"), True, {}, print)
+    with pytest.raises(ChunkplanError, match="no plan"):
+        gpu_steps.run_plan(run, "0.5b-1m")
+    with pytest.raises(ChunkplanError, match="no plan"):
+        gpu_links.measure_links(torch.device("cpu"), toy=True, add=[].append)
+
+
+def test_a_program_ends_with_its_time_or_with_who_takes_its_lines(benchmarks: None) -> None:
+    import gpu_program  # type: ignore[import-not-found]
+
+    waits = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    with pytest.raises(RuntimeError, match=r"not done after 0\.01 s"):
+        list(gpu_program.lines_of(waits, seconds=0.01))
+    lines = gpu_program.lines_of(waits)
+    pid = int(next(lines))
+    lines.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        list(gpu_program.lines_of([sys.executable, "-c", "raise SystemExit(3)"]))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
+)
+def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """Stopped while processes of torchrun begin."""
+    paths = os.pathsep.join(str(ROOT / each) for each in ("", "runtime", "cli"))
+    words = ["--device", "cpu", "--size", "toy", "--output", str(tmp_path), "--parts", "kernels,nccl"]
+    with subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "gpu_report.py"), *words],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None
+        assert any(line.startswith("kernels: done") for line in program.stdout)
+        started: list[int] = []
+        while len(started) < 3:  # torchrun and two processes, which take seconds to begin
+            time.sleep(0.01)
+            started = [each for one in children(program.pid) for each in (one, *children(one))]
+        program.send_signal(number)
+        told = program.stderr.read()
+    assert program.returncode == code and "Traceback" not in told
+    assert [each for each in started if is_alive(each)] == []
+    [file] = tmp_path.glob("*.json")
+    assert len(json.loads(file.read_text())["attention_tflops"]) == 6
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that was ended may wait for its parent to hear of it."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(") ")[2][0] not in "ZX"
 
 
 def test_predictions_of_a_report_are_those_of_the_planner(benchmarks: None, tmp_path: Path) -> None:
