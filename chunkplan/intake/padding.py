@@ -37,7 +37,9 @@ def without_padded(
         is_bad |= is_its
     if not is_bad.any():
         return numbers, found, []
-    message = f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
+    message = (
+        f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
+    )
     rejected = [Rejected(number, "schema", message, _HINT) for number in numbers[is_bad].tolist()]
     kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
     columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept], np.ones_like(lengths))

@@ -278,5 +278,7 @@ def _table(title: str, *names: str, first: str | None = None) -> Table:
         table.add_column(first, header_style="dim")
     for name in names:
         is_text, can_wrap = name in ("layout", "notes", "how"), name in ("notes", "how", "K")
-        table.add_column(name, justify="left" if is_text else "right", header_style="dim", no_wrap=not can_wrap)
+        table.add_column(
+            name, justify="left" if is_text else "right", header_style="dim", no_wrap=not can_wrap, overflow="fold"
+        )
     return table
