@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chunkplan import load_analysis
 from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas.message_list import parse_messages
 from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Run
 from tests.support.intake_checks import parse_as
@@ -271,3 +272,21 @@ def test_calls_are_the_same_from_a_command(command: Run, tmp_path: Path, workers
     (one, target), (other, same) = tokens(0), tokens(1)
     assert one.tolist() == other.tolist()
     assert target.tolist() == same.tolist()
+
+
+_CALL = {"type": "function", "function": {"name": "move", "arguments": {"x": 0}}}
+
+
+@pytest.mark.parametrize("calls", [json.dumps([_CALL]), _CALL])
+def test_calls_that_are_no_list_are_not_lost(calls: Any) -> None:
+    listed, other = (
+        parse_messages([{"role": "assistant", "content": "I call it.", "tool_calls": each}], "messages")
+        for each in ([_CALL], calls)
+    )
+    assert other == listed
+
+
+@pytest.mark.parametrize("calls", ["null", "[]", "", None, []])
+def test_no_calls_are_none_however_they_are_written(calls: Any) -> None:
+    [message] = parse_messages([{"role": "assistant", "content": "Hello.", "tool_calls": calls}], "messages")
+    assert "tool_calls" not in message.fields

@@ -68,14 +68,14 @@ def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
     return typed(value, kind, path)
 
 
-def typed(value: Any, kind: type[T], path: str) -> T:
+def typed(value: Any, kind: type[T], path: str, hint: str = HINT) -> T:
     """`value`, found at `path`, which has to be of `kind`.
 
     Raises:
         RecordError: it is of another type.
     """
     if not isinstance(value, kind):
-        wrong(f"`{path}` is {json_type(value)}, expected {_EXPECTED[kind]}")
+        wrong(f"`{path}` is {json_type(value)}, expected {_EXPECTED[kind]}", hint)
     return value
 
 
@@ -148,7 +148,7 @@ def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | Non
         RecordError: they are something else, a tool is no object, or both are there.
     """
     key, functions_key = columns["tools"], columns["functions"]
-    found, functions = _objects(record, key), _objects(record, functions_key)
+    found, functions = objects(record.get(key), key), objects(record.get(functions_key), functions_key)
     if any("functionDeclarations" in tool for tool in found):
         unsupported(f"`{key}` has `functionDeclarations` of Gemini, which no chat template reads")
     if not functions:
@@ -158,18 +158,19 @@ def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | Non
     return as_tools(functions)
 
 
-def _objects(record: JsonObject, key: str) -> list[JsonObject]:
-    """The objects of the list in `record[key]`, which may be written as JSON, null or blank."""
-    value = record.get(key)
+def objects(value: Any, path: str, *, or_one: bool = False) -> list[JsonObject]:
+    """The objects of a list found at `path`, which may be written as JSON, null or blank; or of one alone."""
     if isinstance(value, str):
         if not value.strip():
             return []
         try:
             value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
-            wrong(f"`{key}` is a string that is not JSON ({error}), expected a list")
-        if not isinstance(value, (list, type(None))):
-            wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
+            wrong(f"`{path}` is a string that is not JSON ({error}), expected a list")
+        if not isinstance(value, (list, type(None))) and not (or_one and isinstance(value, dict)):
+            wrong(f"`{path}` is {json_type(value)} written as JSON, expected a list")
     if value is None:
         return []
-    return [typed(entry, dict, f"{key}[{index}]") for index, entry in enumerate(typed(value, list, key))]
+    if or_one and isinstance(value, dict):
+        return [value] if value else []
+    return [typed(entry, dict, f"{path}[{index}]") for index, entry in enumerate(typed(value, list, path))]

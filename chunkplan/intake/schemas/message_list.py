@@ -20,6 +20,7 @@ from chunkplan.intake.schemas.fields import (
     empty,
     field,
     is_blank,
+    objects,
     quoted,
     shortened,
     typed,
@@ -35,6 +36,9 @@ _OWN_KEYS = {*FLAGS, "role", "content"}
 _TURN_KEYS = {*FLAGS, "from", "value"}
 _KNOWN = {*READ_IN_MESSAGES, *_OWN_KEYS, "parts", "value"}
 _SAID = {*_TURN_KEYS, *REASONING}
+
+#: What to do with messages that are no objects, such as texts by turns.
+_AS_MESSAGES = 'write each message as {"role": "user", "content": TEXT}, those of the assistant with its role'
 
 #: The roles of those who say what is in their messages, as most do.
 _SPEAKERS = {name: role for name, role in ROLES.items() if name not in CALL_ROLES}
@@ -63,7 +67,7 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
             if type(said) is str and len(value) == 2 and type(speaker) is str and speaker in _SPEAKERS:
                 messages.append(Message(_SPEAKERS[speaker], said))
                 continue
-        value = typed(value, dict, f"{path}[{index}]")
+        value = typed(value, dict, f"{path}[{index}]", _AS_MESSAGES)
         if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
             loss = stated_loss(value, f"{path}[{index}]")
             roles = [role for role in _OF_EXCHANGE if role in exchange and (role != "system" or exchange[role].strip())]
@@ -111,10 +115,10 @@ def _message(message: JsonObject, path: str) -> Message:
     loss = stated_loss(message, path)
     role = role_of(field(message, "role", str, path), f"{path}.role", says_if_it_counts=loss is not None)
     message = _with_content(message, path)
-    # Rows of a table have every key of every row: null says nothing, and neither does an empty list of calls.
+    # Rows of a table have every key of every row: null says nothing, and neither do no calls.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
-    if fields.get("tool_calls") == []:
-        del fields["tool_calls"]
+    if calls := objects(fields.pop("tool_calls", None), f"{path}.tool_calls", or_one=True):
+        fields["tool_calls"] = calls
     if fields:
         refuse_in_message(fields, path)
     if not SUSPECT.isdisjoint(fields):
