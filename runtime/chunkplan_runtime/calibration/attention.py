@@ -58,7 +58,7 @@ def _of_heads(
         """Seconds of a forward and of a backward."""
         form = Form(dims[0] ** -0.5, causal)
         made = ((heads[0], num_queries, dims[0]), (heads[1], num_keys, dims[0]), (heads[1], num_keys, dims[1]))
-        query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in made)
+        query, key, value = (torch.randn(1, *shape, device=device).to(dtype) for shape in made)
         out, lse = kernel.forward(query, key, value, form)
         gradient = torch.randn_like(out)
         forward = seconds(lambda: kernel.forward(query, key, value, form))
