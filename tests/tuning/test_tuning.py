@@ -181,7 +181,15 @@ def test_longer_sequences_get_a_smaller_k_where_their_keys_and_values_take_the_r
     """One K for all would have to be that of the longest; the plan that follows keeps every invariant."""
     tokens = np.concatenate([np.full(1500, 40_000, np.int32), np.full(2, 900_000, np.int32)])
     np.save(tmp_path / "lengths.npy", tokens)
-    given = {"global_batch": 16, "chunk_sizes": (1024,), "ks": (1, 2, 4, 8, 16), "tp": 4, "pp": 1, "schedules": None}
+    given = {
+        "global_batch": 16,
+        "chunk_sizes": (1024,),
+        "ks": (1, 2, 4, 8, 16),
+        "tp": 4,
+        "pp": 1,
+        "schedules": None,
+        "hardware": PLAIN,
+    }
     wide = options_with(**given, gpu_memory=1000 * GIB)
     layout, cost = GpuLayout(1, 4, 1), wide.cost(GpuLayout(1, 4, 1), LADDER[0])
     sample = sample_steps(tokens, wide.plan_config(layout, 1024, 1, "algorithm2"), cost, 48)
