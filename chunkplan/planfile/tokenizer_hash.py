@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer, models
 
 #: An object of JSON.
@@ -41,7 +40,7 @@ def tokenizer_hashes(description: _Object, content: bytes) -> tuple[str, str]:
     written = json.loads(steps.to_str())
     said = [_said(part) for part in (model, added, written["normalizer"], written["pre_tokenizer"])]
     parts = [*said, _put_around(steps), merges, vocabulary]
-    encoded = msgspec.json.encode(parts, order="deterministic")
+    encoded = json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()  # no msgspec: the runtime hashes too
     return hashlib.sha256(encoded).hexdigest(), hashlib.sha256(content).hexdigest()
 
 

@@ -357,6 +357,7 @@ def tuned_on_four(name: str, folder: Path, cp: str) -> Tuning:
         gpu_memory=140 * GIB,
         chunk_sizes=(2048, 8192),
         cp=cp,
+        hardware=PLAIN,
     )
     return tune(folder / "lengths.npy", options)
 

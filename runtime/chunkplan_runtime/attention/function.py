@@ -100,7 +100,7 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out.transpose(1, 2).contiguous()  # as transformers' own, of which some models take views
+        return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,13 +159,16 @@ def _attend_to_ranges(
     sink: Tensor | None,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [1, heads, num_tokens, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`."""
+    """out [1, heads, num_tokens, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
+
+    In memory, tokens of out are first: the layout that the model goes on with, and of which some models take views.
+    """
     given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], *given)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     else:
         _, heads, num_tokens, _ = query.shape
-        # Tokens first in memory: the layout that the model goes on with.
         out = query.new_empty(1, num_tokens, heads, value.shape[3]).transpose(1, 2)
         lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
         for tokens in context.ranges:
@@ -265,7 +268,7 @@ def _attend_backward(
                     gradient.add_(add)
         del block, pair
     assert grad_query is not None, "a part sees itself"
-    return grad_query
+    return grad_query.to(query.dtype)
 
 
 def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
