@@ -192,13 +192,15 @@ def check_sharing(step: PlanStep, dp_rank: int) -> None:
             raise _damaged(f"{who} do not do the same with the chunks that they share", step)
 
 
-def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int]]:
-    """(stage, op, chunk) of what all stages of a rank do with these chunks, but for weight halves of backwards.
+def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int, bool]]:
+    """(stage, op, chunk, whether that keeps attention) of what all stages of a rank do with these chunks.
 
-    In those nothing is exchanged with the ranks of a block: each does them when its own schedule has room.
+    Without weight halves of backwards: in those nothing is exchanged with the ranks of a block, each does them when its
+    own schedule has room. Who attends again in a recompute exchanges keys and values, and waits for the others.
     """
+    keep = {chunk.chunk_id for chunk in step.chunks.get(rank, []) if chunk.kept_attention}
     return [
-        (stage, action.op, action.chunk_id)
+        (stage, action.op, action.chunk_id, action.chunk_id in keep)
         for (of_rank, stage), actions in step.actions.items()
         if of_rank == rank
         for action in actions

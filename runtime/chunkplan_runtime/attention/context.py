@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from chunkplan_runtime.attention.kept import Made
+from chunkplan_runtime.attention.kept_results import KeptResults
 from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.kv.host_inputs import HostInputs
+from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart
 from chunkplan_runtime.spans import Span
@@ -52,7 +53,8 @@ class Current:
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
+    at work has just made of its latents. `marks`: of what is at work in the layer. `kept`: see `ChunkContext`.
+    `host_inputs`: of the layers whose
     inputs lie in host memory, those with the indices `offloaded`.
     """
 
@@ -64,7 +66,8 @@ class Current:
     router_loss: Any = None
     made: Made | None = None
     marks: tuple[Mark, ...] = ()
-    host_inputs: HostInputs = field(default_factory=HostInputs)
+    kept: KeptResults | None = None
+    host_inputs: HostTensors = field(default_factory=HostTensors)
     offloaded: frozenset[int] = frozenset()
 
     @contextmanager
@@ -92,7 +95,7 @@ class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
     `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
-    that: all tokens that those have together who share heads.
+    that: all tokens that those have together who share heads. `kept`: what attention gives of it, for its recompute.
     """
 
     spans: Sequence[Span]
@@ -101,6 +104,7 @@ class ChunkContext:
     causal: bool = True
     seed: int | None = None
     shared: SharedPart | None = None
+    kept: KeptResults | None = None
 
     @cached_property
     def has_parts(self) -> bool:

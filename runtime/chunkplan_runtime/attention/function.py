@@ -20,7 +20,7 @@ from chunkplan_runtime.attention.context import ChunkContext, TokenRange
 from chunkplan_runtime.attention.form import Form, merge
 from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel
-from chunkplan_runtime.attention.operator import attend_as_one
+from chunkplan_runtime.attention.operator import Attend, attend_as_one
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
@@ -93,7 +93,9 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        attend = partial(_attend_to_ranges, context, attention)
+        attend: Attend = partial(_attend_to_ranges, context, attention)
+        if context.kept is not None:
+            attend = partial(context.kept.attend, attend)
         out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)

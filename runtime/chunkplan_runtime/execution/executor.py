@@ -17,6 +17,7 @@ from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.exchange import Activity, Exchanges
+from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
 from chunkplan_runtime.execution.order import broken, check_done, checked
@@ -81,6 +82,7 @@ class Executor:
         #: By virtual stage.
         self.stores = [StateStore(page_tokens=1) for _ in self._parts]
         self.halves = WeightHalves()
+        self.kept_attention = KeptAttention()
         self._doing = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
         #: backward begins.
@@ -155,7 +157,7 @@ class Executor:
                         self.inputs[place] = self._connected.receive_input(*place).requires_grad_()
                     self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
                     with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                        hidden = self._forward(work, place, is_first=action.op != "recompute")
+                        hidden = self._forward(work, place, action.op)
                     if action.op != "forward_kv":
                         self._contexts[place] = self.model.current.context
                         self._borders[place] = self.model.current.borders
@@ -253,24 +255,26 @@ class Executor:
             self._router_loss.begin_run(with_gradients=with_gradients)
         if with_gradients:
             reserve_inputs(self._parts, work)
+            self.kept_attention.begin(self._parts, work)
         if self._links is None:
             return nullcontext()
         if isinstance(self.memory, HostMemory):
             reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
-    def _forward(self, work: RankWork, place: Place, *, is_first: bool = True) -> Tensor:
+    def _forward(self, work: RankWork, place: Place, op: str = "forward") -> Tensor:
         """Run a chunk through a virtual stage; returns hidden states [num_tokens, hidden_size]."""
         virtual_stage, chunk_id = place
-        tensors, store = work.tensors[chunk_id], self.stores[virtual_stage]
+        part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         for span in tensors.parts:
             store.start_forward(span, tensors.shared)
         device = self.model.device
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             set_seed(seed)
-            with self._router_loss.counting(is_first) if self._router_loss else nullcontext(), self.halves.splitting():
-                return self._parts[virtual_stage].hidden_states(tensors, store, self.inputs.get(place), seed)
+            counting = self._router_loss.counting(op != "recompute") if self._router_loss else nullcontext()
+            with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
         self,

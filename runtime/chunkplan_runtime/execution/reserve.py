@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from chunkplan.operations import BACKWARDS
+from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
@@ -42,16 +44,15 @@ def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
     if not parts[0].current.offloaded:
         return
     num_tokens = max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=0)
-    in_flight = most = 0
-    for action in work.actions:
-        if action.op in ("forward", "recompute"):
-            in_flight += 1
-            most = max(most, in_flight)
-        elif action.op in BACKWARDS:
-            in_flight -= 1
+    most = most_at_once(work.actions, ("forward", "recompute"), BACKWARDS)
     num_bytes = max(part.offloaded_bytes(num_tokens) for part in parts)
     if num_bytes:
         parts[0].current.host_inputs.reserve(most, num_bytes, parts[0].device)
+
+
+def most_at_once(actions: Sequence[Action], begin: Sequence[str], end: Sequence[str]) -> int:
+    """How many chunks there are at most between ops that begin with them and ops that end with them."""
+    return max(accumulate((action.op in begin) - (action.op in end) for action in actions), default=0)
 
 
 def _needs_of(

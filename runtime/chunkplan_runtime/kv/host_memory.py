@@ -26,7 +26,7 @@ from chunkplan_runtime.device_waits import may_wait, new_host_memory
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
-from chunkplan_runtime.kv.queue import Queue
+from chunkplan_runtime.kv.queue import Queue, queues_of
 
 
 @dataclass
@@ -55,8 +55,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reading = Queue.new(device)
-        self._writing = Queue.new(device)
+        self._writing, self._reading = queues_of(device)
         self._buffers: list[_Buffer] = []
         self._turn = 0
         #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -37,3 +38,9 @@ class Queue:
     def record(self) -> torch.cuda.Event | None:
         """Return the event that all it has been given until now is done."""
         return None if self._stream is None else self._stream.record_event()
+
+
+@cache
+def queues_of(device: torch.device) -> tuple[Queue, Queue]:
+    """Of all copies from a device to the host, and of all copies from there: the link is one each way."""
+    return Queue.new(device), Queue.new(device)

@@ -4,7 +4,7 @@ Every layer of a chunk is a checkpoint of torch, which holds the layer's input a
 What it gets then from the first time, by torch's selective checkpoints (`create_selective_checkpoint_contexts`), is
 what the level says: results of products, of those that mix tokens alone, or of attention alone, which is one operator
 (`attention.operator`). Nothing of a model's code changes, and what runs again computes the very same numbers. At the
-last level the layer's input is in host memory meanwhile (`kv.host_inputs`).
+last level the layer's input is in host memory meanwhile (`kv.host_tensors`).
 
 Three products are run again at every level, as they take little for what holding them would: those that expand latents
 to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or

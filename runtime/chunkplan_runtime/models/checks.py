@@ -127,6 +127,13 @@ def kv_shapes(config: Any, layer: int | None = None) -> tuple[tuple[int, int], t
     return (heads, dim), (heads, dim)
 
 
+def attention_shape(config: Any, layer: int) -> tuple[int, int]:
+    """What attention of a layer gives of a token: (heads, dim)."""
+    by_layer = getattr(config, "per_layer_config", None)
+    heads: int = entry_of(config if by_layer is None else by_layer[layer], "num_attention_heads") or 1
+    return heads, kv_shapes(config, layer)[1][1]
+
+
 def max_positions(config: Any) -> int | None:
     """How many tokens a sequence may have, by the rule that the planner goes by too."""
     return model_config.max_positions(config.to_dict())

@@ -157,8 +157,8 @@ class CausalLM:
 
         def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
             spans = own.spans
-            self.current.context = ChunkContext(spans, store, self.kernels, self.is_causal, its_seed, own.shared)
-            self.current.cache = cache
+            how = self.kernels, self.is_causal, its_seed, own.shared, self.current.kept
+            self.current.context, self.current.cache = ChunkContext(spans, store, *how), cache
             # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden[0]

@@ -35,6 +35,9 @@ ORDERS = {
     2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4",
 }
 
+#: Where some of the chunks that run forward twice keep what attention gave.
+KEPT_ATTENTION = {2: "gpu", 4: "host"}
+
 _OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
 
 
@@ -85,6 +88,7 @@ def work_of(sequences: list[Sequence], k: int) -> RankWork:
             keeps_activations=True,
             cost=0.0,
             segments=tuple(Segment(*segment) for segment in segments),
+            kept_attention=KEPT_ATTENTION.get(chunk_id, ""),
         )
     actions = [Action(_OPS[word[0]], int(word[1:]), 0) for word in ORDERS[k].split()]
     return RankWork(0, 0, actions, chunks, tensors)

@@ -16,7 +16,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
-from chunkplan_runtime.kv.host_inputs import HostInputs
+from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
@@ -70,7 +70,7 @@ def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
     work = work_of(handmade_plan, random_sequences, k)
     for levels in ("offload", "offload:2,full:1"):
         model.set_checkpointing(levels)
-        model.current.host_inputs = HostInputs()
+        model.current.host_inputs = HostTensors()
         Executor(model).run(work, 30)
         cost = CostModel(shape=shape_of_config(config, "a test"), precision="fp32", checkpointing=levels)
         predicted = stage_host_bytes(cost, layers=(3,), retained_tokens=[8 * k], kv_tokens=[0])
