@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
@@ -51,6 +54,8 @@ _SEGMENT = pa.struct(
     ]
 )
 
+_WORD = pa.dictionary(pa.int8(), pa.string())
+
 CHUNKS = _schema(
     step=pa.int32(),
     dp_rank=pa.int32(),
@@ -62,6 +67,7 @@ CHUNKS = _schema(
     num_target_tokens=pa.int32(),
     prefix_tokens=pa.int32(),
     keeps_activations=pa.bool_(),
+    kept_attention=_WORD,
     cost=pa.float32(),
     segments=pa.list_(pa.field("item", _SEGMENT, nullable=False)),
 )
@@ -73,7 +79,7 @@ SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_
 
 _ACTION = pa.struct(
     [
-        pa.field("op", pa.dictionary(pa.int8(), pa.string()), nullable=False),
+        pa.field("op", _WORD, nullable=False),
         pa.field("chunk_id", pa.int32(), nullable=False),
         pa.field("virtual_stage", pa.int32(), nullable=False),
     ]
@@ -87,7 +93,14 @@ SCHEDULE = _schema(
     predicted_us=pa.float32(),
 )
 
+#: schedule.parquet of plans with several data-parallel ranks, whose actions are done in slots of their stage.
+SLOTS = pa.schema([*SCHEDULE, *_schema(slots=pa.list_(pa.field("item", pa.int32(), nullable=False)))])
 
-def plan_schemas(*, may_share: bool) -> dict[str, pa.Schema]:
-    """The columns of each file of a plan by its name; `may_share`: whether its configuration has an entry `cp`."""
-    return {"steps": STEPS, "chunks": SHARED_CHUNKS if may_share else CHUNKS, "schedule": SCHEDULE}
+
+def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
+    """The columns of each file of a plan by its name; `config`: the entry of its manifest."""
+    return {
+        "steps": STEPS,
+        "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
+        "schedule": SLOTS if config["dp"] > 1 else SCHEDULE,
+    }

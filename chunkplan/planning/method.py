@@ -31,6 +31,7 @@ from chunkplan.cost.held import HeldBytes
 from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
+from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
 from chunkplan.planning.ranks import Rules, place_steps
@@ -38,7 +39,7 @@ from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
-from chunkplan.schedule.alignment import meeting_on
+from chunkplan.schedule.alignment import align_steps, meeting_of, meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
 
@@ -180,12 +181,25 @@ def predict_block(
         chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )
+    slots = None
+    if config.dp > 1:
+        slots, _ = align_steps(
+            chunked.chunks,
+            scheduled.actions,
+            chunked.times,
+            meeting_of("weights"),
+            config.dp,
+            config.pp,
+            config.v_shaped,
+        )
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {
         "steps": steps,
-        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks, may_share=config.cp != "off"),
-        "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
+        "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
+        "schedule": schedule_table(
+            block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots
+        ),
     }
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS, plan_schemas
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.actions import Actions, Int8Array
 
 #: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
 _OVER_SHARE = 1.001
@@ -86,13 +87,13 @@ def steps_table(
     )
 
 
-def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -> pa.Table:
-    """Rows of `chunks`; `may_share`: see `plan_schemas`."""
+def chunks_table(schema: pa.Schema, first_step: int, dp: int, chunks: Chunks) -> pa.Table:
+    """Rows of `chunks`, with the columns that the plan has of them."""
     sizes = np.diff(chunks.rank_chunks)
     rank = np.repeat(np.arange(sizes.size), sizes)
     kind = CHUNKS.field("segments").type
     groups = {}
-    if may_share:
+    if "cp_size" in schema.names:
         is_shared = chunks.cp_size > 1
         groups = {
             "cp_first_rank": np.where(is_shared, chunks.cp_first_rank, _int32(rank % dp)),
@@ -101,7 +102,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
             "cp_tokens": np.where(is_shared, chunks.cp_tokens, chunks.num_tokens),
         }
     return _table(
-        plan_schemas(may_share=may_share)["chunks"],
+        schema,
         step=_int32(first_step + rank // dp),
         dp_rank=_int32(rank % dp),
         chunk_id=_int32(np.arange(rank.size) - chunks.rank_chunks[rank]),
@@ -112,6 +113,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
         num_target_tokens=chunks.num_target_tokens,
         prefix_tokens=chunks.prefix_tokens,
         keeps_activations=chunks.keeps_activations,
+        kept_attention=_words(np.zeros(rank.size, np.int8), [""]),
         cost=chunks.cost,
         segments=_lists(
             kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]
@@ -120,21 +122,27 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
     )
 
 
-def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array) -> pa.Table:
-    """Rows of `schedule`."""
+def schedule_table(
+    first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array, slots: Int64Array | None
+) -> pa.Table:
+    """Rows of `schedule`; `slots`: of each action, int64 [num_actions], None where there is one rank."""
     stage = np.arange(stage_end_ns.size)
-    ops = pa.DictionaryArray.from_arrays(to_arrow(actions.ops), words_to_arrow(OPS))
+    columns = {}
+    if slots is not None:
+        kind = SLOTS.field("slots").type
+        columns["slots"] = pa.ListArray.from_arrays(to_arrow(_int32(actions.stages)), to_arrow(_int32(slots)), type=kind)
     return _table(
-        SCHEDULE,
+        SLOTS if columns else SCHEDULE,
         step=_int32(first_step + stage // (dp * pp)),
         dp_rank=_int32(stage // pp % dp),
         stage=_int32(stage % pp),
         actions=_lists(
             SCHEDULE.field("actions").type,
             actions.stages,
-            [ops, to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
+            [_words(actions.ops, OPS), to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
         ),
         predicted_us=_microseconds(stage_end_ns),
+        **columns,
     )
 
 
@@ -152,6 +160,10 @@ def _lists(kind: pa.ListType, starts: Int64Array, fields: list[pa.Array]) -> pa.
         )
     structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
     return pa.ListArray.from_arrays(to_arrow(_int32(starts)), structs, type=kind)
+
+
+def _words(codes: Int8Array, words: Sequence[str]) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(to_arrow(codes), words_to_arrow(words))
 
 
 def _int32(values: Int64Array) -> Int32Array:
