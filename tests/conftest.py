@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -136,10 +136,10 @@ def random_sequences() -> Callable[..., list[tuple[Any, Any]]]:
 def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
     """Writes a plan whose chunks are given: for plans that the planner would not make, such as mixed chunks.
 
-    `write(sequences, steps, k=1, dp=1, pp=1, actions=None)` -> (plan folder, analysis folder). `sequences` are pairs of
+    `write(sequences, steps, k=1, dp=1, pp=1, actions=None, kept=None)` -> (plan, analysis). `sequences` are pairs of
     token ids and target mask; `steps` a list of {dp_rank: [chunk, ...]}, a chunk being a list of pieces (sequence_id,
     start, end), empty for a zero-loss chunk. Actions are those of Algorithm 2 on one stage, unless `actions` gives
-    (op, chunk_id) for every rank.
+    (op, chunk_id) for every rank. `kept`: by its chunk_id, where a chunk keeps attention for its recompute.
     """
 
     def write(
@@ -150,6 +150,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         dp: int = 1,
         pp: int = 1,
         actions: Sequence[tuple[str, int]] | None = None,
+        kept: Mapping[int, str] | None = None,
     ) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("handmade")
         analysis = folder / "analysis"
@@ -161,7 +162,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         tables: dict[str, list[dict[str, Any]]] = {"steps": [], "chunks": [], "schedule": []}
         for step, ranks in enumerate(steps):
             rows = [
-                {"step": step, "dp_rank": rank, **row}
+                {"step": step, "dp_rank": rank, "kept_attention": (kept or {}).get(row["chunk_id"], ""), **row}
                 for rank, chunks in sorted(ranks.items())
                 for row in _chunk_rows(chunks, sequences, k)
             ]
@@ -201,7 +202,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         chunk_size = max(row["num_tokens"] for row in tables["chunks"])
         plan = folder / "plan"
         plan.mkdir()
-        writer = PlanWriter(plan)
+        writer = PlanWriter(plan, schemas)
         writer.add(written)
         writer.finish(
             config={

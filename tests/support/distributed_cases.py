@@ -37,6 +37,7 @@ from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import blocks_on
 from chunkplan_runtime.training.master_weights import TrainedWeights
+from tests.support.kept_attention import keeping_attention
 from tests.support.link_cases import random_order
 
 
@@ -152,10 +153,11 @@ def compare_steps(
     evaluates: bool = False,
     freeze: Sequence[str] = (),
     train_only: Sequence[str] = (),
+    keep_attention: bool = False,
 ) -> list[Compared]:
     """Run steps of `plan` as one of all processes; with `evaluates` each after an evaluation of the same step.
 
-    `checkpointing`: the level of all layers, or several.
+    `checkpointing`: the level of all layers, or several. `keep_attention`: see `keeping_attention`.
 
     The reference is always plain training of all weights.
     """
@@ -179,6 +181,8 @@ def compare_steps(
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = stage.work(step)
+            if keep_attention:
+                work = replace(work, ranks=[keeping_attention(each) for each in work.ranks])
             evaluated = stage.evaluate(work) if evaluates else None
             assert all(weight.grad is None for weight in stage.weights.values())
             loss = stage.run(work)
@@ -241,7 +245,8 @@ def _in_random_order(work: RankWork, chance: random.Random, layout: RankLayout) 
     kept = {chunk.group_id: chance.randint(1, chunk.group_size) for chunk in chunks}
     keeps = [chunk.group_id is None or chunk.group_index >= chunk.group_size - kept[chunk.group_id] for chunk in chunks]
     order = random_order(chance, [chunk.group_id for chunk in chunks], keeps, layout)
-    return replace(work, actions=[Action(*action) for action in order[layout.stage]])
+    ordered = replace(work, actions=[Action(*action) for action in order[layout.stage]])
+    return keeping_attention(ordered) if chance.random() < 0.5 else ordered
 
 
 def compare_master_weights(

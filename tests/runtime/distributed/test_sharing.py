@@ -144,6 +144,24 @@ def test_pipelines_that_join_ranks_are_exact(pool: ProcessPool, made: Any) -> No
     check(pool, 4, made(EIGHT, dp=8, pp=2, chunk_size=4, k=1), evaluates=True)
 
 
+@pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.soak) for way in ("heads", "pages")), "both"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gpt_oss, sinks", {"checkpointing": True}),
+        pytest.param("deepseek_v3, latents", {"kv_offload": True}, marks=pytest.mark.soak),
+        pytest.param(
+            "gemma3_text", {"kv_offload": True, "checkpointing": "full", "lora": True}, marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_shared_chunks_that_keep_attention_are_exact(
+    pool: ProcessPool, made: Any, way: str, name: str, how: dict[str, Any]
+) -> None:
+    """What nobody attends with again nobody sends in the recompute, and nobody waits for."""
+    check(pool, 4, made(WAYS[way], MODELS[name], k=1), keep_attention=True, **how)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.soak) for way in ("heads", "pages")), "both"])
 def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequences(

@@ -37,6 +37,7 @@ from chunkplan_runtime.parity import (
 )
 from chunkplan_runtime.proof.prove import TOLERANCE, spread_weights
 from chunkplan_runtime.proof.work import ThreadLinks
+from tests.support.kept_attention import keeping_attention
 
 #: By what crosses a border of chunks: keys and values, windows of them, latents, tiles, states of every kind.
 MODELS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     kv_offload: bool
     checkpointing: bool
     lora: bool
+    keep_attention: bool
 
 
 CASES = st.builds(
@@ -78,6 +80,7 @@ CASES = st.builds(
     kv_offload=st.booleans(),
     checkpointing=st.booleans(),
     lora=st.booleans(),
+    keep_attention=st.booleans(),
 )
 
 
@@ -134,7 +137,8 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
                 executor = Executor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
                 for work in stream:
                     for rank in work.ranks:
-                        executor.run(rank, work.step.num_target_tokens)
+                        own_work = keeping_attention(rank) if case.keep_attention else rank
+                        executor.run(own_work, work.step.num_target_tokens)
         except BaseException as error:
             failed.append(error)
             links.close()
