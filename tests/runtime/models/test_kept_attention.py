@@ -20,6 +20,7 @@ from chunkplan_runtime.execution.kept_attention import attention_bytes
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from tests.support.alive import Alive
 
@@ -36,11 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},  # states beside attention, segment by segment
     "afmoe": {},
     "apertus": {},
-    "bamba": {},
-    "bloom": {},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere2": {},
-    "dbrx": {},
-    "deepseek_v2": {},
     "exaone4": {},
     "falcon_h1": {},
     "gemma2": {},  # softcaps
@@ -134,9 +132,10 @@ def test_gradients_are_the_same_bits_and_no_attention_is_run_in_recomputes(
     model.model.double()
     for level, kv_offload in (("none", False), ("keep-products", True), ("full", True)):
         model.set_checkpointing(level)
-        (plain, ran, _), (found, ran_now, executor) = (
-            step(model, work, monkeypatch, kv_offload=kv_offload) for work in works(model.vocab_size)
-        )
+        with evaluate_in_float64(model.model):
+            (plain, ran, _), (found, ran_now, executor) = (
+                step(model, work, monkeypatch, kv_offload=kv_offload) for work in works(model.vocab_size)
+            )
         assert plain.keys() == found.keys()
         assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
         assert ran_now == Counter({op: count for op, count in ran.items() if op != "recompute"})
@@ -229,6 +228,7 @@ def test_what_a_run_that_raised_has_kept_reaches_no_other(works: Any, monkeypatc
         return torch.enable_grad()
 
     executor = Executor(model)
+    model.model.zero_grad()
     with pytest.raises(RuntimeError, match="here"):
         executor.run(work, 20, fail)
     assert executor.kept_attention.kept
