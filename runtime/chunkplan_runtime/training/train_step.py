@@ -17,7 +17,7 @@ import torch
 
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.distributed.alignment import Aligned, paddings_of
+from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
