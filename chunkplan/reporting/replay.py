@@ -83,7 +83,7 @@ _Work = tuple[Simulation, Mapping[int, int]]
 
 
 def replay(works: Mapping[int, _Work], times_by_rank: Sequence[StepTimeline], dp: int, step: str) -> list[Replay]:
-    """Replay those of `dp` pipelines, ascending, that did `works` at the same time; `step` says in a title what that was.
+    """Replay those of `dp` pipelines, ascending, that did `works` at the same time; `step` says in a title what it was.
 
     Pipelines that share chunks run one data-parallel rank each.
     """

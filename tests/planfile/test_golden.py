@@ -7,6 +7,8 @@ built before differ from those built now. That may be right, but never by accide
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,7 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
-WRITTEN = {
-    3: "6718d933b9a563d952258c061e3149b274ef575dd4b704019d51b0461c2402ae",
-    4: "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
-    5: "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
-}
+WRITTEN = {6: "010c5d26bf2399d1bfcc6040b211b65cc940dad37c7afaba2fa4058f33f301bf"}
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
@@ -148,10 +146,10 @@ def test_a_plan_of_this_version_is_read_and_valid(version: int) -> None:
 
 
 def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
-    plan = load_plan(GOLDEN / "plan-5-shared")
+    plan = load_plan(GOLDEN / "plan-6-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
-    assert plan.content_hash == "4af84ac04a181e3796b034dcf8dc8f0b44c727303a29941b9d7de5b2aa98fe31"
+    assert plan.content_hash == "957541afe270372ad79267d6c219f84a85091b65d0e6327511f3f1831a057f0a"
     shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
     assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {
         *((0, 4, 4), (0, 4, 1), (2, 2, 1))
@@ -176,7 +174,7 @@ def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) ->
     assert plan.content_hash == "4821e25fe0fcbe38894e27f1ce70df589123de445b9bd75a2a786528e0d11842"
 
 
-@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("version", [4, 5, 6])
 def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
     analysis = load_analysis(GOLDEN / f"analysis-{version}")
     assert analysis.manifest["schema_version"] == version
@@ -184,12 +182,19 @@ def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
     assert validate(analysis.path).ok
 
 
-@pytest.mark.parametrize(("kind", "version"), [("plan", 1), ("plan", 2), ("analysis", 3)])
+@pytest.mark.parametrize(("kind", "version"), [*(("plan", version) for version in range(1, 6)), ("analysis", 3)])
 def test_an_older_version_is_refused_by_name(kind: str, version: int) -> None:
-    load = load_plan if kind == "plan" else load_analysis
+    load, folder = load_plan if kind == "plan" else load_analysis, GOLDEN / f"{kind}-{version}"
     with pytest.raises(DataError, match=f"written by schema version {version} .* reads .* from version") as refused:
-        load(GOLDEN / f"{kind}-{version}")
-    assert "write it again" in refused.value.hint
+        load(folder)
+    assert refused.value.exit_code == 3
+    if kind == "plan" and version >= 3:  # of which the manifest says all that a build needs
+        [command] = re.findall("`(.*?)`", refused.value.hint)
+        *words, like, option, output = shlex.split(command)
+        assert (words, Path(like), option) == (["chunkplan", "build", "--like"], folder, "--output")
+        assert not Path(output).exists() and Path(output).parent == GOLDEN
+    else:
+        assert "write it again" in refused.value.hint
 
 
 @pytest.mark.parametrize("kind", ["plan", "analysis"])

@@ -357,7 +357,7 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
         assert np.array_equal(ends, chosen.ends)
         sums = ends_in_slots(*given, meeting_of("gradients"), chosen.before, step.dp, step.pp, step.v_shaped)
         alone = ends_in_slots(*given, meeting_of("optimizer"), chosen.before, step.dp, step.pp, step.v_shaped)
-        assert (0 <= alone).all() and (alone <= sums).all() and (sums <= ends).all()
+        assert (alone >= 0).all() and (alone <= sums).all() and (sums <= ends).all()
         assert np.array_equal(alone, simulate_steps(*given, step.dp, step.pp, step.v_shaped))
         assert [sums[action] for action in range(sums.size)] == list(_sums_in_slots(step, chosen.before))
 

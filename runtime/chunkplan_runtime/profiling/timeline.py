@@ -16,7 +16,6 @@ from chunkplan_runtime.device_waits import synchronize
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.layout import RankLayout
 
-
 #: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
 _Mark = Any
 

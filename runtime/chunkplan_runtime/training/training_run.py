@@ -105,7 +105,8 @@ class TrainingRun:
         if self.job.groups is not None:
             planned = self.comparison.times
             if self.largest.write(self.data.plan, self.folder.measured, self.job, planned=planned):
-                say(f"measured  {self.folder.measured}: `chunkplan simulate --run {shlex.quote(str(self.folder.path))}`")
+                run = shlex.quote(str(self.folder.path))
+                say(f"measured  {self.folder.measured}: `chunkplan simulate --run {run}` shows it")
         if self.config.keeps_best:
             self._take_best()
         self.callbacks.call("on_train_end")
