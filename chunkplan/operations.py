@@ -10,3 +10,12 @@ OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "back
 #: half.
 FORWARDS = ("forward", "forward_kv")
 BACKWARDS = ("backward", "backward_input")
+
+#: By what ranks share beside optimizer states, the op of the slot in which all of a stage meet for an op: where it is
+#: weights, all that goes through layers fetches them, a `forward` from the first to the last, a `backward_input` from
+#: the last to the first; a `backward` sums gradients besides, as a `backward_weight` does without fetching. Where it is
+#: gradients, sums are all that there is.
+MEETINGS = {
+    "gradients": {"backward": "backward_weight", "backward_weight": "backward_weight"},
+    "weights": {op: "forward" if op in ("forward_kv", "recompute") else op for op in OPS},
+}

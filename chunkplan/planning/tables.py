@@ -130,7 +130,9 @@ def schedule_table(
     columns = {}
     if slots is not None:
         kind = SLOTS.field("slots").type
-        columns["slots"] = pa.ListArray.from_arrays(to_arrow(_int32(actions.stages)), to_arrow(_int32(slots)), type=kind)
+        columns["slots"] = pa.ListArray.from_arrays(
+            to_arrow(_int32(actions.stages)), to_arrow(_int32(slots)), type=kind
+        )
     return _table(
         SLOTS if columns else SCHEDULE,
         step=_int32(first_step + stage // (dp * pp)),

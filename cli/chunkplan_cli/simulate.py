@@ -17,6 +17,7 @@ from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.machine_options import files_read
 from chunkplan_cli.progress import note_compilation
+from chunkplan_cli.run_report import show_run
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ def simulate(
     *,
     asked: Given,
     machine: Given,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="In place of a plan: the largest step of this training run, as measured."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, which Perfetto opens.")
     ] = None,
@@ -104,6 +109,12 @@ def simulate(
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 
+    if run is not None:
+        given = (plan, step, rank, workspace, *asked.values(), *machine.values(), as_json or None)
+        if any(value is not None for value in given):
+            raise UsageError("--run is for the step that was measured, as it was", hint="beside it give --trace alone")
+        show_run(run, trace)
+        return
     lengths = asked.get("lengths")
     of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
     _refuse_others(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
