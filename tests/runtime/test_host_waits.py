@@ -42,12 +42,12 @@ MODELS = {
 def make_step(tiny_config, handmade_plan, random_sequences):
     """`make(model_type, k=1, **executor)` -> the executor of a model, and the work of a step with split sequences."""
 
-    def make(model_type, k=1, **how):
+    def make(model_type, k=1, kept=None, **how):
         config = AutoConfig.for_model(**tiny_config(model_type, **MODELS[model_type]))
         model = new_model(config, torch.float32, seed=1)
         model.set_checkpointing(how.pop("checkpointing", "none"))
         chunks = [*[[(0, start, start + 8)] for start in range(0, 40, 8)], [(1, 0, 5), (2, 0, 6)]]
-        plan = handmade_plan(random_sequences([40, 5, 6]), [{0: chunks}], k=k)
+        plan = handmade_plan(random_sequences([40, 5, 6]), [{0: chunks}], k=k, kept=kept)
         [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
         return Executor(model, **how), work
 
@@ -73,6 +73,7 @@ def test_the_host_waits_for_nothing_in_forwards_and_backwards(model_type, make_s
         {"checkpointing": "keep-attention"},
         {"checkpointing": "offload"},
         {"k": 2},
+        {"kept": {0: "host", 1: "gpu", 2: "host"}},
     ],
 )
 def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(how, make_step):
@@ -96,6 +97,12 @@ def test_inputs_of_layers_lie_where_those_of_the_step_before_did(make_step):
     taken = executor.model.current.host_inputs.num_bytes
     executor.run(work, 30, strict(work, steady=["device_waits.py"]))
     assert executor.model.current.host_inputs.num_bytes == taken > 0
+
+
+def test_nor_is_host_memory_of_kept_attention_taken_in_a_chunk(make_step):
+    executor, work = make_step("qwen3", kept={0: "host", 1: "host"})
+    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    assert executor.kept_attention.host.num_bytes > 0
 
 
 @pytest.mark.parametrize(

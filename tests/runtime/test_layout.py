@@ -291,6 +291,19 @@ def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared: 
     assert raised.value.where == "step 0"
 
 
+def test_ranks_of_which_one_alone_keeps_attention_of_what_they_share_are_refused(shared: tuple[Path, Path]) -> None:
+    """It would send nothing in the recompute, in which the others attend again."""
+    path = shared[0] / "chunks.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    next(row for row in rows if row["dp_rank"] == 1 and row["cp_size"] > 1)["kept_attention"] = "gpu"
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    first, second, *_ = own_streams(shared, 4)
+    assert next(iter(first)).ranks
+    with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share"):
+        next(iter(second))
+
+
 @pytest.mark.parametrize("num_processes", [4, 1])
 def test_other_slices_than_a_rank_s_own_are_refused(shared: tuple[Path, Path], num_processes: int) -> None:
     path = shared[0] / "chunks.parquet"

@@ -53,9 +53,8 @@ class Current:
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents. `marks`: of what is at work in the layer. `kept`: see `ChunkContext`.
-    `host_inputs`: of the layers whose
-    inputs lie in host memory, those with the indices `offloaded`.
+    at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
+    inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`.
     """
 
     context: ChunkContext | None = None

@@ -82,6 +82,7 @@ class Executor:
         #: By virtual stage.
         self.stores = [StateStore(page_tokens=1) for _ in self._parts]
         self.halves = WeightHalves()
+        #: What attention gave in chunks that run forward twice.
         self.kept_attention = KeptAttention()
         self._doing = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
