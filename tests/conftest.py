@@ -162,7 +162,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
         tables: dict[str, list[dict[str, Any]]] = {"steps": [], "chunks": [], "schedule": []}
         for step, ranks in enumerate(steps):
             rows = [
-                {"step": step, "dp_rank": rank, "kept_attention": (kept or {}).get(row["chunk_id"], ""), **row}
+                {"step": step, "dp_rank": rank, **row, "kept_attention": (kept or {}).get(row["chunk_id"], "")}
                 for rank, chunks in sorted(ranks.items())
                 for row in _chunk_rows(chunks, sequences, k)
             ]
@@ -274,7 +274,6 @@ def _chunk_rows(chunks: list[list[Piece]], sequences: Sequence[tuple[Any, Any]],
                 "num_target_tokens": sum(int(np.sum(sequences[i][1][start + 1 : end + 1])) for i, start, end in chunk),
                 "prefix_tokens": piece[1] if piece else 0,
                 "keeps_activations": index >= size - k,
-                "kept_attention": "",
                 "cost": 1.0,
                 "segments": [{"sequence_id": i, "start": start, "end": end} for i, start, end in chunk],
             }
