@@ -21,8 +21,9 @@ from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule import alignment
 from chunkplan.schedule.actions import Actions, model_stages_of
-from chunkplan.schedule.alignment import Slots, align, ends_in_slots, meeting_of
+from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import simulate_ranks
