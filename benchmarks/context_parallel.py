@@ -48,7 +48,7 @@ from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.planfile.load import load_plan
-from chunkplan.planfile.measured import Measured, StepTimeline
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline
 from chunkplan.reporting.replay import replay_step
 from chunkplan.simulation import simulate_ranks
 from chunkplan_runtime.layout import RankLayout
@@ -92,7 +92,7 @@ def measured_row(
     predicted = [step.seconds * step.scale for step in steps]
     over = [[seconds / expected for seconds in each] for each, expected in zip(measured, predicted, strict=True)]
     plan = load_plan(steps[1].plan)
-    replays = [replay_step(Measured(plan, list(run), layout.dp, planned=True)) for run in runs[1]]
+    replays = [replay_step(MeasuredStep(plan, list(run), layout.dp, planned=True)) for run in runs[1]]
     replayed = [max(each.replayed.makespan for each in found) / 1e6 for found in replays]
     ratios = [off / auto for off, auto in zip(*measured, strict=True)]
     return {

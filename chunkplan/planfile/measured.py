@@ -52,7 +52,7 @@ class StepTimeline:
         return Spent(busy / 1e9, end / 1e9, self.reduce_ns / 1e9)
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A step of `plan` as `dp` pipelines of processes did it, by process; whether the plan's times are of these."""
 
     plan: Plan
@@ -94,7 +94,7 @@ def write_measured(path: Path, plan: Plan, times: Sequence[StepTimeline], dp: in
         json.dump({**document, "dp": dp, "planned": planned, "processes": processes}, file)
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredStep:
     """Read such a file, and open its plan.
 
     Raises:
@@ -124,7 +124,7 @@ def read_measured(path: Path) -> Measured:
         if done != planned or any(each.end_ns < each.start_ns for each in actions):
             raise DataError(f"process {number} does not do what step {step} has for it", where=str(path), hint=_HINT)
         times.append(StepTimeline(step, actions, process["reduce_ns"]))
-    return Measured(plan, times, dp, document["planned"])
+    return MeasuredStep(plan, times, dp, document["planned"])
 
 
 def ranks_of(pipeline: int, dp: int, plan_dp: int) -> range:

@@ -76,7 +76,7 @@ _Array = npt.NDArray[Any]
 
 
 def _arrays(table: pa.Table) -> tuple[dict[str, _Array], dict[str, tuple[_Array, list[_Array]]]]:
-    """The plain columns; of those of lists, where the items of each row begin [num_rows + 1], and their fields, if any."""
+    """The plain columns; of those of lists, where the items of each row begin [num_rows + 1], and their fields."""
     flat, lists = {}, {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()

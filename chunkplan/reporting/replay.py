@@ -18,7 +18,7 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows
-from chunkplan.planfile.measured import Measured, StepTimeline, ranks_of
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline, ranks_of
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -61,7 +61,7 @@ class Replay:
     planned: Simulation
 
 
-def replay_step(measured: Measured) -> list[Replay]:
+def replay_step(measured: MeasuredStep) -> list[Replay]:
     """Replay a step that all processes have timed, for every pipeline that had work.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Processes walk through the slots of a plan: all of a stage meet for the same in one order, and nobody waits for ever."""
+"""Processes walk through the slots of a plan: all of a stage meet for the same, and nobody waits for ever."""
 
 from __future__ import annotations
 

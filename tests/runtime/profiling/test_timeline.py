@@ -19,7 +19,7 @@ import torch.distributed as dist
 from chunkplan import PlanConfig, build, load_plan, simulate_plan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, OPS
-from chunkplan.planfile.measured import Measured, StepTimeline, TimedAction, read_measured, write_measured
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline, TimedAction, read_measured, write_measured
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan.reporting.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.groups import make_groups
@@ -78,7 +78,7 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
 
 
 def replayed(plan: Plan, times: list[StepTimeline], layout: RankLayout) -> list[Replay]:
-    return replay_step(Measured(plan, times, layout.dp, planned=True))
+    return replay_step(MeasuredStep(plan, times, layout.dp, planned=True))
 
 
 def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimeline]:
