@@ -45,13 +45,18 @@ FORMS = [
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_gradients_on_a_gpu_are_exact(model_type, tiny_config, handmade_plan, random_sequences):
-    """With keys and values on the GPU and in host memory."""
+    """With keys and values on the GPU and in host memory, and with attention that chunks keep in either."""
     changes = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
     config = AutoConfig.for_model(**tiny_config(model_type, **(changes if model_type == "gemma3_text" else {})))
     model = new_model(config, torch.float64, seed=1, device=DEVICE)
     chunks = [[(0, 0, 8)], [(0, 8, 11), (1, 0, 5)], [(3, 0, 3), (0, 11, 23), (5, 0, 1)], [(2, 0, 9), (4, 0, 8)]]
-    plan = handmade_plan(random_sequences([23, 5, 9, 3, 8, 1]), [{0: chunks}], k=2)
-    for kv_offload in (False, True):
+    for kv_offload, k, kept in (
+        (False, 2, None),
+        (True, 2, None),
+        (False, 1, {0: "gpu", 1: "host"}),
+        (True, 1, {0: "host"}),
+    ):
+        plan = handmade_plan(random_sequences([23, 5, 9, 3, 8, 1]), [{0: chunks}], k=k, kept=kept)
         assert compare_plan(*plan, model, kv_offload=kv_offload).max_relative_error <= 1e-12
 
 
@@ -139,6 +144,26 @@ def test_memory_on_the_gpu_does_not_grow_with_a_sequence_whose_kv_is_on_the_host
 
     short = peak(8192)  # whose first page is closed, as that of any longer one
     assert peak(24576) <= 1.02 * short
+
+
+def test_attention_that_is_kept_on_the_host_is_one_layer_on_the_gpu(tiny_config, handmade_plan, random_sequences):
+    """Between two chunks, of out and log-sum-exp: the last layer's, until others leave."""
+
+    def held(kept):
+        sizes = {"head_dim": 64, "hidden_size": 256, "num_hidden_layers": 8, "max_position_embeddings": 1 << 16}
+        model = new_model(AutoConfig.for_model(**tiny_config("qwen2", **sizes)), torch.bfloat16, seed=3, device=DEVICE)
+        chunks = [[(0, start, start + 1024)] for start in range(0, 4096, 1024)]
+        plan = handmade_plan(random_sequences([4096]), [{0: chunks}], k=1, kept=kept)
+        work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=1 << 16, prefetch=0)))
+        now = []
+        meet = lambda action: now.append(torch.cuda.memory_allocated())  # noqa: E731
+        Executor(model).run(work.ranks[0], work.step.num_target_tokens, meet=meet)
+        return now[3]  # before the forward of the last chunk
+
+    of_layer = 1024 * 4 * (64 * 2 + 4)
+    without, on_host, on_gpu = (held(dict.fromkeys(range(3), where)) for where in ("", "host", "gpu"))
+    assert on_host - without <= 1.1 * of_layer
+    assert on_gpu - without == pytest.approx(3 * 8 * of_layer, rel=0.1)
 
 
 def test_fused_norms_of_torch_hold_on_a_gpu_what_the_planner_counts(tiny_config):
