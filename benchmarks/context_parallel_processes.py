@@ -19,7 +19,7 @@ from pipeline_stages import Sleeper, weight_halves
 from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import choose_layout
@@ -106,7 +106,7 @@ class _Run:
         """Run the step; what sleeps does so `scale` times as long."""
         model: Any = self._model or Sleeper.of(self._durations, self._scale * scale, self._work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
-        executor = Executor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
+        executor = RankExecutor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
         clock = ActionClock(_CPU)
         dist.barrier()
         clock.start(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model, read_config
 
@@ -24,7 +24,7 @@ if checkpoint.exists():
     stream.load_state_dict(saved["stream"])
 at_most = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
-executor = Executor(model)
+executor = RankExecutor(model)
 for work in islice(stream, at_most):
     loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
     optimizer.step()

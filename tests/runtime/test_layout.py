@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model
@@ -180,7 +180,7 @@ def test_a_virtual_stage_that_is_not_there_is_named(built: Built, virtual_stage:
     model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, seed=0)
     work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=20)))
     with pytest.raises(DataError, match=f"on virtual stage {virtual_stage}, which does not exist"):
-        Executor(model).run(work.ranks[0], 1)
+        RankExecutor(model).run(work.ranks[0], 1)
 
 
 @pytest.mark.parametrize("op, what", [("forward", "activations"), ("backward", "gradients")])

@@ -285,7 +285,7 @@ def new_model(
     """
     kernels = Kernels(attention)
     torch.manual_seed(seed)
-    return _checked(CausalLM(make(config, dtype, device).train(), kernels), runs_on)
+    return for_chunks(make(config, dtype, device).train(), kernels, runs_on)
 
 
 def load_model(
@@ -335,13 +335,23 @@ def load_model(
             where=name,
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )
-    return _checked(CausalLM(model.train(), kernels), runs_on)
+    return for_chunks(model.train(), kernels, runs_on)
 
 
-def _checked(model: CausalLM, device: torch.device | None) -> CausalLM:
-    model.attention_kernels(device)
-    seed_layers(model.model)
-    return model
+def for_chunks(model: Any, kernels: Kernels, device: torch.device | None = None) -> CausalLM:
+    """A model of transformers as the executor sees it, which will run on `device`, or is there already.
+
+    It stays an ordinary one too. Twice is as good as once: all that see a model go by the same `current`.
+
+    Raises:
+        UsageError: no kernel of `kernels` can run its attention.
+    """
+    register_attention()
+    found = CausalLM(model, kernels, current=getattr(model, "chunkplan", None) or Current())
+    found.attention_kernels(device)
+    found.set_checkpointing("none")
+    seed_layers(model)
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -75,7 +75,7 @@ class ActionClock:
         self._zero = self._mark()
 
     def around(self, dp_rank: int) -> Around:
-        """What `Executor.run` enters around each action of a data-parallel rank's work, to time it."""
+        """What `RankExecutor.run` enters around each action of a data-parallel rank's work, to time it."""
 
         @contextmanager
         def timed(action: Action) -> Iterator[None]:

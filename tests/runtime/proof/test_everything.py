@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
@@ -131,7 +131,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
             if case.checkpointing:
                 own.set_checkpointing("full")
             with evaluate_in_float64(own.model):
-                executor = Executor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
+                executor = RankExecutor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
                 for work in stream:
                     for rank in work.ranks:
                         executor.run(rank, work.step.num_target_tokens)
