@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
+from chunkplan.options import options_of
 from chunkplan_runtime.attention.interface import ATTENTION
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
@@ -64,6 +66,7 @@ class Executor:
         Raises:
             UsageError: gradients are not known to be exact for the model, or it has no such level of checkpointing.
         """
+        options_of(CostModel)["checkpointing"].check(checkpointing)
         base, scope = suitable(model, router_loss)
         found = for_chunks(base, Kernels())
         found.set_checkpointing(checkpointing)
