@@ -93,7 +93,7 @@ class _Run:
         plan, analysis = open_plan(step.plan, pp=load_plan(step.plan).config.pp)
         self._layout = choose_layout(plan, num_processes, rank)
         self._groups = make_groups(self._layout, _CPU, _TIMEOUT, blocks_on(plan, self._layout.dp))
-        self._durations = step.durations[self._layout.dp_rank]
+        self._durations = step.durations[self._layout.replica]
         self._scale = step.scale
         self._model = model
         vocab_size = 2 if model is None else model.vocab_size

@@ -94,7 +94,7 @@ def paddings_of(
     own = slice(*slots.stages[layout.stage : layout.stage + 2])
     ops, virtual_stages = slots.ops[own].tolist(), slots.virtual_stages[own].tolist()
     of_stage = [(OPS[op], virtual_stage) for op, virtual_stage in zip(ops, virtual_stages, strict=True)]
-    row = layout.dp_rank * layout.pp + layout.stage
+    row = layout.replica * layout.pp + layout.stage
     mine = slice(*actions.stages[row : row + 2])
     begins = slots.before[mine]
     over = begins + (meeting[actions.ops[mine]] >= 0)

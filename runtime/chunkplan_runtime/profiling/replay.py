@@ -101,7 +101,9 @@ def replay(
     """
     planned = _played_together({pipeline: work for pipeline, (work, _) in works.items()}, layout, num_ranks)
     timed = {
-        pipeline: _timed(work, [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)], layout)
+        pipeline: _timed(
+            work, [times_by_rank[layout.process_of(stage, pipeline)] for stage in range(layout.pp)], layout
+        )
         for pipeline, work in works.items()
     }
     model_stages = np.array([layout.model_stages(stage) for stage in range(layout.pp)])  # [pp, virtual_stages]
@@ -217,7 +219,7 @@ def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *
         "stage  process      busy    measured   simulated" + ("     planned" if planned else ""),
     ]
     for stage in range(layout.pp):
-        rank = layout.rank_of(stage, slowest.pipeline)
+        rank = layout.process_of(stage, slowest.pipeline)
         busy = _busy_seconds(slowest.measured, stage)
         lines.append(
             "  ".join([f"{stage:5d}  {rank:7d}  {busy:6.2f} s", *(f"{share[stage]:10.1%}" for share in shares)])
@@ -233,7 +235,8 @@ def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *
 def _describe_slow(replays: Sequence[Replay], layout: RankLayout) -> list[str]:
     """Lines about the process that takes longest for what is planned for it, where it sticks out."""
     slowness = {
-        layout.rank_of(stage, each.pipeline): _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)
+        layout.process_of(stage, each.pipeline): _busy_seconds(each.measured, stage)
+        / _busy_seconds(each.planned, stage)
         for each in replays
         for stage in range(layout.pp)
     }

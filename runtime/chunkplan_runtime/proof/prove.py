@@ -208,7 +208,7 @@ def _chunked(
     stages = []
     for stage in range(2):
         copied = replace(model, model=deepcopy(model.model), current=Current())
-        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, rank=stage)))
+        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, process=stage)))
     losses: list[float] = [0.0, 0.0]
     failed: list[BaseException] = []
 

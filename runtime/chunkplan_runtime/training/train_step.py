@@ -48,7 +48,7 @@ class Gradients:
         loss: the mean of a target token.
         norm: of all gradients, before clipping.
         sequences: the losses of all sequences, each once.
-        spent: the seconds of each process, by rank.
+        spent: the seconds of each process, in their order.
         times: of this process, action by action.
         router_loss: the load-balancing loss of routers with its weight, which `loss` is without; None if there is none.
     """

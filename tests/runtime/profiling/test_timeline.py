@@ -63,10 +63,10 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
     step = next(plan.iter_steps())
     for pipeline in range(layout.dp):
         work = []
-        for dp_rank in replace(layout, rank=pipeline).dp_ranks(plan.config.dp):
+        for dp_rank in replace(layout, process=pipeline).dp_ranks(plan.config.dp):
             durations = simulate_plan(plan, rank=dp_rank).times.durations
             for stage in range(layout.pp):
-                slowness = 1 + (layout.rank_of(stage, pipeline) == slow_rank)
+                slowness = 1 + (layout.process_of(stage, pipeline) == slow_rank)
                 for action in step.actions[dp_rank, stage]:
                     op = OPS.index(action.op)
                     ns = slowness * int(durations[op, stage, action.chunk_id])

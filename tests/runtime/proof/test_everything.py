@@ -119,13 +119,13 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
         copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
-        stages = [cut_stage(own, cuts, RankLayout(pp=2, rank=rank)) for rank, own in enumerate(copies)]
+        stages = [cut_stage(own, cuts, RankLayout(pp=2, process=rank)) for rank, own in enumerate(copies)]
     failed: list[BaseException] = []
 
     def run(stage: int) -> None:
         own, links = stages[stage], ThreadLinks(queues)
         plan, analysis = open_plan(folder / "plan", folder / "analysis", pp=case.pp)
-        layout = RankLayout(pp=case.pp, rank=stage)
+        layout = RankLayout(pp=case.pp, process=stage)
         stream = PlanStream(plan, analysis, vocab_size=own.vocab_size, max_positions=None, layout=layout, prefetch=0)
         try:
             if case.checkpointing:

@@ -59,7 +59,8 @@ def gradients_of(model):
 )
 def test_a_step_has_the_gradients_and_the_loss_of_an_untouched_model(model_type, k, how, new_model, new_plan):
     plan, sequences = new_plan([{0: MIXED[:3], 1: [[]], 2: MIXED[3:]}], k=k, dp=3)
-    model, untouched = new_model(model_type), new_model(model_type)
+    sizes = {"sliding_window": 7} if model_type == "gemma2" else {}
+    model, untouched = new_model(model_type, **sizes), new_model(model_type, **sizes)
     untouched.set_attn_implementation("eager")
     executor = Executor.from_model(model, **how)
     with evaluate_in_float64(untouched):
