@@ -58,7 +58,7 @@ def test_processes_serve_every_stage_of_every_rank_once(plan_dp: int, pp: int, w
 
 def test_replicas_of_a_stage_lie_side_by_side() -> None:
     layouts = [RankLayout(dp=3, pp=2, process=rank) for rank in range(6)]
-    assert [(each.stage, each.dp_rank) for each in layouts] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [(each.stage, each.replica) for each in layouts] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert layouts[0].describe(4) == "process 4 of 6 (stage 1 of pipeline 1)"
     assert RankLayout(dp=2, process=1).describe() == "process 1 of 2 (data parallel)"
 

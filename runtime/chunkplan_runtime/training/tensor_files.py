@@ -60,14 +60,14 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
         DataError: a file is torn, missing, or of another step.
     """
     files = sorted(folder.glob("*.safetensors"))
-    found: set[str] = set()
+    written: set[str] = set()
     for path in files:
         file = TensorFile(path, HINT)
         steps = {name: int(file.read(name)) for name in file if _STEP.fullmatch(name)}
         if set(steps.values()) != {step}:
             raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
-        found |= steps.keys()
-    missing = [process for process in range(num_files) if f"step:{process}" not in found]
+        written |= steps.keys()
+    missing = [process for process in range(num_files) if f"step:{process}" not in written]
     if missing or len(files) != num_files:
         what = f"no file of process {missing[0]}" if missing else f"{len(files)} files"
         raise DataError(f"{what}, written by {num_files} processes", where=str(folder), hint=HINT)
