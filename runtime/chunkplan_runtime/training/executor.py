@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -126,17 +127,17 @@ class Executor:
         if work.plan.content_hash not in self._plans:
             check_plan(config, work.plan)
             self._plans.add(work.plan.content_hash)
-        most = max_positions(config)
+        most = max_positions(config) or math.inf
         for rank in work.ranks:
             for tensors in rank.tensors.values():
                 token, position = int(tensors.input_ids.max()), int(tensors.position_ids.max())
-                for what, found, limit in (("token id", token, config.vocab_size), ("position", position, most)):
-                    if limit is not None and found >= limit:
-                        raise UsageError(
-                            f"{what} {found:,}, the model takes those below {limit:,}",
-                            where=f"step {work.step.step}, rank {rank.dp_rank}",
-                            hint="take steps from `executor.stream(PLAN)`, which says what to change",
-                        )
+                if token >= config.vocab_size or position >= most:
+                    raise UsageError(
+                        f"token id {token:,} and position {position:,}, the model takes those below "
+                        f"{config.vocab_size:,} and {most:,}",
+                        where=f"step {work.step.step}, rank {rank.dp_rank}",
+                        hint="take steps from `executor.stream(PLAN)`, which says what to change",
+                    )
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

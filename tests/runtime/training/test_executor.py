@@ -240,8 +240,8 @@ def test_a_step_of_a_stream_for_another_model_is_refused(new_model, new_plan):
     looks_ahead = {"use_bidirectional_attention": True, "layer_types": ["full_attention"] * 2, "sliding_window": 8}
     work = next(iter(PlanStream(*open_plan(plan), vocab_size=10**6, max_positions=None)))
     for model, message in (
-        (new_model(vocab_size=50), r"token id \d+, the model takes those below 50"),
-        (new_model(max_position_embeddings=16), "position 2[29], the model takes those below 16"),
+        (new_model(vocab_size=50), r"token id \d+ and position \d+, the model takes those below 50 and 256"),
+        (new_model(max_position_embeddings=16), "position 2[29], the model takes those below 97 and 16"),
         (new_model("gemma3_text", **looks_ahead), "the plan splits sequences"),
     ):
         executor = Executor.from_model(model)
