@@ -20,7 +20,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.measured import StepTimeline
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import choose_layout
@@ -94,7 +94,7 @@ class _Run:
         plan, analysis = open_plan(step.plan, pp=load_plan(step.plan).config.pp)
         self._layout = choose_layout(plan, num_processes, rank)
         self._groups = make_groups(self._layout, _CPU, _TIMEOUT, blocks_on(plan, self._layout.dp))
-        self._durations = step.durations[self._layout.dp_rank]
+        self._durations = step.durations[self._layout.replica]
         self._scale = step.scale
         self._model = model
         vocab_size = 2 if model is None else model.vocab_size
@@ -107,7 +107,7 @@ class _Run:
         """Run the step; what sleeps does so `scale` times as long."""
         model: Any = self._model or Sleeper.of(self._durations, self._scale * scale, self._work, self._layout)
         wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
-        executor = Executor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
+        executor = RankExecutor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
         clock = ActionClock(_CPU)
         dist.barrier()
         clock.start(0)

@@ -24,7 +24,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -123,7 +123,7 @@ def _measure(
                 raise _OverError
 
     with suppress(_OverError):
-        loss = Executor(model, kv_offload=kv_offload).run(work.ranks[0], work.step.num_target_tokens, counted).loss
+        loss = RankExecutor(model, kv_offload=kv_offload).run(work.ranks[0], work.step.num_target_tokens, counted).loss
     wait(device)
     seconds = time.perf_counter() - started
     row: Row = {"seconds": round(seconds, 4)}

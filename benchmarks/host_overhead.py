@@ -24,7 +24,7 @@ from runtime_batch import Batch, make_batch, qwen2
 from transformers import AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import losses_and_gradient
 from chunkplan_runtime.models.model import CausalLM, new_model
 
@@ -74,7 +74,7 @@ def chunkplan_seconds(model: CausalLM, batch: Batch, chunk_id: int) -> dict[str,
         if action.chunk_id == chunk_id:
             found[action.op] = time.thread_time() - started
 
-    Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, around)
+    RankExecutor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, around)
     return found
 
 

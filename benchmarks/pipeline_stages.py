@@ -32,7 +32,7 @@ from chunkplan_runtime.attention.kernel import AttentionKernel, Kernels
 from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, Executor
+from chunkplan_runtime.execution.executor import Around, RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.labels import shifted_labels
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
@@ -108,7 +108,7 @@ class _Stage:
         work, durations = work_of(job, self._stage), job.step.times.durations
         model: Any = own or Sleeper.of(durations, job.scale, work, layout)
         wire = Wire(model.config.hidden_size if own else 1, model.dtype, model.device)
-        executor = Executor(model, links=groups.links(wire))
+        executor = RankExecutor(model, links=groups.links(wire))
         clock = ActionClock(_CPU)
         num_targets = sum(len(sequence) - 1 for sequence in job.sequences)
         around = clock.around(0)

@@ -116,11 +116,11 @@ def count(layout: RankLayout, blocks: list[Block]) -> Counted:
         made: dist.ProcessGroup = new_group(ranks, **how)
         return made
 
-    dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=layout.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=layout.process, world_size=layout.world_size)
     with patch.object(dist, "new_group", counted):
         groups = make_groups(layout, _CPU, _TIMEOUT, blocks)
     dist.destroy_process_group()
-    sizes = [layout.world_size, *(len(ranks) for ranks in calls if layout.rank in ranks)]
+    sizes = [layout.world_size, *(len(ranks) for ranks in calls if layout.process in ranks)]
     return Counted(len(calls), sizes, groups.seconds)
 
 

@@ -12,7 +12,7 @@ from allocations import Allocations
 from runtime_batch import Batch, make_batch, qwen2, run_whole
 
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 
@@ -49,7 +49,7 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> Iterator[
 
     def chunked(batch: Batch) -> None:
         model.set_checkpointing("full")
-        Executor(model, kv_offload=True).run(batch.work.ranks[0], batch.work.step.num_target_tokens)
+        RankExecutor(model, kv_offload=True).run(batch.work.ranks[0], batch.work.step.num_target_tokens)
 
     for name, way in {"chunks": chunked, "whole, checkpointing": lambda batch: run_whole(model, batch)}.items():
         left, before = budget, 0.0

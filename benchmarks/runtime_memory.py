@@ -10,7 +10,7 @@ import torch
 from allocations import Allocations
 from runtime_batch import make_batch, qwen2, zero_gradients
 
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def _measure(
     model: CausalLM, length: int, chunk_size: int, k: int, kv_offload: bool, verbose: bool
 ) -> dict[str, float]:
     batch = make_batch([length], chunk_size, k, model.vocab_size)
-    executor = Executor(model, kv_offload=kv_offload)
+    executor = RankExecutor(model, kv_offload=kv_offload)
     gc.collect()
     on_gpu = model.device.type == "cuda"
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0

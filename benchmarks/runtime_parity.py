@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import TOLERANCE, compare_plan, write_random_analysis
@@ -107,7 +107,7 @@ def measure_bfloat16(device: torch.device) -> Iterator[Row]:
         with _wide_products(device):
             for name in ("chunked", "whole"):
                 if name == "chunked":
-                    Executor(model).run(batch.work.ranks[0], num_targets)
+                    RankExecutor(model).run(batch.work.ranks[0], num_targets)
                 else:
                     model.model.set_attn_implementation("sdpa")
                     run_rows(model, batch.rows, num_targets)

@@ -14,7 +14,7 @@ from runtime_batch import Batch, interleaved, make_batch, qwen2, ratio, run_whol
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
 
 Row = dict[str, Any]
@@ -55,7 +55,7 @@ def measure_time(device: torch.device, repeats: int) -> Iterator[Row]:
 
 def run_chunks(model: CausalLM, batch: Batch) -> float:
     """Run the step in chunks, without activation checkpointing: their size bounds what they hold."""
-    return Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens).loss
+    return RankExecutor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens).loss
 
 
 def _shares(model: CausalLM, batch: Batch) -> str:
@@ -70,6 +70,6 @@ def _shares(model: CausalLM, batch: Batch) -> str:
         wait(model.device)
         seconds[action.op] += time.perf_counter() - started
 
-    Executor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, timed)
+    RankExecutor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, timed)
     total = sum(seconds.values())
     return ", ".join(f"{op} {value / total:.0%}" for op, value in seconds.items())

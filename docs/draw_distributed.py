@@ -33,7 +33,7 @@ def layouts() -> list[RankLayout]:
 
 def box_place(layout: RankLayout) -> tuple[float, float]:
     """Where the box of a process begins: left and top."""
-    return STAGE_X[layout.stage], TOP + layout.dp_rank * (BOX_HEIGHT + BETWEEN)
+    return STAGE_X[layout.stage], TOP + layout.replica * (BOX_HEIGHT + BETWEEN)
 
 
 def draw_plan(drawing: Drawing) -> None:
@@ -42,11 +42,11 @@ def draw_plan(drawing: Drawing) -> None:
         x = CELL_X + stage * (CELL_WIDTH + 4)
         drawing.text(x + CELL_WIDTH / 2, TOP + 18, f"stage {stage}", fill=FAINT, anchor="middle")
     for layout in layouts():
-        fill, ink = COLOURS[layout.rank]
+        fill, ink = COLOURS[layout.process]
         for dp_rank in layout.dp_ranks(CONFIG.dp):
             x, y = CELL_X + layout.stage * (CELL_WIDTH + 4), TOP + HEAD + dp_rank * CELL_PITCH
             drawing.box(x, y, CELL_WIDTH, CELL_HEIGHT, fill=fill)
-            drawing.text(x + CELL_WIDTH / 2, y + 17, f"process {layout.rank}", fill=ink, anchor="middle")
+            drawing.text(x + CELL_WIDTH / 2, y + 17, f"process {layout.process}", fill=ink, anchor="middle")
             if layout.is_first:
                 drawing.text(PLAN_X, y + 17, f"rank {dp_rank}", fill=FAINT)
     for row, line in enumerate(("A process does its rows", "one after another.")):
@@ -66,12 +66,12 @@ def draw_actions(drawing: Drawing, x: float, y: float, actions: list[Action]) ->
 def draw_process(drawing: Drawing, layout: RankLayout, step: PlanStep) -> None:
     """Draw the box of a process: its place, and what it does."""
     x, y = box_place(layout)
-    fill, ink = COLOURS[layout.rank]
+    fill, ink = COLOURS[layout.process]
     drawing.box(x, y, BOX_WIDTH, BOX_HEIGHT, fill=LANE, stroke=LINE)
     drawing.box(x, y, BOX_WIDTH, HEAD - 4, fill=fill)
-    drawing.text(x + 8, y + 17, f"Process {layout.rank}", fill=ink, bold=True)
+    drawing.text(x + 8, y + 17, f"Process {layout.process}", fill=ink, bold=True)
     drawing.text(
-        x + BOX_WIDTH - 8, y + 17, f"stage {layout.stage} of pipeline {layout.dp_rank}", fill=ink, anchor="end"
+        x + BOX_WIDTH - 8, y + 17, f"stage {layout.stage} of pipeline {layout.replica}", fill=ink, anchor="end"
     )
     for row, dp_rank in enumerate(layout.dp_ranks(CONFIG.dp)):
         top = y + HEAD + 6 + row * ROW_PITCH
@@ -87,7 +87,7 @@ def draw_links(drawing: Drawing) -> None:
         if layout.is_first:
             arrow(drawing, (right, y + 52, left, y + 52), ACTIVATIONS)
             arrow(drawing, (left, y + 76, right, y + 76), GRADIENTS)
-        if layout.dp_rank:
+        if layout.replica:
             middle = x + 30
             arrow(drawing, (middle, y - 6, middle, y - BETWEEN + 6), REPLICAS, both=True)
             for row, words in enumerate(("weights, before a step", "gradients, after it")):
@@ -124,7 +124,7 @@ def draw() -> str:
     words = ("forward", "forward, leaves keys and values only", "recompute, from the stage's own input", "backward")
     draw_legend(drawing, PLAN_X, end + 34, words)
     served = "; ".join(
-        f"process {layout.rank} is {layout.describe().partition('(')[2].rstrip(')')} and does ranks "
+        f"process {layout.process} is {layout.describe().partition('(')[2].rstrip(')')} and does ranks "
         + " and ".join(map(str, layout.dp_ranks(CONFIG.dp)))
         for layout in layouts()
     )

@@ -127,8 +127,45 @@ All are a `chunkplan.errors.ChunkplanError` with `message`, `where`, `hint` and 
 
 RUNTIME = """## chunkplan_runtime
 
-Needs the extra `runtime`; `ChunkTrainer` ([chunk-trainer.md](chunk-trainer.md)) also needs `hf`. `examples/own_loop.py`
-is a training loop of your own. [runtime.md](runtime.md) explains how a plan is executed.
+Needs the extra `runtime`; `ChunkTrainer` ([chunk-trainer.md](chunk-trainer.md)) also needs `hf`.
+[runtime.md](runtime.md) explains how a plan is executed.
+
+### A training loop of your own
+
+```python
+import torch
+from transformers import AutoModelForCausalLM
+
+from chunkplan_runtime import Executor
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.float32).to(device).train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+executor = Executor.from_model(model)
+
+for work in executor.stream("chunkplan-out/plan"):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = executor.step(work)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(work.step.step, loss)
+model.save_pretrained("trained")
+```
+
+One process does the work of all ranks of the plan, which is one of a single pipeline stage. `from_model` takes
+[types](runtime.md#models) of models that gradients are exact for, also with LoRA adapters by peft, and refuses others
+by name. Dtype, device, optimizer, learning rates and `model.train()` or `model.eval()` are yours, and the model's own
+attention is replaced only while a step runs. `step` adds to `.grad`, over all chunks of the step and in the dtype of
+the weights: so keep these in float32, under autocast. Weights in bfloat16 take less memory, and gradients lose bits.
+`examples/own_loop.py` is a program that goes on where it stopped.
+
+```python
+Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_loss=None, seed=0)
+```
+
+`checkpointing` is a [level](cost-model.md#activation-checkpointing). With `kv_offload` keys and values of split
+sequences are in host memory. `router_loss` is that [of `ChunkTrainer`](chunk-trainer.md). `seed` is dropout's.
 """
 
 TRAINING = """## Training, parity and calibration

@@ -16,7 +16,7 @@ import pytest
 
 from chunkplan import IntakeOptions, PlanConfig, analyze, build, load_plan, validate
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.screen import Screen
 from tests.support.long_tail import write_long_tail
@@ -52,9 +52,9 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.memory: list[int] = []
         self.retained: dict[int, int] = {}
-        run, show = Executor.run, Screen.show_step
+        run, show = RankExecutor.run, Screen.show_step
 
-        def run_watched(executor: Executor, work: Any, num_target_tokens: int, around: Any, *more: Any) -> Any:
+        def run_watched(executor: RankExecutor, work: Any, num_target_tokens: int, around: Any, *more: Any) -> Any:
             @contextmanager
             def around_and_look(action: Action) -> Iterator[None]:
                 with around(action):
@@ -70,7 +70,7 @@ class Watched:
             show(screen, row)
             self.memory.append(resident_bytes())
 
-        patch.setattr(Executor, "run", run_watched)
+        patch.setattr(RankExecutor, "run", run_watched)
         patch.setattr(Screen, "show_step", show_and_measure)
 
 

@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chunkplan_runtime.execution.executor import Executor
     from chunkplan_runtime.feed.stream import PlanStream, open_plan
     from chunkplan_runtime.hf.chunk_trainer import ChunkTrainer
+    from chunkplan_runtime.training.executor import Executor
 
 __all__ = ["ChunkTrainer", "Executor", "PlanStream", "open_plan"]
 
 _MODULES = {
     "ChunkTrainer": "hf.chunk_trainer",
-    "Executor": "execution.executor",
+    "Executor": "training.executor",
     "PlanStream": "feed.stream",
     "open_plan": "feed.stream",
 }

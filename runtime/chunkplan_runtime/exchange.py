@@ -49,9 +49,9 @@ class Exchanges:
     @contextmanager
     def waiting(self, what: str, members: tuple[int, ...]) -> Iterator[None]:
         """Within the block this process waits for the others of `members`, and says for what."""
-        others = [member for member in members if member != self.layout.dp_rank]
-        ranks = tuple(self.layout.rank_of(self.layout.stage, member) for member in others)
-        self.at = Activity(f", {what} {named_processes(ranks)}", ranks)
+        others = [member for member in members if member != self.layout.replica]
+        processes = tuple(self.layout.process_of(self.layout.stage, member) for member in others)
+        self.at = Activity(f", {what} {named_processes(processes)}", processes)
         yield
         self.at = NO_ACTIVITY  # after an error it stays
 
@@ -112,9 +112,9 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def named_processes(ranks: Sequence[int]) -> str:
+def named_processes(processes: Sequence[int]) -> str:
     """Processes by their numbers, in words."""
-    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which process does what: data-parallel replicas of a pipeline, and the rows of a plan that each one serves."""
+"""Which process does what: its stage, its pipeline, and which ranks of a plan that runs (see docs/concepts.md)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chunkplan_runtime.sharing import used_blocks
 
 @dataclass(frozen=True)
 class RankLayout:
-    """A process, by its `rank`, among dp x pp of them.
+    """How the ranks of a plan lie on dp x pp processes, as the one with the number `process` sees it.
 
-    Stages are outermost: ranks 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights and
-    gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
+    Stages are outermost: processes 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights
+    and gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
     fit. Each stage has `virtual_stages` parts of the model; if `v_shaped`, the second ones lie in descending order.
     """
 
     dp: int = 1
     pp: int = 1
-    rank: int = 0
+    process: int = 0
     virtual_stages: int = 1
     v_shaped: bool = False
 
@@ -36,12 +36,12 @@ class RankLayout:
     @property
     def stage(self) -> int:
         """This process's stage of the pipeline."""
-        return self.rank // self.dp
+        return self.process // self.dp
 
     @property
-    def dp_rank(self) -> int:
-        """Which of the dp pipelines this process is in: the index of its replica of the stage."""
-        return self.rank % self.dp
+    def replica(self) -> int:
+        """Which replica of its stage this process has, and so in which of the dp pipelines it is."""
+        return self.process % self.dp
 
     @property
     def num_model_stages(self) -> int:
@@ -67,33 +67,33 @@ class RankLayout:
         """The stage that has a model stage."""
         return next(stage for stage in range(self.pp) if model_stage in self.model_stages(stage))
 
-    def rank_of(self, stage: int, dp_rank: int) -> int:
-        """The rank of the process that has a stage of a pipeline."""
-        return stage * self.dp + dp_rank
+    def process_of(self, stage: int, replica: int) -> int:
+        """The process that has a replica of a stage."""
+        return stage * self.dp + replica
 
     def replicas_by_machine(self, stage: int, machine_size: int) -> list[list[int]]:
-        """The ranks of the replicas of a stage, those on each machine of `machine_size` processes.
+        """The processes of the replicas of a stage, those on each machine of `machine_size` processes.
 
         Nothing where they lie on one machine, are not equally many on each, or are alone there.
         """
-        ranks = range(stage * self.dp, (stage + 1) * self.dp)
-        rows = [list(row) for _, row in groupby(ranks, lambda rank: rank // machine_size)]
+        processes = range(stage * self.dp, (stage + 1) * self.dp)
+        rows = [list(row) for _, row in groupby(processes, lambda process: process // machine_size)]
         return rows if len(rows) > 1 and {1} != {len(row) for row in rows} == {len(rows[0])} else []
 
     def rows(self, plan_dp: int) -> list[range]:
-        """By pipeline, which data-parallel ranks of a plan for `plan_dp` of them it runs, one after another."""
+        """By pipeline, which ranks of a plan for `plan_dp` of them it runs, one after another."""
         share = plan_dp // self.dp
-        return [range(dp_rank * share, (dp_rank + 1) * share) for dp_rank in range(self.dp)]
+        return [range(replica * share, (replica + 1) * share) for replica in range(self.dp)]
 
     def dp_ranks(self, plan_dp: int) -> range:
-        """The data-parallel ranks of a plan that this process's pipeline runs."""
-        return self.rows(plan_dp)[self.dp_rank]
+        """The ranks of a plan that this process's pipeline runs."""
+        return self.rows(plan_dp)[self.replica]
 
-    def describe(self, rank: int | None = None) -> str:
-        """A process in words, this one or that of `rank`, as messages name it."""
-        other = self if rank is None else replace(self, rank=rank)
-        place = f"stage {other.stage} of pipeline {other.dp_rank}" if self.pp > 1 else "data parallel"
-        return f"process {other.rank} of {self.world_size} ({place})"
+    def describe(self, process: int | None = None) -> str:
+        """A process in words, this one or another, as messages name it."""
+        other = self if process is None else replace(self, process=process)
+        place = f"stage {other.stage} of pipeline {other.replica}" if self.pp > 1 else "data parallel"
+        return f"process {other.process} of {self.world_size} ({place})"
 
 
 def one_pipeline(plan: Plan) -> RankLayout:
@@ -109,14 +109,14 @@ def _by_torchrun(numbers: list[int]) -> str:
 
 
 def choose_layout(
-    plan: Plan, world_size: int, rank: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
+    plan: Plan, world_size: int, process: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
 ) -> RankLayout:
-    """The layout of `world_size` processes for a plan, as seen from `rank`.
+    """The layout of `world_size` processes for a plan, as seen from `process`.
 
     `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
-        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or the sequences that some of
+        UsageError: they cannot share the plan's stages and ranks evenly, or the sequences that some of
             these ranks share.
         DataError: the plan is damaged.
     """
@@ -125,7 +125,7 @@ def choose_layout(
     blocks = used_blocks(plan)
     fitting = [pp * dp for dp in dividing if all(block.fits(plan_dp // dp) for block in blocks)]
     if world_size in fitting:
-        return replace(one_pipeline(plan), dp=world_size // pp, rank=rank)
+        return replace(one_pipeline(plan), dp=world_size // pp, process=process)
     if world_size % pp == 0 and world_size // pp in dividing:
         num_ranks = plan_dp // (world_size // pp)
         uneven = next(block for block in blocks if not block.fits(num_ranks))

@@ -22,18 +22,14 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.attention.kernel import AUTO
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Executor
-from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.models.checks import MODEL_TYPES, max_positions
+from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.precise import evaluate_in_float64
-from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
 from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, train_whole
-from chunkplan_runtime.proof.record import check_exact, proof_of
+from chunkplan_runtime.proof.record import exact_router_loss, proof_of
+from chunkplan_runtime.training.executor import Executor
 
 #: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For
 #: others, which the delta rule is one of, there is that of `prove`.
@@ -127,8 +123,7 @@ def parity(
         config = small_config(max_positions=max(lengths))
     else:
         config = read_config(model_config, router_loss=True)
-        scope = router_loss_scope(config, None, str(model_config))
-        check_exact(config, str(model_config), router_loss=scope != NO_ROUTER_LOSS)
+        exact_router_loss(config, None, str(model_config))
         proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))
@@ -186,17 +181,13 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
 
     Raises:
         DataError: plan or analysis is not what it should be.
-        UsageError: see `stream.open_plan`, `stream.PlanStream` and `plans.check_plan`.
+        UsageError: see `Executor.stream`.
         ChunkplanError: gradients are not finite.
     """
-    opened, loaded_analysis = open_plan(plan, analysis)
-    check_plan(model.config, opened)
-    most = max_positions(model.config)
-    stream = PlanStream(opened, loaded_analysis, vocab_size=model.vocab_size, max_positions=most)
-    work = next(iter(stream))
+    executor = Executor(model, kv_offload=kv_offload)
+    work = next(iter(executor.stream(plan, analysis)))
     with evaluate_in_float64(model.model), _without_noise(model):
-        executor = Executor(model, kv_offload=kv_offload)
-        loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
+        loss = executor.step(work)
         gradients = take_gradients(model)
         chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
         # A sequence counts as often as it occurs: every occurrence has one segment that starts it.

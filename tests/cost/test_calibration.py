@@ -24,7 +24,7 @@ from chunkplan_runtime.calibration import measure as timing
 from chunkplan_runtime.calibration.device_rates import measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
 from chunkplan_runtime.devices import find_device
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 
 SHAPE = QWEN2_5_7B.first(8)
@@ -231,7 +231,7 @@ def test_a_probe_runs_what_a_plan_would(model: CausalLM, monkeypatch: pytest.Mon
     """Earlier parts forward, one more part backward before; the timed part runs last, and no more than that."""
     run: list[tuple[str, int, int]] = []
 
-    class Watched(Executor):
+    class Watched(RankExecutor):
         def run(self, work: Any, num_target_tokens: int, around: Any) -> Any:
             def watched(action: Any) -> Any:
                 run.append(
@@ -244,7 +244,7 @@ def test_a_probe_runs_what_a_plan_would(model: CausalLM, monkeypatch: pytest.Mon
 
             return super().run(work, num_target_tokens, watched)
 
-    monkeypatch.setattr(timing, "Executor", Watched)
+    monkeypatch.setattr(timing, "RankExecutor", Watched)
     time_probe(model, Probe((16,), 32))
     assert run == [
         *[("forward_kv", prefix, 16) for prefix in (0, 16, 32, 48)],

@@ -162,7 +162,7 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
 def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
     """`tests/runtime/failures/test_exchange_faults.py` has some that do."""
     doing = "step 12, rank {}, in the backward of chunk 0"
-    exchanges = [Exchanges(RankLayout(dp=4, rank=rank)) for rank in range(4)]
+    exchanges = [Exchanges(RankLayout(dp=4, process=rank)) for rank in range(4)]
     activities = {3: Activity(doing.format(3))}
     for rank, each in enumerate(exchanges[:3]):
         words = EXCHANGING.partition("in the backward of chunk 0, ")[2].partition(" processes")[0]
@@ -176,7 +176,7 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
 def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     """`tests/runtime/distributed/test_train_sharing.py` has one that waits."""
     span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
-    exchanges = Exchanges(RankLayout(dp=4, rank=1))
+    exchanges = Exchanges(RankLayout(dp=4, process=1))
     part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
     memory = GatheredMemory(DeviceMemory(), part, exchanges)
     page = memory.new_page(0, 65536, (torch.empty(1, 1, 0, 1),))

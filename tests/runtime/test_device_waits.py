@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from chunkplan_runtime.device_waits import new_host_memory, no_device_waits, pinned, synchronize
 from chunkplan_runtime.distributed.groups import link_options
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.page_needs import page_needs
@@ -69,7 +69,7 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     long = [[(0, start, start + 2)] for start in range(0, 40, 2)]
     plan = handmade_plan(random_sequences([40, 5]), [{0: [*long, [(1, 0, 3)], [(1, 3, 5)]]}], k=k)
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
-    executor = Executor(model, kv_offload=True)
+    executor = RankExecutor(model, kv_offload=True)
     (executor.evaluate if evaluates else executor.run)(work, 1)
     memory = executor.memory
     assert isinstance(memory, HostMemory)

@@ -15,7 +15,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import new_model
@@ -82,7 +82,7 @@ def run_step(model, handmade_plan, random_sequences, monkeypatch):
         model.model.zero_grad(set_to_none=True)
         torch.use_deterministic_algorithms(True)
         try:
-            loss = Executor(model, kv_offload=kv_offload).run(work.ranks[0], work.step.num_target_tokens).loss
+            loss = RankExecutor(model, kv_offload=kv_offload).run(work.ranks[0], work.step.num_target_tokens).loss
         finally:
             torch.use_deterministic_algorithms(False)
             model.set_checkpointing("none")
@@ -139,7 +139,7 @@ def test_memory_on_the_gpu_does_not_grow_with_a_sequence_whose_kv_is_on_the_host
         work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=1 << 16, prefetch=0)))
         model.model.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
-        Executor(model, kv_offload=True).run(work.ranks[0], work.step.num_target_tokens)
+        RankExecutor(model, kv_offload=True).run(work.ranks[0], work.step.num_target_tokens)
         return torch.cuda.max_memory_allocated()
 
     short = peak(8192)  # whose first page is closed, as that of any longer one
@@ -157,7 +157,7 @@ def test_attention_that_is_kept_on_the_host_is_one_layer_on_the_gpu(tiny_config,
         work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=1 << 16, prefetch=0)))
         now = []
         meet = lambda action: now.append(torch.cuda.memory_allocated())  # noqa: E731
-        Executor(model).run(work.ranks[0], work.step.num_target_tokens, meet=meet)
+        RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens, meet=meet)
         return now[3]  # before the forward of the last chunk
 
     of_layer = 1024 * 4 * (64 * 2 + 4)

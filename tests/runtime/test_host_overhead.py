@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 
@@ -51,7 +51,7 @@ def ours(config: Any, work: Any, chunk_id: int) -> Counter[str]:
 
     for _ in range(2):  # what is done once is done
         found.clear()
-        Executor(model).run(work, 1, around)
+        RankExecutor(model).run(work, 1, around)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from transformers import AutoConfig
 
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from tests.support.host_waits import NoHostWaits, RefusedError
@@ -49,7 +49,7 @@ def make_step(tiny_config, handmade_plan, random_sequences):
         chunks = [*[[(0, start, start + 8)] for start in range(0, 40, 8)], [(1, 0, 5), (2, 0, 6)]]
         plan = handmade_plan(random_sequences([40, 5, 6]), [{0: chunks}], k=k, kept=kept)
         [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
-        return Executor(model, **how), work
+        return RankExecutor(model, **how), work
 
     return make
 
@@ -153,6 +153,6 @@ def test_what_fsdp_looks_for_tensors_in_has_no_spans(make_step):
     for layer in model.own_layers.values():
         layer.register_forward_pre_hook(lambda layer, args, kwargs: look((args, kwargs)), with_kwargs=True)
     tensors = {chunk_id: replace(each, spans=Spans(each.spans)) for chunk_id, each in work.tensors.items()}
-    Executor(replace(model, call=call)).run(replace(work, tensors=tensors), 30)
+    RankExecutor(replace(model, call=call)).run(replace(work, tensors=tensors), 30)
     assert len(seen) > 20
     assert sum(seen) > 0

@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model
@@ -50,17 +50,17 @@ def test_processes_serve_every_stage_of_every_rank_once(plan_dp: int, pp: int, w
     for rank in range(world_size):
         layout = choose_layout(plan, world_size, rank)
         assert layout.world_size == world_size
-        assert layout.rank_of(layout.stage, layout.dp_rank) == rank
+        assert layout.process_of(layout.stage, layout.replica) == rank
         assert (layout.is_first, layout.is_last) == (layout.stage == 0, layout.stage == pp - 1)
         served += [(dp_rank, layout.stage) for dp_rank in layout.dp_ranks(plan_dp)]
     assert sorted(served) == [(dp_rank, stage) for dp_rank in range(plan_dp) for stage in range(pp)]
 
 
 def test_replicas_of_a_stage_lie_side_by_side() -> None:
-    layouts = [RankLayout(dp=3, pp=2, rank=rank) for rank in range(6)]
-    assert [(each.stage, each.dp_rank) for each in layouts] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    layouts = [RankLayout(dp=3, pp=2, process=rank) for rank in range(6)]
+    assert [(each.stage, each.replica) for each in layouts] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert layouts[0].describe(4) == "process 4 of 6 (stage 1 of pipeline 1)"
-    assert RankLayout(dp=2, rank=1).describe() == "process 1 of 2 (data parallel)"
+    assert RankLayout(dp=2, process=1).describe() == "process 1 of 2 (data parallel)"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_virtual_stage_that_is_not_there_is_named(built: Built, virtual_stage:
     model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, seed=0)
     work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=20)))
     with pytest.raises(DataError, match=f"on virtual stage {virtual_stage}, which does not exist"):
-        Executor(model).run(work.ranks[0], 1)
+        RankExecutor(model).run(work.ranks[0], 1)
 
 
 @pytest.mark.parametrize("op, what", [("forward", "activations"), ("backward", "gradients")])
@@ -195,7 +195,7 @@ def test_stages_that_exchange_chunks_in_different_orders_are_refused(built: Buil
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
     opened = open_plan(plan, analysis, pp=3)
     for rank in range(6):
-        stream = PlanStream(*opened, vocab_size=97, max_positions=20, layout=RankLayout(dp=2, pp=3, rank=rank))
+        stream = PlanStream(*opened, vocab_size=97, max_positions=20, layout=RankLayout(dp=2, pp=3, process=rank))
         if rank % 2 == 0:
             assert len(list(stream)) == 1  # its pipeline is in order
             continue
@@ -207,7 +207,7 @@ def test_stages_that_exchange_chunks_in_different_orders_are_refused(built: Buil
 def test_every_process_has_the_actions_of_its_stage_and_ranks(built: Built) -> None:
     plan, analysis = open_plan(*built(pp=2, dp=4), pp=2)
     step = next(plan.iter_steps())
-    for layout in (replace(RankLayout(dp=2, pp=2), rank=rank) for rank in range(4)):
+    for layout in (replace(RankLayout(dp=2, pp=2), process=rank) for rank in range(4)):
         (work,) = PlanStream(plan, analysis, vocab_size=97, max_positions=20, layout=layout)
         assert [each.dp_rank for each in work.ranks] == list(layout.dp_ranks(4))
         for each in work.ranks:
@@ -250,7 +250,7 @@ def shared(built: Built) -> tuple[Path, Path]:
 
 def own_streams(shared: tuple[Path, Path], num_processes: int) -> list[PlanStream]:
     opened = open_plan(*shared)
-    layouts = [RankLayout(dp=num_processes, rank=rank) for rank in range(num_processes)]
+    layouts = [RankLayout(dp=num_processes, process=rank) for rank in range(num_processes)]
     return [PlanStream(*opened, vocab_size=97, max_positions=20, layout=layout) for layout in layouts]
 
 

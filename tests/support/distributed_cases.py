@@ -26,7 +26,7 @@ from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, Executor, Meet, meet_nobody
+from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
@@ -62,7 +62,7 @@ class StageProcess:
     model: CausalLM
     groups: Groups
     shards: Shards | None
-    executor: Executor
+    executor: RankExecutor
     stream: PlanStream
     sharding: Sharding = "optimizer"
 
@@ -271,7 +271,7 @@ def compare_master_weights(
     model = make_model()
     whole = TrainedWeights(model.model, master_weights=True)
     stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=10**6)
-    executor, work = Executor(model), next(iter(stream))
+    executor, work = RankExecutor(model), next(iter(stream))
     for each in work.ranks:
         actions = [action for action in each.actions if action.virtual_stage == 0]
         executor.run(replace(each, actions=actions), work.step.num_target_tokens)
@@ -330,7 +330,7 @@ def make_stage(
         shards = Shards(model, groups.replicas, groups.machines, **how)
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
-    executor = Executor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
+    executor = RankExecutor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
     return StageProcess(model, groups, shards, executor, stream, sharding)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
@@ -47,7 +47,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
     model = new_model(read_config(folder / "config.json"), torch.float64, seed=1)
     layout = choose_layout(plan, dist.get_world_size(), rank)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(plan, layout.dp))
-    executor = Executor(model, exchanges=groups.exchanges)
+    executor = RankExecutor(model, exchanges=groups.exchanges)
     [work] = next(iter(PlanStream(plan, analysis, vocab_size=97, max_positions=256, layout=layout))).ranks
     name, word = CALLS[what]
     exchange, times = getattr(Exchanges, name), []

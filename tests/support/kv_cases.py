@@ -55,7 +55,7 @@ def read_and_add(
     """
     memory: PageMemory = HostMemory(torch.device("cpu")) if on_host else DeviceMemory()
     size = dist.get_world_size() if shared else 1
-    exchanges = Exchanges(RankLayout(dp=size, rank=rank), {tuple(range(size)): dist.group.WORLD} if shared else {})
+    exchanges = Exchanges(RankLayout(dp=size, process=rank), {tuple(range(size)): dist.group.WORLD} if shared else {})
     store = StateStore(page_tokens, memory, exchanges)
     of_processes = split_by_pages(parts, rank, size) if shared else [None] * len(parts)
     spans = [Span(7, start, stop, parts[-1][1], 0) for start, stop in parts]
@@ -93,7 +93,7 @@ def attend_together(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention of a sequence that all processes share, as a layer calls it: this process's output and gradients."""
     size = dist.get_world_size()
-    exchanges = Exchanges(RankLayout(dp=size, rank=rank), {tuple(range(size)): dist.group.WORLD})
+    exchanges = Exchanges(RankLayout(dp=size, process=rank), {tuple(range(size)): dist.group.WORLD})
     store = StateStore(8, exchanges=exchanges)
     split = split_by_heads if by_heads else split_by_pages
     done: list[tuple[SharedPart, Tensor, tuple[Run, ...]]] = []

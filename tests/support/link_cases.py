@@ -17,7 +17,7 @@ from torch import Tensor
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import RankLayout
@@ -108,7 +108,7 @@ def drive(
     parts = [StandIn(each, layout.num_model_stages, hidden_size, wrong=wrong) for each in layout.model_stages()]
     model: Any = parts[0]
     model.parts = [replace(each, current=model.current) for each in parts]
-    executor = Executor(model, links=links)
+    executor = RankExecutor(model, links=links)
     left = []
     for step, pipeline in enumerate(pipelines):
         executor.run(_work(step, pipeline, layout.stage), 1, lambda action: nullcontext())

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.execution.executor import Executor, Place
+from chunkplan_runtime.execution.executor import Place, RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
 from chunkplan_runtime.kv.gathered import GatheredMemory
@@ -57,7 +57,7 @@ def observe_memory(rank: int, *, plan: Path, config: Path, kv_offload: bool = Fa
 
 
 class _Watch:
-    def __init__(self, executor: Executor, work: RankWork) -> None:
+    def __init__(self, executor: RankExecutor, work: RankWork) -> None:
         self._executor, self._work = executor, work
         self.observed = Observed()
         self._at_work: Action | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -107,12 +107,12 @@ def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[s
 
 def stalled_main(rank: int, **how: Any) -> tuple[int, str]:
     """`run_main` where the first process is late, and half a second is long."""
-    run = Executor.run
+    run = RankExecutor.run
 
     def late(*args: Any) -> Any:
         if rank == 0:
             time.sleep(2)
         return run(*args)
 
-    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(Executor, "run", late):
+    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(RankExecutor, "run", late):
         return run_main(rank, **how)

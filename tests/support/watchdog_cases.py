@@ -218,7 +218,7 @@ def get_sigterm() -> NoReturn:
 
 def run(case: Case, rank: int) -> None:
     """Do as the command does."""
-    layout = replace(case.layout, rank=rank)
+    layout = replace(case.layout, process=rank)
     signal.alarm(TOO_LONG)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     dist.init_process_group("gloo", world_size=layout.world_size, rank=rank)

@@ -85,7 +85,7 @@ class HeadExchange:
 
     @property
     def _place(self) -> int:
-        return self.part.heads.index(self.exchanges.layout.dp_rank)
+        return self.part.heads.index(self.exchanges.layout.replica)
 
     @property
     def _counts(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Times chunks of given sizes and prefixes, run by the `Executor` as a plan would have them, to fit the cost model to.
+"""Times chunks of given sizes and prefixes, run by the executor as a plan would have them, to fit the cost model to.
 
 Every chunk is run as `forward_kv`, `recompute` and `backward`. One without a prefix is standalone: a whole sequence,
 and again as eight packed ones. One with a prefix is a part of a long sequence whose earlier parts ran forward before,
@@ -21,7 +21,7 @@ import torch
 from chunkplan.cost.measurements import ChunkTime
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action, Chunk, Segment
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.spans import Span
@@ -155,7 +155,7 @@ def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
             raise _EnoughError
 
     with suppress(_EnoughError):
-        Executor(model).run(work, sum(probe.segments), around)
+        RankExecutor(model).run(work, sum(probe.segments), around)
     return times["forward_kv"], times["recompute"] + times["backward"]
 
 

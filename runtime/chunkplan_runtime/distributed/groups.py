@@ -91,17 +91,17 @@ def make_groups(
     def own(members: list[list[int]], *, is_link: bool = False) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all of them make all."""
         groups = [
-            (ranks, dist.new_group(ranks, timeout=timeout, **(link_options(device, timeout) if is_link else {})))
-            for ranks in members
+            (each, dist.new_group(each, timeout=timeout, **(link_options(device, timeout) if is_link else {})))
+            for each in members
         ]
-        return next((group for ranks, group in groups if layout.rank in ranks), None)
+        return next((group for each, group in groups if layout.process in each), None)
 
     def pairs(stage: int, other: int) -> list[list[int]]:
-        return [[layout.rank_of(stage, dp_rank), layout.rank_of(other, dp_rank)] for dp_rank in range(layout.dp)]
+        return [[layout.process_of(stage, replica), layout.process_of(other, replica)] for replica in range(layout.dp)]
 
     replicas, machines, ends = None, None, None
     if layout.dp > 1:
-        stages = [[layout.rank_of(stage, dp_rank) for dp_rank in range(layout.dp)] for stage in range(layout.pp)]
+        stages = [[layout.process_of(stage, replica) for replica in range(layout.dp)] for stage in range(layout.pp)]
         group = own(stages)
         assert group is not None
         replicas = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
@@ -117,7 +117,7 @@ def make_groups(
         down, up = own(pairs(above, below), is_link=True), own(pairs(above, below), is_link=True)
         if down is not None and up is not None:
             other = below if layout.stage == above else above
-            links[border] = Link(layout.rank_of(other, layout.dp_rank), down, up)
+            links[border] = Link(layout.process_of(other, layout.replica), down, up)
     if stages_of[0] != stages_of[-1]:
         ends = own(pairs(stages_of[0], stages_of[-1]))
     spread_groups = (machines.within, machines.across) if machines else ()
@@ -129,7 +129,7 @@ def make_groups(
     members = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}
     shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group_members in sorted(each for each in members if len(each) > 1):
-        made = own([[layout.rank_of(stage, each) for each in group_members] for stage in range(layout.pp)])
+        made = own([[layout.process_of(stage, each) for each in group_members] for stage in range(layout.pp)])
         if made is not None:
             shared[group_members] = made
     exchanges = Exchanges(layout, shared)
@@ -140,7 +140,7 @@ def make_groups(
 
 
 class GroupOptions(TypedDict, total=False):
-    """Arguments of `new_group` beside its ranks; `pg_options` are the backend's own, which torch has no types for."""
+    """Arguments of `new_group` beside its members; `pg_options` are the backend's own, which torch has no types for."""
 
     backend: str
     pg_options: Any

@@ -28,10 +28,10 @@ class Job:
     @property
     def is_main(self) -> bool:
         """Whether this process is the one that prints and writes for all."""
-        return self.layout.rank == 0
+        return self.layout.process == 0
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all processes, by rank; all of them have to call it."""
+        """The values of all processes, in their order; all of them have to call it."""
         if self.groups is None:
             return [value]
         gathered: list[Any] = [None] * self.layout.world_size

@@ -80,7 +80,7 @@ def find_own_gpu(device: str) -> OwnGpu:
 
 
 def check_gpus(processes: Sequence[OwnGpu]) -> None:
-    """Refuse what `processes`, by rank, would take: where there are GPUs, each needs one that no other one takes.
+    """Refuse what `processes`, in order, would take: where there are GPUs, each needs one that no other one takes.
 
     Raises:
         UsageError: naming the processes and the GPU.
@@ -92,17 +92,17 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
         "its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu"
     )
     takers: dict[str, int] = {}
-    for rank, process in enumerate(processes):
+    for number, process in enumerate(processes):
         if process.uuid is None:
             raise UsageError(
-                f"process {rank} of {len(processes)} would take GPU {process.index}, and sees {process.num_seen}",
+                f"process {number} of {len(processes)} would take GPU {process.index}, and sees {process.num_seen}",
                 where=process.machine,
                 hint=hint,
             )
-        other = takers.setdefault(process.uuid, rank)
-        if other != rank:
+        other = takers.setdefault(process.uuid, number)
+        if other != number:
             raise UsageError(
-                f"processes {other} and {rank} of {len(processes)} would share a GPU ({process.uuid})",
+                f"processes {other} and {number} of {len(processes)} would share a GPU ({process.uuid})",
                 where=process.machine,
                 hint=hint,
             )

@@ -45,7 +45,7 @@ class WholeOnlyError(Exception):
 def own_rows(num_rows: int, layout: RankLayout) -> slice:
     """The rows of a weight that a process has of its stage's, as torch shards it."""
     each = -(-num_rows // layout.dp)
-    return slice(min(each * layout.dp_rank, num_rows), min(each * (layout.dp_rank + 1), num_rows))
+    return slice(min(each * layout.replica, num_rows), min(each * (layout.replica + 1), num_rows))
 
 
 def load_own_part(

@@ -175,7 +175,7 @@ class Shards:
             self._sync_layers(virtual_stage, True)
 
     def around(self, inner: Around) -> Around:
-        """What `Executor.run` enters around an action: `inner`, and what FSDP2 does not see of reducing in it.
+        """What `RankExecutor.run` enters around an action: `inner`, and what FSDP2 does not see of reducing in it.
 
         That is all that a weight half leaves. It is summed as FSDP2 sums it after every backward, in the dtype that it
         reduces. Where it is reduced at once, so is what the other half of some backward has found: this is kept apart

@@ -68,7 +68,7 @@ def paddings_of(
                     if slots.setdefault(slot, padding) != padding:
                         raise _refusal(f"several ops in slot {slot}", work.step, rank, layout.stage)
         left = deque(sorted(slots))
-        for action, slot in _row(work.step, ranks[layout.dp_rank], layout.stage, only_forwards):
+        for action, slot in _row(work.step, ranks[layout.replica], layout.stage, only_forwards):
             while left and left[0] < slot:
                 paddings[-1].append(slots[left.popleft()])
             if action.op in ops:

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
@@ -46,7 +47,7 @@ def meet_nobody(action: Action | None) -> None:
     """Where no other process has a part in this one's actions."""
 
 
-class Executor:
+class RankExecutor:
     """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
 
     A stage may have several virtual stages, each with links, a store and chunks in flight of its own.
@@ -54,8 +55,8 @@ class Executor:
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
-    `router_loss`: whose gradient is added, once it has begun a step. `label_smoothing`: of the loss that is trained on;
-    evaluation has none.
+    `router_loss`: what the load-balancing loss is over whose gradient is added, once its step has begun (see
+    `router_loss_scope`). `label_smoothing`: of the loss that is trained on; evaluation has none.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class Executor:
         kv_offload: bool = False,
         links: Links | None = None,
         exchanges: Exchanges | None = None,
-        router_loss: RouterLoss | None = None,
+        router_loss: str = NO_ROUTER_LOSS,
         label_smoothing: float = 0.0,
     ) -> None:
         self.model = model
         self._parts = model.parts
-        self._router_loss = router_loss
+        self.router_loss = RouterLoss(model, router_loss)
         self._label_smoothing = label_smoothing
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
@@ -99,7 +100,7 @@ class Executor:
 
     @doing.setter
     def doing(self, words: str) -> None:
-        """See `Executor.doing`."""
+        """See `RankExecutor.doing`."""
         self._doing = words
 
     @property
@@ -251,9 +252,8 @@ class Executor:
         self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
         self.inputs, self.in_flight = {}, {}
         self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))
-        self.model.current.router_loss = self._router_loss
-        if self._router_loss is not None:
-            self._router_loss.begin_run(with_gradients=with_gradients)
+        self.model.current.router_loss = self.router_loss
+        self.router_loss.begin_run(with_gradients=with_gradients)
         if with_gradients:
             reserve_inputs(self._parts, work)
             self.kept_attention.begin(self._parts, work)
@@ -273,7 +273,7 @@ class Executor:
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             set_seed(seed)
-            counting = self._router_loss.counting(op != "recompute") if self._router_loss else nullcontext()
+            counting = self.router_loss.counting(op != "recompute")
             with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
                 return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 

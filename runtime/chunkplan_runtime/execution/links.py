@@ -39,9 +39,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class Link:
-    """The other process's rank, and groups of the two: for hidden states, and for their gradients."""
+    """The other process, and groups of the two: for hidden states, and for their gradients."""
 
-    rank: int
+    process: int
     down: dist.ProcessGroup
     up: dist.ProcessGroup
 
@@ -73,13 +73,13 @@ class Links:
                 continue
             link = links[border]
             if above is not None:
-                outputs = self._outputs[above] = _Outbox(link.rank, link.down)
-                gradients = self._gradients[above] = _Inbox(wire, link.rank, link.up)
+                outputs = self._outputs[above] = _Outbox(link.process, link.down)
+                gradients = self._gradients[above] = _Inbox(wire, link.process, link.up)
                 outputs.greet(greeting)
                 gradients.be_greeted()
             elif below is not None:
-                inputs = self._inputs[below] = _Inbox(wire, link.rank, link.down)
-                input_gradients = self._input_gradients[below] = _Outbox(link.rank, link.up)
+                inputs = self._inputs[below] = _Inbox(wire, link.process, link.down)
+                input_gradients = self._input_gradients[below] = _Outbox(link.process, link.up)
                 inputs.be_greeted()
                 input_gradients.greet(greeting)
 

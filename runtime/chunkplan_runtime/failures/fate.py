@@ -97,11 +97,11 @@ def lost(fate: Fate, who: str, when: str, heard: str, place: Place | None = None
     return ChunkplanError(said, hint=f"{hint}; {RESUME}")
 
 
-def last_heard(rank: int, activities: Mapping[int, Activity]) -> str:
+def last_heard(process: int, activities: Mapping[int, Activity]) -> str:
     """What a process was last heard to do, and what those do that wait for it, as the end of a sentence."""
-    own = activities.get(rank, NO_ACTIVITY).words
+    own = activities.get(process, NO_ACTIVITY).words
     said = f"; last heard of in {own}" if own else ""
-    waiting = [other for other, activity in activities.items() if rank in activity.waits_for and other != rank]
+    waiting = [other for other, activity in activities.items() if process in activity.waits_for and other != process]
     if waiting:
         said += f"; process {waiting[0]} waits for it in {activities[waiting[0]].words}"
     if waiting[1:]:

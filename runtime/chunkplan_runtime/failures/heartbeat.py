@@ -33,14 +33,14 @@ class Beat:
     @classmethod
     def parse(cls, text: str) -> Beat:
         """The beat that `str` made a string of."""
-        number, state, step, place, ranks, words = text.split(" ", 5)
-        waits_for = tuple(int(rank) for rank in ranks.split(",") if rank)
+        number, state, step, place, processes, words = text.split(" ", 5)
+        waits_for = tuple(int(process) for process in processes.split(",") if process)
         return cls(int(number), state, int(step), Place.parse(place), Activity(words, waits_for))
 
     def __str__(self) -> str:
         """Six entries for `parse`, of which the last one may have spaces."""
-        ranks = ",".join(map(str, self.activity.waits_for))
-        return f"{self.number} {self.state} {self.step} {self.place} {ranks} {self.activity.words}"
+        processes = ",".join(map(str, self.activity.waits_for))
+        return f"{self.number} {self.state} {self.step} {self.place} {processes} {self.activity.words}"
 
 
 class Heartbeat:
@@ -50,16 +50,16 @@ class Heartbeat:
     asks `activity` what that thread is at.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, process: int, world_size: int) -> None:
         self.state = RUNNING
         self.step = -1
         self.activity: Callable[[], Activity] = lambda: NO_ACTIVITY
         self.number = 0  # of the last beat; it does not change while a call to the store hangs
         self.place = Place.of_this_process()
-        self.watched = range(1, world_size) if rank == 0 else range(1)
-        self.latest: dict[int, Beat] = {}  # by rank, of this process too; none of a process that has not begun
+        self.watched = range(1, world_size) if process == 0 else range(1)
+        self.latest: dict[int, Beat] = {}  # by number, of this process too; none of a process that has not begun
         self._store = store
-        self._rank = rank
+        self._process = process
 
     def prepare(self) -> None:
         """Make the keys of the beats: reading waits for keys that are not there.
@@ -67,8 +67,8 @@ class Heartbeat:
         Raises:
             RuntimeError: the store is gone.
         """
-        for rank in {self._rank, *self.watched}:
-            self._store.compare_set(_key(rank), "", "")
+        for process in {self._process, *self.watched}:
+            self._store.compare_set(_key(process), "", "")
 
     def exchange(self) -> None:
         """Write the next beat of this process and read those of the watched ones.
@@ -78,9 +78,9 @@ class Heartbeat:
         """
         self.number += 1
         own = Beat(self.number, self.state, self.step, self.place, self.activity())
-        self._store.set(_key(self._rank), str(own))
+        self._store.set(_key(self._process), str(own))
         self._read(self.watched)
-        self.latest[self._rank] = own
+        self.latest[self._process] = own
 
     def read_all(self, world_size: int) -> None:
         """Read the last beats of all processes, for a message about one that others wait for.
@@ -88,32 +88,34 @@ class Heartbeat:
         Raises:
             RuntimeError: the store is gone.
         """
-        others = [rank for rank in range(world_size) if rank != self._rank]
-        for rank in others:
-            self._store.compare_set(_key(rank), "", "")
+        others = [process for process in range(world_size) if process != self._process]
+        for process in others:
+            self._store.compare_set(_key(process), "", "")
         self._read(others)
 
-    def _read(self, ranks: Sequence[int]) -> None:
-        beats = self._store.multi_get([_key(rank) for rank in ranks])
-        self.latest |= {rank: Beat.parse(beat.decode()) for rank, beat in zip(ranks, beats, strict=True) if beat}
+    def _read(self, processes: Sequence[int]) -> None:
+        beats = self._store.multi_get([_key(process) for process in processes])
+        self.latest |= {
+            process: Beat.parse(beat.decode()) for process, beat in zip(processes, beats, strict=True) if beat
+        }
 
-    def state_of(self, rank: int) -> str:
+    def state_of(self, process: int) -> str:
         """The last known state of a process; one that has not begun counts as running."""
-        return self.latest[rank].state if rank in self.latest else RUNNING
+        return self.latest[process].state if process in self.latest else RUNNING
 
-    def place_of(self, rank: int) -> Place | None:
+    def place_of(self, process: int) -> Place | None:
         """Where a process runs; None where it is not known yet."""
-        return self.latest[rank].place if rank in self.latest else None
+        return self.latest[process].place if process in self.latest else None
 
     def activities(self) -> dict[int, Activity]:
-        """What the processes that are known here were last heard to do, and what this one does, by rank, ascending."""
-        heard = {rank: beat.activity for rank, beat in self.latest.items()} | {self._rank: self.activity()}
+        """What the processes that are known here were last heard to do, and what this one does, by number."""
+        heard = {process: beat.activity for process, beat in self.latest.items()} | {self._process: self.activity()}
         return dict(sorted(heard.items()))
 
-    def step_of(self, rank: int) -> int:
+    def step_of(self, process: int) -> int:
         """The step that a process is at. Its beat may be some steps old, and all processes begin a step together."""
-        return max(self.latest[rank].step if rank in self.latest else -1, self.step)
+        return max(self.latest[process].step if process in self.latest else -1, self.step)
 
 
-def _key(rank: int) -> str:
-    return f"beat/{rank}"
+def _key(process: int) -> str:
+    return f"beat/{process}"

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from chunkplan.errors import ChunkplanError
 from chunkplan.visible import one_line
 
-#: The key of the verdict in the store: "<exit code> <rank that found it>", empty while there is none.
+#: The key of the verdict in the store: "<exit code> <process that found it>", empty while there is none.
 _KEY = "verdict"
 
 
@@ -23,14 +23,14 @@ class Verdict:
     while the main thread is blocked in C++. `grace` is how many seconds others then have to read the verdict.
     """
 
-    def __init__(self, store: Store, rank: int, grace: float) -> None:
+    def __init__(self, store: Store, process: int, grace: float) -> None:
         self.main_thread_ends = False
         self.is_first = True  # no other process has reported an end
         self.error: ChunkplanError | None = None  # what the main thread has to print
         self.settled = threading.Event()  # how the job ends is known, or nothing looks for it any more
         self._settling = threading.Lock()
         self._store = store
-        self._rank = rank
+        self._process = process
         self._grace = grace
 
     def prepare(self) -> None:
@@ -57,7 +57,7 @@ class Verdict:
         Raises:
             RuntimeError: the store is gone.
         """
-        own = f"{code} {self._rank}"
+        own = f"{code} {self._process}"
         written = self._store.compare_set(_KEY, "", own)
         return _code_of(written), written == own.encode()
 

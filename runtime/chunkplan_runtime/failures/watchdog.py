@@ -56,12 +56,12 @@ class Watchdog:
         self._job_store = group.get_group_store()  # where this process hosts it, it ends with the last reference
         self._store = PrefixStore("watchdog", self._job_store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
         self._by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        self._hosts_store = layout.rank == 0 and layout.world_size > 1 and not self._by_launcher
+        self._hosts_store = layout.process == 0 and layout.world_size > 1 and not self._by_launcher
         self._prints_if_alone = False
         self._exit_code: int | None = None  # of an error that ends the main thread
 
-        self.heartbeat = Heartbeat(self._store, layout.rank, layout.world_size)
-        self._verdict = Verdict(self._store, layout.rank, grace=2 * self._interval)
+        self.heartbeat = Heartbeat(self._store, layout.process, layout.world_size)
+        self._verdict = Verdict(self._store, layout.process, grace=2 * self._interval)
         self._listener = SignalListener(self._on_signal)
         self._clock = StallClock(2 * self._interval)
 
@@ -168,8 +168,8 @@ class Watchdog:
         self._verdict.look()
         if self._verdict.settled.is_set():
             return
-        if self.heartbeat.latest[self.layout.rank].state == STOPPED:
-            if self.layout.rank > 0 or not any(map(self._is_running, self.heartbeat.watched)):
+        if self.heartbeat.latest[self.layout.process].state == STOPPED:
+            if self.layout.process > 0 or not any(map(self._is_running, self.heartbeat.watched)):
                 self._over.set()
         else:
             self._judge()
@@ -180,17 +180,17 @@ class Watchdog:
         if self._exit_code is not None:
             self._end_job(self._exit_code, None)
             return
-        for rank in self.heartbeat.watched:
-            beat = self.heartbeat.latest.get(rank)
-            stalled = self._clock.seconds(rank, beat)
-            if beat is not None and stalled >= self._dead_after and self._is_running(rank):
+        for process in self.heartbeat.watched:
+            beat = self.heartbeat.latest.get(process)
+            stalled = self._clock.seconds(process, beat)
+            if beat is not None and stalled >= self._dead_after and self._is_running(process):
                 heard = f"nothing heard of it for {self._dead_after:g} s"
                 self.heartbeat.read_all(self.layout.world_size)  # who waits for it may be none that is watched
-                error = self._lost(beat.place.fate(), rank, heard)
-                self._end_job(1, error, found=rank)
+                error = self._lost(beat.place.fate(), process, heard)
+                self._end_job(1, error, found=process)
                 return
-        stopped = [rank for rank, beat in self.heartbeat.latest.items() if beat.state == INTERRUPTED]
-        if self.layout.rank == 0 and stopped:
+        stopped = [process for process, beat in self.heartbeat.latest.items() if beat.state == INTERRUPTED]
+        if self.layout.process == 0 and stopped:
             waits = any(map(self._is_running, range(self.layout.world_size)))
             # longer than a death takes to be found, which is then the reason
             if not waits or self._clock.seconds(INTERRUPTED, True) >= 1.3 * self._dead_after:
@@ -238,17 +238,17 @@ class Watchdog:
         if self._verdict.main_thread_ends and self._hosts_store:
             time.sleep(2 * self._interval)  # the store ends with this process, and others have yet to read the verdict
 
-    def _is_running(self, rank: int) -> bool:
-        return self.heartbeat.state_of(rank) == RUNNING
+    def _is_running(self, process: int) -> bool:
+        return self.heartbeat.state_of(process) == RUNNING
 
-    def _lost(self, fate: Fate, rank: int, heard: str, before_name: str = "") -> ChunkplanError:
+    def _lost(self, fate: Fate, process: int, heard: str, before_name: str = "") -> ChunkplanError:
         """The error about a process of which nothing is heard any more; `before_name` makes it something of its."""
         if self._clock.has_paused(self._dead_after):
             heard += f", after a pause of {self.layout.describe()} itself"
-        heard += last_heard(rank, self.heartbeat.activities())
-        name = before_name + self.layout.describe(rank)
-        return lost(fate, name, self._when(rank), heard, self.heartbeat.place_of(rank))
+        heard += last_heard(process, self.heartbeat.activities())
+        name = before_name + self.layout.describe(process)
+        return lost(fate, name, self._when(process), heard, self.heartbeat.place_of(process))
 
-    def _when(self, rank: int) -> str:
-        step = self.heartbeat.step_of(rank)
+    def _when(self, process: int) -> str:
+        step = self.heartbeat.step_of(process)
         return f"at step {step}" if step >= 0 else "before the first step"

@@ -242,7 +242,7 @@ class PlanStream(IterableDataset[StepWork]):
         for chunk_id, chunk in work.chunks.items():
             if chunk.cp_size > 1 and chunk.group_id is not None:
                 parts = groups[chunk.group_id]
-                shared = shared_part(chunk, parts, self._layout.dp_rank, len(self._dp_ranks))
+                shared = shared_part(chunk, parts, self._layout.replica, len(self._dp_ranks))
                 tensors[chunk_id] = replace(tensors[chunk_id], shared=shared)
         return replace(work, tensors=tensors)
 

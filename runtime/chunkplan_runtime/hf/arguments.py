@@ -8,16 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.models.checks import check_config
-from chunkplan_runtime.models.parts import has_adapters
-from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.proof.record import check_exact
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 
@@ -60,9 +55,6 @@ _NEUTRAL = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "random
 
 #: Parts of optimizer names: these step inside every backward, of which a step has many.
 _STEPPING_IN_BACKWARD = ("lomo", "layerwise")
-
-#: What of a LoRA config would make adapters look at other tokens, or layers share an index.
-_LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
 
 _logger = logging.getLogger(__name__)
 
@@ -158,40 +150,3 @@ def settings_of_plan(
         setattr(copied, name, value)
     copied._n_gpu = min(args.n_gpu, 1)  # more would have transformers run the model on all of them
     return copied
-
-
-def base_model(model: Any, router_loss: str | None = None) -> Any:
-    """The transformers model in `model`: itself, or what peft's adapters are around; checked, with its `router_loss`.
-
-    Raises:
-        UsageError: gradients are not known to be exact for it.
-    """
-    base: Any = model
-    if has_adapters(model):
-        for name, adapter in model.peft_config.items():
-            features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
-            if adapter.peft_type != "LORA" or features:
-                kind = ", ".join([str(adapter.peft_type.value), *features])
-                raise UsageError(
-                    f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
-                    hint="use plain LoRA (peft.LoraConfig)",
-                )
-        base = model.get_base_model()
-    where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
-    is_model = isinstance(base, PreTrainedModel)
-    if not is_model:
-        raise UsageError("not a model of transformers", where=where, hint="load it with AutoModelForCausalLM")
-    check_config(base.config, where, router_loss=True)
-    scope = router_loss_scope(base.config, router_loss, where)
-    check_exact(base.config, where, router_loss=scope != NO_ROUTER_LOSS)
-    has_head = base.get_decoder() is not base or hasattr(base, "lm_head")  # Llama 4 takes itself for its decoder
-    if base.get_output_embeddings() is None or not has_head:
-        raise UsageError("no head that predicts tokens", where=where, hint="load it with AutoModelForCausalLM")
-    devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model lies on several devices ({', '.join(devices)})",
-            where=where,
-            hint="load it without device_map; this runtime has one device",
-        )
-    return base

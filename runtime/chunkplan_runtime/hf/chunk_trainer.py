@@ -7,9 +7,7 @@ clipping, optimizers, schedules, callbacks, logging, checkpoints. What could onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,22 +21,18 @@ from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.hf.arguments import (
     LOSS_HINT,
     accepted_arguments,
-    base_model,
     check_settings,
     settings_of_plan,
 )
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
+from chunkplan_runtime.models.parts import whole_of
+from chunkplan_runtime.training.executor import Executor
 
 
 class ChunkTrainer(Trainer):
@@ -79,7 +73,8 @@ class ChunkTrainer(Trainer):
         options_of(CostModel)["fused_kernels"].check(fused_kernels)
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
-        base = base_model(model, router_loss)
+        self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)
+        base = whole_of(model)
         opened, found = open_plan(plan, analysis)
         pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
         train_data = PlanData(opened, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
@@ -100,12 +95,7 @@ class ChunkTrainer(Trainer):
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
         fuse(list(base.modules()), fused_kernels, self.args.device)
-        self._base = base
         self._plan = opened
-        causal_lm = CausalLM(base, call=_in_autocast(self.accelerator.autocast))
-        scope = router_loss_scope(base.config, router_loss, type(base).__name__)
-        self._router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(causal_lm, scope)
-        self._executor = Executor(causal_lm, seed=self.args.seed, kv_offload=kv_offload, router_loss=self._router_loss)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of one batch a step of the plan, from the step that comes next."""
@@ -158,19 +148,9 @@ class ChunkTrainer(Trainer):
             )
         work: StepWork = inputs["work"]
         self._switch("train")
-        with self._chunk_attention():
-            if self._router_loss is not None:
-                self._router_loss.begin_step(work.step.num_tokens, partial(self._count, work), lambda own: [own])
-            loss = sum(self._executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
-        if self._router_loss is not None:
-            loss += self._router_loss.value
-        if not work.step.num_target_tokens:  # nothing to learn: no decay, no momentum either
-            self._base.zero_grad(set_to_none=True)
+        with self.accelerator.autocast():
+            loss = self._executor.step(work)
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
-
-    def _count(self, work: StepWork) -> None:
-        for rank in work.ranks:
-            self._executor.forward_only(rank, "counting")
 
     def evaluation_loop(
         self,
@@ -186,9 +166,8 @@ class ChunkTrainer(Trainer):
         total, num_targets, num_sequences = 0.0, 0, 0
         for inputs in dataloader:
             work: StepWork = inputs["work"]
-            with self._chunk_attention():
-                losses = [self._executor.evaluate(rank, work.step.num_target_tokens).loss for rank in work.ranks]
-            total += sum(losses) * work.step.num_target_tokens
+            with self.accelerator.autocast():
+                total += self._executor.evaluate(work) * work.step.num_target_tokens
             num_targets += work.step.num_target_tokens
             num_sequences += work.step.num_sequences
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -220,30 +199,3 @@ class ChunkTrainer(Trainer):
             switch = getattr(switched, mode, None)
             if callable(switch):
                 switch()
-
-    @contextmanager
-    def _chunk_attention(self) -> Iterator[None]:
-        """Within the block the model attends as chunks do; callbacks and checkpoints see it as it came."""
-        register_attention()
-        config = self._base.config
-        before = config._attn_implementation
-        # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
-        config._attn_implementation = ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
-
-
-def _in_autocast(autocast: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """Runs forwards of decoder and head, each in an autocast of its own.
-
-    Backwards have to be outside of it; and autocast keeps cast weights while it lasts, of which those of a forward
-    without gradients must not serve one with.
-    """
-
-    def call(do: Callable[..., Any], *arguments: Any) -> Any:
-        with autocast():
-            return do(*arguments)
-
-    return call

@@ -18,9 +18,8 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
-from chunkplan_runtime.models.checks import max_positions
-from chunkplan_runtime.models.plans import check_plan
+from chunkplan_runtime.feed.stream import StepWork, open_plan
+from chunkplan_runtime.models.plans import plan_stream
 
 
 class StepBatch(TypedDict, total=False):
@@ -47,19 +46,11 @@ class PlanData(IterableDataset[StepBatch]):
         *,
         pin_memory: bool,
     ) -> None:
-        config: Any = model.config
-        check_plan(config, plan)
         self.batch_size: int = plan.config.global_batch
         self._num_steps, self.num_sequences = _steps_by_epoch(plan)
         self._plan_hash = plan.content_hash
         self._position = position
-        self._stream = PlanStream(
-            plan,
-            analysis,
-            vocab_size=config.vocab_size,
-            max_positions=max_positions(config),
-            pin_memory=pin_memory,
-        )
+        self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         return self._num_steps

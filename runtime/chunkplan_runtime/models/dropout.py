@@ -34,7 +34,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_layers(model: Any) -> None:
-    """Let each layer of a transformers model set its seed before it runs in training.
+    """Let each layer of a transformers model set its seed before it runs in training; twice changes nothing.
 
     One without a list of layers cannot be cut into stages: the seed of the chunk is enough.
     """
@@ -43,7 +43,8 @@ def seed_layers(model: Any) -> None:
     except LookupError:
         return
     for index, layer in enumerate(layers):
-        layer.forward = partial(_seeded, layer, index, layer.forward)
+        if getattr(layer.forward, "func", None) is not _seeded:
+            layer.forward = partial(_seeded, layer, index, layer.forward)
 
 
 def _seeded(layer: Any, index: int, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:

@@ -32,12 +32,7 @@ from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.dropout import seed_layers
 from chunkplan_runtime.models.making import CONFIG_HINT, REFUSALS, how_to_make, make
 from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
-from chunkplan_runtime.models.recurrent import (
-    StateCache,
-    cache_argument,
-    is_recurrent,
-    run_segments,
-)
+from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
 from chunkplan_runtime.models.selective_scan import continue_scans
 from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, forget_text_weights, is_text_weight
 
@@ -98,20 +93,17 @@ class CausalLM:
     @property
     def device(self) -> torch.device:
         """The device that the weights are on."""
-        device: torch.device = next(iter(self.model.parameters())).device
-        return device
+        return torch.device(next(iter(self.model.parameters())).device)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights when they are used, and of hidden states."""
-        dtype: torch.dtype = next(iter(self.model.parameters())).dtype
-        return self.compute_dtype or dtype
+        return self.compute_dtype or next(iter(self.model.parameters())).dtype
 
     @property
     def vocab_size(self) -> int:
         """How many token ids there are."""
-        size: int = self.config.vocab_size
-        return size
+        return int(self.config.vocab_size)
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
@@ -285,7 +277,7 @@ def new_model(
     """
     kernels = Kernels(attention)
     torch.manual_seed(seed)
-    return _checked(CausalLM(make(config, dtype, device).train(), kernels), runs_on)
+    return for_chunks(make(config, dtype, device).train(), kernels, runs_on)
 
 
 def load_model(
@@ -335,13 +327,23 @@ def load_model(
             where=name,
             hint="the checkpoint is incomplete, or its config.json is not its own",
         )
-    return _checked(CausalLM(model.train(), kernels), runs_on)
+    return for_chunks(model.train(), kernels, runs_on)
 
 
-def _checked(model: CausalLM, device: torch.device | None) -> CausalLM:
-    model.attention_kernels(device)
-    seed_layers(model.model)
-    return model
+def for_chunks(model: Any, kernels: Kernels, device: torch.device | None = None) -> CausalLM:
+    """A model of transformers as the executor sees it, to run on `device` or where it is; it stays an ordinary one too.
+
+    Twice is as good as once: all that see a model go by the same `current`.
+
+    Raises:
+        UsageError: no kernel of `kernels` can run its attention.
+    """
+    register_attention()
+    found = CausalLM(model, kernels, current=getattr(model, "chunkplan", None) or Current())
+    found.attention_kernels(device)
+    found.set_checkpointing("none")
+    seed_layers(model)
+    return found
 
 
 def _first_line(error: BaseException) -> str:

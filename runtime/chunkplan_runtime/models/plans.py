@@ -1,12 +1,14 @@
-"""Which plans a model can be run with."""
+"""Which plans a model can be run with, and their steps for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.models.checks import is_bidirectional, kv_shapes
+from chunkplan_runtime.feed.stream import PlanStream
+from chunkplan_runtime.models.checks import is_bidirectional, kv_shapes, max_positions
 from chunkplan_runtime.models.recurrent import is_recurrent
 from chunkplan_runtime.sharing import blocks_on
 
@@ -52,3 +54,14 @@ def check_plan(config: Any, plan: Plan, dp: int = 1, router_loss: str | None = N
             where=str(plan.path),
             hint="build the plan with `--no-split`, and a --chunk-size of the longest sequence",
         )
+
+
+def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
+    """The steps of a plan, on one process, for a model of this transformers config.
+
+    Raises:
+        UsageError: see `check_plan` and `PlanStream`.
+    """
+    check_plan(config, plan)
+    most = max_positions(config)
+    return PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)

@@ -73,21 +73,15 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
 class RouterLoss:
     """Adds the gradient of the load-balancing loss to that of a model, or of a stage of it, in the backwards of a step.
 
-    `num_routers`: how many are here. In an evaluation nothing is added.
+    `scope`: what it is over, see `router_loss_scope`; with "none" it adds nothing. `num_routers`: how many are here. In
+    an evaluation nothing is added.
 
     Raises:
         UsageError: the loss would have no weight.
     """
 
     def __init__(self, model: CausalLM, scope: str) -> None:
-        whole = whole_of(model.model)
         self.scope = scope
-        self._device = model.device
-        weight: float | None = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
-        if not weight:
-            raise UsageError(f"router_aux_loss_coef is {weight}, with a load-balancing loss", hint=_HINT)
-        self._weight = weight
-        self._top_k: int = whole.num_experts_per_tok
         self._is_training = False
         self._is_counting = False
         #: Whether a chunk runs forward for the first time: no recompute, nor layers that run again in a backward.
@@ -100,11 +94,22 @@ class RouterLoss:
         self._value: Tensor | None = None
         self._placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.num_routers = 0
+        if scope == NO_ROUTER_LOSS:
+            return
+        whole = whole_of(model.model)
+        weight: float | None = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
+        if not weight:
+            raise UsageError(f"router_aux_loss_coef is {weight}, with a load-balancing loss", hint=_HINT)
+        self._weight = weight
+        self._top_k: int = whole.num_experts_per_tok
         for self.num_routers, (module, index) in enumerate(_routers(decoder_of(model.model)), 1):
             module.register_forward_hook(partial(self._after_router, self.num_routers, index))
 
     def begin_step(
-        self, num_tokens: int, run_forwards: Callable[[], object], gather: Callable[[Counts], Sequence[Counts]]
+        self,
+        num_tokens: int,
+        run_forwards: Callable[[], object],
+        gather: Callable[[Counts], Sequence[Counts]] = lambda own: [own],
     ) -> None:
         """Begin a step of so many tokens on all processes; of the whole batch, count the tokens of each expert first.
 
@@ -123,7 +128,7 @@ class RouterLoss:
         if gathered:
             num_rows = sum(rows for _, rows in gathered)
             counts = torch.tensor([counts for counts, _ in gathered], dtype=torch.float64).sum(0)  # [num_experts]
-            self._shares = (counts * len(counts) / num_rows / num_rows).to(self._device)
+            self._shares = counts * len(counts) / num_rows / num_rows
 
     def begin_run(self, *, with_gradients: bool) -> None:
         """Forget what is in flight, of another rank or of a run that raised; without gradients nothing is added."""
@@ -193,6 +198,7 @@ class RouterLoss:
         probabilities = rows.to(wide(rows.dtype)).softmax(-1)  # [num_tokens, num_experts]
         if counts is None:
             assert self._shares is not None, "a step has begun"
+            self._shares = self._shares.to(rows.device)
             by_span = self._shares.expand(len(context.spans), -1)  # [num_spans, num_experts]
         else:
             by_span = self._counts_of_sequences(router, context.spans, counts)

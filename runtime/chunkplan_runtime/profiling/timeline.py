@@ -40,7 +40,7 @@ class ActionClock:
         self._zero = self._mark()
 
     def around(self, dp_rank: int) -> Around:
-        """What `Executor.run` enters around each action of a data-parallel rank's work, to time it."""
+        """What `RankExecutor.run` enters around each action of a rank's work, to time it."""
 
         @contextmanager
         def timed(action: Action) -> Iterator[None]:
@@ -110,22 +110,22 @@ class ProcessRow(TypedDict):
 
 
 def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
-    """What each process did and waited for in a step, in order of rank, each a row of JSON.
+    """What each process did and waited for in a step, in their order, each a row of JSON.
 
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
     rows: list[ProcessRow] = []
     last = max(own.end for own in spent)
-    for rank, own in enumerate(spent):
-        place = replace(layout, rank=rank)
-        span = max(spent[layout.rank_of(stage, place.dp_rank)].end for stage in range(layout.pp))
+    for process, own in enumerate(spent):
+        place = replace(layout, process=process)
+        span = max(spent[layout.process_of(stage, place.replica)].end for stage in range(layout.pp))
         wait = span - own.busy
         rows.append(
             {
-                "process": rank,
+                "process": process,
                 "stage": place.stage,
-                "pipeline": place.dp_rank,
+                "pipeline": place.replica,
                 "busy_seconds": own.busy,
                 "wait_seconds": wait,
                 "bubble": wait / span if span else 0.0,

@@ -26,11 +26,11 @@ from transformers.utils import logging
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
-from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
 from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadGather, ThreadLinks, random_sequences, work_of
 
@@ -102,15 +102,14 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     sequences = random_sequences(tiny.vocab_size)
     num_targets = sum(int(each.target.sum()) for each in sequences)
     scope = router_loss_scope(tiny, None, "the small model")
-    router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(model, scope)
 
     def chunked(k: int, num_stages: int) -> _Run:
-        return _chunked(model, sequences, num_targets, k, num_stages, router_loss)
+        return _chunked(model, sequences, num_targets, k, num_stages, scope)
 
     with evaluate_in_float64(model.model):
         is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
-        whole = _whole(model, sequences, num_targets, with_router_loss=router_loss is not None)
+        whole = _whole(model, sequences, num_targets, with_router_loss=scope != NO_ROUTER_LOSS)
         errors = [_compared(chunked(k, num_stages), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
             model.model.train()  # on one stage: two threads would draw from one generator
@@ -190,37 +189,34 @@ def _chunked(
     num_targets: int,
     k: int,
     num_stages: int,
-    router_loss: RouterLoss | None,
+    scope: str,
 ) -> _Run:
     work = work_of(sequences, k)
     gather = ThreadGather(num_stages)
 
-    def run_step(own: CausalLM, links: Any, router_loss: RouterLoss | None) -> float:
-        executor = Executor(own, links=links, router_loss=router_loss)
-        if router_loss is None:
-            return executor.run(work, num_targets).loss
+    def run_step(own: CausalLM, links: Any = None) -> float:
+        executor = RankExecutor(own, links=links, router_loss=scope)
         num_tokens = sum(len(each.tokens) for each in sequences)
-        router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"), gather)
-        return executor.run(work, num_targets).loss + router_loss.value
+        executor.router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"), gather)
+        return executor.run(work, num_targets).loss + executor.router_loss.value
 
     if num_stages == 1:
-        return _Run(run_step(model, None, router_loss), _taken(model))
+        return _Run(run_step(model), _taken(model))
     queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
     num_layers = len(model.own_layers)
     cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
     stages = []
     for stage in range(2):
         copied = replace(model, model=deepcopy(model.model), current=Current())
-        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, rank=stage)))
+        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, process=stage)))
     losses: list[float] = [0.0, 0.0]
     failed: list[BaseException] = []
 
     def run(stage: int) -> None:
         links = ThreadLinks(queues)
         try:
-            own_loss = None if router_loss is None else RouterLoss(stages[stage], router_loss.scope)
             with evaluate_in_float64(stages[stage].model):
-                losses[stage] = run_step(stages[stage], links, own_loss)
+                losses[stage] = run_step(stages[stage], links)
         except BaseException as error:
             is_own = str(error) != "the other stage failed" and not isinstance(error, BrokenBarrierError)
             failed.insert(0 if is_own else len(failed), error)

@@ -13,11 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.checks import MODEL_TYPES
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.proof.prove import ModelProof, UnprovedError, prove
 
 _HINT = "docs/models.md has the models that are known to be exact, and why others are not"
+
+
+def exact_router_loss(config: Any, asked: str | None, where: str, num_stages: int = 1) -> str:
+    """What the load-balancing loss of a model is over, see `router_loss_scope`; refused if it is not exact with that.
+
+    Raises:
+        UsageError: see `router_loss_scope` and `check_exact`.
+    """
+    scope = router_loss_scope(config, asked, where)
+    check_exact(config, where, num_stages=num_stages, router_loss=scope != NO_ROUTER_LOSS)
+    return scope
 
 
 def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bool = False) -> None:

@@ -31,8 +31,8 @@ def refuse_other_beginnings(plan: Plan) -> None:
     dist.all_gather_object(given, {**versions, "plan": plan.content_hash})
     for name in given[0]:
         holders: dict[str, list[int]] = {}
-        for rank, values in enumerate(given):
-            holders.setdefault(shorten(values.get(name)), []).append(rank)
+        for process, values in enumerate(given):
+            holders.setdefault(shorten(values.get(name)), []).append(process)
         if len(holders) > 1:
             found = "; ".join(f"{value} on {named_processes(ranks)}" for value, ranks in holders.items())
             raise UsageError(
@@ -48,12 +48,12 @@ def refuse_other_processes(given: Mapping[str, Any], job: Job) -> None:
         UsageError: naming a process and what it has of its own. All raise it.
     """
     main, *others = job.all_gather_object(json.loads(json.dumps(given)))
-    for rank, other in enumerate(others, start=1):
+    for process, other in enumerate(others, start=1):
         differ = [name for name in {**main, **other} if other.get(name) != main.get(name)]
         if differ:
             [name, *more] = differ
             raise UsageError(
-                f"{job.layout.describe(rank)} has {name} {shorten(other.get(name))}, "
+                f"{job.layout.describe(process)} has {name} {shorten(other.get(name))}, "
                 f"process 0 has {shorten(main.get(name))}" + (f"; and {len(more)} more differ" if more else ""),
                 hint="start all processes with the same options, files and versions",
             )

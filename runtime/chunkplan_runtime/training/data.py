@@ -91,7 +91,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             hint="build both plans with the same --dp",
         )
     if evaluation is not None:
-        its_layout = choose_layout(evaluation, layout.world_size, layout.rank)
+        its_layout = choose_layout(evaluation, layout.world_size, layout.process)
         if its_layout != layout:
             raise UsageError(
                 f"the evaluation plan {folder} is for other virtual stages than {config.plan}",

@@ -25,7 +25,7 @@ from chunkplan_runtime.training.data import sharing_blocks
 from chunkplan_runtime.training.model_setup import choose_device
 from chunkplan_runtime.training.trainer import train
 
-#: Seconds by which rank 0 is the first to report what all processes find alike.
+#: Seconds by which process 0 is the first to report what all processes find alike.
 _HEAD_START = 1.0
 
 
@@ -46,15 +46,15 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
         SystemExit: another process prints it, with the same exit code.
     """
     with joined(config.device):
-        size, rank = dist.get_world_size(), dist.get_rank()
-        watchdog = Watchdog(RankLayout(dp=size, rank=rank))
+        size, process = dist.get_world_size(), dist.get_rank()
+        watchdog = Watchdog(RankLayout(dp=size, process=process))
         watchdog.start()
-        with _printed_by_one(watchdog, rank), lost_peers(watchdog):
+        with _printed_by_one(watchdog, process), lost_peers(watchdog):
             refuse_shared_gpus(find_own_gpu(config.device))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
             refuse_other_beginnings(plan)
-            layout = choose_layout(plan, size, rank)
+            layout = choose_layout(plan, size, process)
             watchdog.layout = layout
             # Of the main process: one that was given another evaluation plan makes the same groups, and is refused
             # after.
@@ -68,17 +68,17 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
 
 
 @contextmanager
-def _printed_by_one(watchdog: Watchdog, rank: int) -> Iterator[None]:
+def _printed_by_one(watchdog: Watchdog, process: int) -> Iterator[None]:
     """Within the block, the first process that fails ends the others and prints for them."""
     try:
         yield
     except ChunkplanError as error:
-        if rank > 0:
+        if process > 0:
             time.sleep(_HEAD_START)
         if not watchdog.fail(error.exit_code):
             sys.exit(error.exit_code)
-        if rank > 0:
-            error.message += f" (on process {rank})"
+        if process > 0:
+            error.message += f" (on process {process})"
         raise
     except KeyboardInterrupt:
         lost = watchdog.interrupted()

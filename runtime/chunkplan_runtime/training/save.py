@@ -71,7 +71,9 @@ def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
 
 def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
     blind = [
-        job.layout.describe(rank) for rank, sees in enumerate(job.all_gather_object(temporary.is_dir())) if not sees
+        job.layout.describe(process)
+        for process, sees in enumerate(job.all_gather_object(temporary.is_dir()))
+        if not sees
     ]
     if blind:
         raise ChunkplanError(

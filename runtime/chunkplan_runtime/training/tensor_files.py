@@ -44,7 +44,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], step: int, job: J
         ChunkplanError: a process cannot write, for example because its disk is full; all raise it.
     """
     own = {name: tensor.detach() for name, tensor in tensors.items()}
-    own[f"step:{job.layout.rank}"] = torch.tensor(step)
+    own[f"step:{job.layout.process}"] = torch.tensor(step)
     writer = _Writer(str(folder), save_distributed=True)
     try:
         with _one_or_many(job) as how:
@@ -60,14 +60,14 @@ def stored_tensors(folder: Path, step: int, num_files: int) -> dict[str, tuple[t
         DataError: a file is torn, missing, or of another step.
     """
     files = sorted(folder.glob("*.safetensors"))
-    ranks: set[str] = set()
+    written: set[str] = set()
     for path in files:
         file = TensorFile(path, HINT)
         steps = {name: int(file.read(name)) for name in file if _STEP.fullmatch(name)}
         if set(steps.values()) != {step}:
             raise DataError(f"of step {next(iter(steps.values()), None)}", where=str(path), hint=HINT)
-        ranks |= steps.keys()
-    missing = [rank for rank in range(num_files) if f"step:{rank}" not in ranks]
+        written |= steps.keys()
+    missing = [process for process in range(num_files) if f"step:{process}" not in written]
     if missing or len(files) != num_files:
         what = f"no file of process {missing[0]}" if missing else f"{len(files)} files"
         raise DataError(f"{what}, written by {num_files} processes", where=str(folder), hint=HINT)
@@ -215,6 +215,6 @@ def _one_or_many(job: Job) -> Iterator[dict[str, object]]:
 
 
 def _reason(error: CheckpointException) -> str:
-    rank, (first, _) = min(error.failures.items())
+    process, (first, _) = min(error.failures.items())
     text = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
-    return text if len(error.failures) == 1 and rank == 0 else f"{text} (process {rank})"
+    return text if len(error.failures) == 1 and process == 0 else f"{text} (process {process})"

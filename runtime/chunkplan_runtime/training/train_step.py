@@ -23,13 +23,13 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Executor, Meet, meet_nobody
+from chunkplan_runtime.execution.executor import Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
+from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
@@ -49,7 +49,7 @@ class Gradients:
         loss: the mean of a target token.
         norm: of all gradients, before clipping.
         sequences: the losses of all sequences, each once.
-        spent: the seconds of each process, by rank.
+        spent: the seconds of each process, in their order.
         times: of this process, action by action.
         router_loss: the load-balancing loss of routers with its weight, which `loss` is without; None if there is none.
     """
@@ -83,15 +83,14 @@ class TrainStep:
             )
         self.model = self._shards.model if self._shards else model
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
-        self.router_loss = None if scope == NO_ROUTER_LOSS else RouterLoss(self.model, scope)
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
-        self.executor = Executor(
+        self.executor = RankExecutor(
             self.model,
             seed=config.seed,
             kv_offload=bool(config.kv_offload),
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
-            router_loss=self.router_loss,
+            router_loss=scope,
             label_smoothing=config.label_smoothing,
         )
         self._config = config
@@ -113,9 +112,9 @@ class TrainStep:
             clock.start(work.step.step)
             if self._shards:
                 self._shards.begin_step()
-            if self.router_loss is not None:
-                count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
-                self.router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
+            router_loss = self.executor.router_loss
+            count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
+            router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
             meet = self._meeting(work)
             summed = self._shards.around if self._shards else lambda inner: inner
             rank_losses = [
@@ -139,8 +138,7 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"
-            router_loss = None if self.router_loss is None else self.router_loss.value
-            gathered = job.all_gather_object((rank_losses, times.spent, router_loss or 0.0))
+            gathered = job.all_gather_object((rank_losses, times.spent, router_loss.value))
         losses = [rank for ranks, *_ in gathered for rank in ranks]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
@@ -148,7 +146,7 @@ class TrainStep:
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent, _ in gathered],
             times=times,
-            router_loss=None if router_loss is None else sum(value for *_, value in gathered),
+            router_loss=None if router_loss.scope == NO_ROUTER_LOSS else sum(value for *_, value in gathered),
         )
 
     def update(self, step: PlanStep) -> float:

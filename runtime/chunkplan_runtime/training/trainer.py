@@ -15,11 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.models.plans import check_plan
-from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.proof.record import check_exact
+from chunkplan_runtime.proof.record import exact_router_loss
 from chunkplan_runtime.training.agreement import refuse_other_processes
 from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
@@ -80,8 +78,7 @@ def open_run(
     """
     model_config = read_model_config(config)
     where = str(config.model or config.model_config)
-    router_loss = router_loss_scope(model_config, config.router_loss, where)
-    check_exact(model_config, where, num_stages=job.layout.pp, router_loss=router_loss != NO_ROUTER_LOSS)
+    router_loss = exact_router_loss(model_config, config.router_loss, where, job.layout.pp)
     data = open_data(config, model_config, job.layout)
     tokenizer = find_tokenizer(config)
     check_tokenizer(tokenizer, data.analysis, model_config.vocab_size)

@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.kept import Expand, page_shapes, watch_expansio
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.attention.mask import Mask
 from chunkplan_runtime.device_waits import no_device_waits
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
@@ -147,7 +147,7 @@ def test_with_dropout_in_the_layer_nothing_is_expanded_again(model: Any, plan: A
     for k in (1, 2):
         run = add_lora(model("minicpm3"), LoraOptions(rank=2, alpha=4, dropout=0.3, targets=("kv_b_proj",)))
         spread_weights(run.model)
-        Executor(run).run(work_of(plan(k), run), 10)
+        RankExecutor(run).run(work_of(plan(k), run), 10)
         gradients.append([weight.grad for weight in run.model.parameters() if weight.requires_grad])
         assert page_shapes(run.own_layers[0], kv_shapes(run.config)) == [(kv_shapes(run.config), False)]
     assert set(kept.widths.values()) == {EXPANDED}
@@ -184,7 +184,7 @@ def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(
 
 def most_bytes(model: CausalLM, work: RankWork) -> int:
     """The most that pages take in a step: when the last part of a sequence has run backward."""
-    executor, held, finish = Executor(model), [], StateStore.finish_backward
+    executor, held, finish = RankExecutor(model), [], StateStore.finish_backward
 
     def watched(self: StateStore, span: Span) -> None:
         held.append(self.num_bytes())
@@ -213,7 +213,7 @@ def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypa
         return expand(self, latents)
 
     monkeypatch.setattr(Expand, "__call__", watched)
-    Executor(run).run(work_of(plan(2), run), 10)
+    RankExecutor(run).run(work_of(plan(2), run), 10)
     assert {*expanded} == {8, 3, 12, 13, 1, 16}, "the parts of two sequences"
 
 
@@ -222,7 +222,7 @@ def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: An
     run = model("minicpm3")
     work = work_of(plan(2), run)
     saved: list[tuple[int, ...]] = []
-    executor = Executor(run)
+    executor = RankExecutor(run)
 
     def around(action: Any) -> Any:
         is_part = action.chunk_id == 4
@@ -241,11 +241,11 @@ def test_latents_in_bfloat16_are_close_to_float64(autocast: bool, model: Any, pl
     """With autocast too, where a backward runs outside of it; it is the pages that are in bfloat16 then."""
     exact, close = model("minicpm3"), model("minicpm3", torch.float32 if autocast else torch.bfloat16)
     exact.model.load_state_dict({name: value.double() for name, value in close.model.state_dict().items()})
-    Executor(exact).run(work_of(plan(1), exact), 10)
+    RankExecutor(exact).run(work_of(plan(1), exact), 10)
     if autocast:
         close.model.model.forward = torch.autocast("cpu", torch.bfloat16)(close.model.model.forward)
     kept.dtypes.clear()
-    Executor(close).run(work_of(plan(1), close), 10)
+    RankExecutor(close).run(work_of(plan(1), close), 10)
     assert kept.dtypes == {torch.bfloat16}
     for (name, weight), other in zip(exact.model.named_parameters(), close.model.parameters(), strict=True):
         assert (weight.grad - other.grad).norm() < 0.1 * weight.grad.norm(), name
@@ -265,7 +265,7 @@ def test_host_memory_is_reserved_for_just_what_pages_keep(model_type: str, model
     run = model(model_type, torch.bfloat16)
     taken = []
     for links in (None, _NoWaits()):
-        executor = Executor(run, kv_offload=True, links=links)  # type: ignore[arg-type]
+        executor = RankExecutor(run, kv_offload=True, links=links)  # type: ignore[arg-type]
         executor.run(work_of(plan(2), run), 10)
         assert isinstance(executor.memory, HostMemory)
         taken.append({key: len(tensors) for key, tensors in executor.memory.unused.items() if tensors})
@@ -298,7 +298,7 @@ def test_layers_that_share_pages_do_so_too_when_they_run_again(model: Any, plan:
         run = model("gemma3n_text", torch.float32)
         if checkpointing:
             run.set_checkpointing("full")
-        Executor(run).run(work_of(plan(2), run), 10)
+        RankExecutor(run).run(work_of(plan(2), run), 10)
         gradients.append([weight.grad for weight in run.model.parameters() if weight.grad is not None])
     assert sorted(kept.widths) == [0, 1, 2]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -99,7 +99,7 @@ def test_a_process_reads_its_rows_of_its_layers_only(tmp_path: Path, monkeypatch
     total: dict[str, int] = {}
     for rank in range(4):
         read.clear()
-        part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, rank=rank))
+        part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, process=rank))
         assert not any(name.startswith(f"model.layers.{1 - rank // 2}.") for name in read)
         for name, num_bytes in read.items():
             total[name] = total.get(name, 0) + num_bytes
@@ -108,7 +108,7 @@ def test_a_process_reads_its_rows_of_its_layers_only(tmp_path: Path, monkeypatch
 
 def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) -> None:
     config = saved("qwen2", tmp_path / "saved")
-    file, second = tmp_path / "saved" / "model.safetensors", RankLayout(dp=2, pp=2, rank=3)
+    file, second = tmp_path / "saved" / "model.safetensors", RankLayout(dp=2, pp=2, process=3)
     weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
 
     def write(**changed: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) 
     write(**{name: torch.zeros(())})  # left out
     with pytest.raises(DataError, match=rf"saved: 1 weights are missing, the first is {name}"):
         part(tmp_path / "saved", config, second)
-    part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, rank=0))  # which has none of it
+    part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, process=0))  # which has none of it
     write(**{name: weights[name][:-1]})
     with pytest.raises(DataError, match=rf"model.safetensors: {name} has the shape \[\d+, \d+\], the model has \["):
         part(tmp_path / "saved", config, second)

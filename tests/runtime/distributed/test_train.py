@@ -111,7 +111,7 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
     config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))], print)
     plan = load_plan(made / "uneven")
     for stage, own in enumerate(((0,), (1, 2))):
-        model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, rank=stage)
+        model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, process=stage)
         split = stage_layers(model.config, config, plan, layout)
         layers = own_stage(model, split, layout, torch.device("cpu")).model.get_decoder().layers
         assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention import function
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.pages import Asked
@@ -32,7 +32,7 @@ def run_step(tiny_config, handmade_plan, random_sequences):
         plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=k, actions=actions)
         stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
         work = next(iter(stream))
-        executor = Executor(model)
+        executor = RankExecutor(model)
 
         def around(action):
             watch(executor)
@@ -197,7 +197,7 @@ def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monk
             raise MemoryError("as a device says it")
         return backward(ctx, *gradients)
 
-    run = Executor.run
+    run = RankExecutor.run
 
     def run_twice(executor, *arguments):
         with monkeypatch.context() as patch:
@@ -207,7 +207,7 @@ def test_a_step_that_failed_can_be_run_again_on_the_same_executor(run_step, monk
         executor.model.model.zero_grad()
         return run(executor, *arguments)
 
-    monkeypatch.setattr(Executor, "run", run_twice)
+    monkeypatch.setattr(RankExecutor, "run", run_twice)
     _, again, _ = run_step(k=4)
     assert calls == 3
     assert all((again[name] == expected[name]).all() for name in expected)

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -53,7 +53,7 @@ def test_it_is_exact_in_chunks_and_in_blocks_of_the_head(
         model.model.set_attn_implementation("eager")
         (plain, _), (expected, reference) = (whole(model, sequences, smoothing) for smoothing in (0.0, 0.2))
         model.model.set_attn_implementation(ours)
-        executor = Executor(model, label_smoothing=0.2)
+        executor = RankExecutor(model, label_smoothing=0.2)
         loss = executor.run(work.ranks[0], work.step.num_target_tokens).loss
         gradients = take_gradients(model)
         evaluated = executor.evaluate(work.ranks[0], work.step.num_target_tokens).loss

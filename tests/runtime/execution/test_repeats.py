@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
@@ -55,7 +55,7 @@ def run(model):
     def run(plan, analysis):
         stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
         (work,) = list(stream)
-        executor, held = Executor(model), []
+        executor, held = RankExecutor(model), []
 
         def around(action):
             held.append(executor.stores[0].num_bytes())

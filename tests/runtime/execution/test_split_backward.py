@@ -19,7 +19,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import weight_halves
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
@@ -62,17 +62,17 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
 def gradients_of(model: CausalLM, work: RankWork, **how: Any) -> dict[str, Tensor]:
     """Those of all that is trained, after one step."""
     with evaluate_in_float64(model.model):
-        Executor(model, seed=3, **how).run(work, TARGETS)
+        RankExecutor(model, seed=3, **how).run(work, TARGETS)
     named = model.model.named_parameters()
     gradients = {name: value.grad for name, value in named if value.grad is not None}
     model.model.zero_grad()
     return gradients
 
 
-def run_input_halves(model: CausalLM, work: RankWork) -> Executor:
+def run_input_halves(model: CausalLM, work: RankWork) -> RankExecutor:
     """Run all of a step but the weight halves."""
     actions = [action for action in at_once(work).actions if action.op != "backward_weight"]
-    executor = Executor(model)
+    executor = RankExecutor(model)
     with pytest.raises(DataError, match="no backward_weight of chunk 0"):
         executor.run(replace(work, actions=actions), TARGETS)
     return executor
@@ -163,7 +163,7 @@ def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch:
         if ".layers." in name and weight.ndim == 2:
             weight.register_post_accumulate_grad_hook(take)
     work = work_of(random_sequences(97), 2)
-    Executor(model).run(replace(work, actions=at_once(work).actions), TARGETS)
+    RankExecutor(model).run(replace(work, actions=at_once(work).actions), TARGETS)
     assert made and found == made
 
 
@@ -199,7 +199,7 @@ def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of: Any, nam
     expected = gradients_of(model, work)
     model.set_checkpointing("keep-products")
     check_same(gradients_of(model, at_the_end(work)), expected)
-    executor, kept = Executor(model), []
+    executor, kept = RankExecutor(model), []
     executor.run(at_once(work), TARGETS, lambda action: kept.append(num_kept(executor)) or nullcontext())
     assert max(kept) > 0
 
@@ -212,7 +212,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
     expected, stacks = {}, [value for value in model.model.parameters() if value.ndim == 3]
     assert stacks
     for way in (lambda work: work, at_the_end):
-        Executor(model).run(way(work), TARGETS)
+        RankExecutor(model).run(way(work), TARGETS)
         found = {each: value.grad for each, value in model.model.named_parameters()}
         model.model.zero_grad()
         check_same(found, expected or found, 1e-5)
@@ -221,7 +221,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
     assert all(value.grad is None for value in stacks)
 
 
-def num_kept(executor: Executor) -> int:
+def num_kept(executor: RankExecutor) -> int:
     """Bytes of what is kept between halves, each once."""
     factors = [each for kept in executor.halves.kept.values() for each in kept]
     storages = [tensor.untyped_storage() for each in factors for tensor in (each.x, each.gradient)]
@@ -239,7 +239,7 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
     work = at_the_end(work_of(random_sequences(97), 1))
     hidden, queries, keys, mlp = 32, 32, 16, 48
     of_token = 2 * 8 * ((2 * hidden + queries + mlp) + (queries + 2 * keys + 2 * hidden + 2 * mlp))
-    executor = Executor(model)
+    executor = RankExecutor(model)
     saved: list[tuple[int, Any]] = []
     waiting: set[int] = set()
     at_work: list[Action] = []
@@ -309,7 +309,7 @@ def test_halves_in_no_order_are_refused_with_their_place(model_of: Any, actions:
     work = work_of(random_sequences(97), 1)
     first = replace(work, actions=[Action(*each, 0) for each in actions], chunks={0: work.chunks[0]})
     with pytest.raises(DataError, match=f"{message}\n") as raised:
-        Executor(model_of(MODELS["llama"])).run(first, TARGETS)
+        RankExecutor(model_of(MODELS["llama"])).run(first, TARGETS)
     assert raised.value.where == "step 0, rank 0"
     assert "chunkplan validate" in str(raised.value.hint)
 
@@ -318,7 +318,7 @@ def test_what_a_step_that_failed_has_left_between_halves_is_forgotten(model_of: 
     model = model_of(MODELS["llama"])
     work = work_of(random_sequences(97), 2)
     expected = gradients_of(model, work)
-    executor = Executor(model, seed=3)
+    executor = RankExecutor(model, seed=3)
     done = at_the_end(work).actions[:-1]
     with pytest.raises(DataError, match="no backward_weight"):
         executor.run(replace(work, actions=done), TARGETS)

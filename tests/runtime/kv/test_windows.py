@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from chunkplan.cost.held import key_gradients
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.kv.store import StateStore
@@ -48,7 +48,7 @@ def test_no_more_tokens_have_gradients_than_the_planner_counts(
     monkeypatch.setattr(DeviceMemory, "blocks", counted)
     model = new_model(AutoConfig.for_model(**config), torch.float64, seed=3)
     work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256)))
-    Executor(model).run(work.ranks[0], work.step.num_target_tokens)
+    RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)
     shape = shape_of_config(config, "a test")
     [predicted] = key_gradients(CostModel(shape=shape), [(shape.kinds[0], 2)], CHUNK, 1)
     assert predicted.most_tokens - 4 * CHUNK <= max(counts) <= predicted.most_tokens < NUM_CHUNKS * CHUNK

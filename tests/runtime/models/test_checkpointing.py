@@ -14,7 +14,7 @@ from chunkplan.cost.memory import held_bytes as bytes_of_stages
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
@@ -108,7 +108,7 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
 
         with monkeypatch.context() as patch:
             patch.setattr(StateStore, "write", count)
-            Executor(model).run(work.ranks[0], work.step.num_target_tokens)
+            RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)
     layers = config.num_hidden_layers
     assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | dict.fromkeys(("full", "offload"), (7 + 4) * layers)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 
@@ -56,7 +56,7 @@ def test_a_layer_that_begins_to_draw_after_a_step_draws_alike_whatever_k(
         plan = handmade_plan(sequences, [{0: CHUNKS}], k=k)
         work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256)))
         torch.manual_seed(k)  # what was drawn before does not matter
-        loss = sum(Executor(model).run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
+        loss = sum(RankExecutor(model).run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
         found = {name: each.grad for name, each in model.model.named_parameters() if each.grad is not None}
         model.model.zero_grad()
         return loss, found

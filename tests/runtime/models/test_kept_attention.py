@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan_runtime.attention import function
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.kept_attention import attention_bytes
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
@@ -102,7 +102,7 @@ def step(
         return torch.enable_grad()
 
     model.model.zero_grad()
-    executor = Executor(model, **how)
+    executor = RankExecutor(model, **how)
     with monkeypatch.context() as patch:
         patch.setattr(function, "_attend_to_ranges", counted)
         executor.run(work, 20, around)
@@ -165,7 +165,7 @@ def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list
     """Bytes that are alive on the device after each action, and of kept attention on the host then."""
     held, on_host = [], []
     with Alive() as alive:
-        executor = Executor(model)
+        executor = RankExecutor(model)
 
         def meet(action: Any) -> None:
             gc.collect()
@@ -227,7 +227,7 @@ def test_what_a_run_that_raised_has_kept_reaches_no_other(works: Any, monkeypatc
             raise RuntimeError("here")
         return torch.enable_grad()
 
-    executor = Executor(model)
+    executor = RankExecutor(model)
     model.model.zero_grad()
     with pytest.raises(RuntimeError, match="here"):
         executor.run(work, 20, fail)

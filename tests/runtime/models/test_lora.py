@@ -13,7 +13,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, without_adapters
@@ -86,7 +86,7 @@ def test_gradients_of_adapters_on_weights_in_4_bits_are_those_of_whole_sequences
 def gradients(model, plan, analysis, seed=0):
     stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=256)
     work = next(iter(stream))
-    executor = Executor(model, seed=seed)
+    executor = RankExecutor(model, seed=seed)
     loss = sum(executor.run(rank, work.step.num_target_tokens).loss for rank in work.ranks)
     found = {name: value.grad for name, value in model.model.named_parameters() if value.requires_grad}
     model.model.zero_grad()

@@ -14,7 +14,7 @@ from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.kv.store import StateStore
@@ -71,7 +71,7 @@ def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
     for levels in ("offload", "offload:2,full:1"):
         model.set_checkpointing(levels)
         model.current.host_inputs = HostTensors()
-        Executor(model).run(work, 30)
+        RankExecutor(model).run(work, 30)
         cost = CostModel(shape=shape_of_config(config, "a test"), precision="fp32", checkpointing=levels)
         predicted = stage_host_bytes(cost, layers=(3,), retained_tokens=[8 * k], kv_tokens=[0])
         held = model.current.host_inputs
@@ -157,7 +157,7 @@ def test_what_a_run_that_raised_left_behind_reaches_no_other(
     work = work_of(handmade_plan, random_sequences, 4)
 
     def gradients() -> list[torch.Tensor]:
-        executor = Executor(model)
+        executor = RankExecutor(model)
         executor.run(work, 30)
         found = [weight.grad.clone() for weight in model.model.parameters() if weight.grad is not None]
         model.model.zero_grad()
@@ -172,7 +172,7 @@ def test_what_a_run_that_raised_left_behind_reaches_no_other(
         return torch.enable_grad()
 
     with pytest.raises(RuntimeError, match="here"):
-        Executor(model).run(work, 30, fail)
+        RankExecutor(model).run(work, 30, fail)
     model.model.zero_grad()
     for _ in range(2):
         for found, plain in zip(gradients(), expected, strict=True):

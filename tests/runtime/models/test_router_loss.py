@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
@@ -68,14 +68,11 @@ def step(handmade_plan, random_sequences):
 
 
 def run_chunks(model: CausalLM, work: StepWork, scope: str | None, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
-    router_loss = RouterLoss(model, scope) if scope else None
-    executor = Executor(model, seed=seed, router_loss=router_loss)
+    executor = RankExecutor(model, seed=seed, router_loss=scope or "none")
     [rank] = work.ranks
-    if router_loss is not None:
-        count = partial(executor.forward_only, rank, "counting")
-        router_loss.begin_step(work.step.num_tokens, count, lambda own: [own])
+    executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
     loss = executor.run(rank, work.step.num_target_tokens).loss
-    return loss + (router_loss.value if router_loss else 0.0), take_gradients(model)
+    return loss + executor.router_loss.value, take_gradients(model)
 
 
 def run_whole(
@@ -145,14 +142,12 @@ def test_an_evaluation_between_two_steps_changes_nothing(model, step) -> None:
     run = model()
     with evaluate_in_float64(run.model):
         whole = run_whole(run, sequences, train_routers)
-        router_loss = RouterLoss(run, "batch")
-        executor = Executor(run, router_loss=router_loss)
+        executor = RankExecutor(run, router_loss="batch")
         [rank] = work.ranks
         for _ in range(2):
             executor.evaluate(rank, work.step.num_target_tokens)
-            count = partial(executor.forward_only, rank, "counting")
-            router_loss.begin_step(work.step.num_tokens, count, lambda own: [own])
-            loss = executor.run(rank, work.step.num_target_tokens).loss + router_loss.value
+            executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
+            loss = executor.run(rank, work.step.num_target_tokens).loss + executor.router_loss.value
             assert_same((loss, take_gradients(run)), whole)
 
 

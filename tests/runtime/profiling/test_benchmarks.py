@@ -22,7 +22,7 @@ def test_groups_of_a_layout_that_does_not_run_are_counted() -> None:
     import process_groups  # type: ignore[import-not-found]
 
     blocks = [Block(first, 4, 1) for first in (0, 4)] + [Block(0, 8, 2)]
-    found = process_groups.count(RankLayout(dp=8, pp=4, rank=9), blocks)
+    found = process_groups.count(RankLayout(dp=8, pp=4, process=9), blocks)
     # Of a stage in the middle: all, replicas, four of links; four ranks; of eight two share heads, and four pages.
     assert sorted(found.sizes) == [2, 2, 2, 2, 2, 4, 4, 8, 32]
     # Replicas, links, ends; two of four ranks, and of eight four of heads and two of pages, on every stage.

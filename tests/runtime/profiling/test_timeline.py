@@ -24,7 +24,7 @@ from chunkplan.planfile.plan import Action, Plan
 from chunkplan.reporting.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
@@ -65,10 +65,10 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
     step = next(plan.iter_steps())
     for pipeline in range(layout.dp):
         work = []
-        for dp_rank in replace(layout, rank=pipeline).dp_ranks(plan.config.dp):
+        for dp_rank in replace(layout, process=pipeline).dp_ranks(plan.config.dp):
             durations = simulate_plan(plan, rank=dp_rank).times.durations
             for stage in range(layout.pp):
-                slowness = 1 + (layout.rank_of(stage, pipeline) == slow_rank)
+                slowness = 1 + (layout.process_of(stage, pipeline) == slow_rank)
                 for action in step.actions[dp_rank, stage]:
                     op = OPS.index(action.op)
                     ns = slowness * int(durations[op, stage, action.chunk_id])
@@ -343,7 +343,7 @@ def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[
     model = new_model(read_config(config), torch.float32, seed=1)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
     model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.num_model_stages), layout)
-    executor = Executor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
+    executor = RankExecutor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
     work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
     clock = ActionClock(model.device)
     dist.barrier()

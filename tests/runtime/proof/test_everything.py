@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
@@ -122,19 +122,19 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
         copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
-        stages = [cut_stage(own, cuts, RankLayout(pp=2, rank=rank)) for rank, own in enumerate(copies)]
+        stages = [cut_stage(own, cuts, RankLayout(pp=2, process=rank)) for rank, own in enumerate(copies)]
     failed: list[BaseException] = []
 
     def run(stage: int) -> None:
         own, links = stages[stage], ThreadLinks(queues)
         plan, analysis = open_plan(folder / "plan", folder / "analysis", pp=case.pp)
-        layout = RankLayout(pp=case.pp, rank=stage)
+        layout = RankLayout(pp=case.pp, process=stage)
         stream = PlanStream(plan, analysis, vocab_size=own.vocab_size, max_positions=None, layout=layout, prefetch=0)
         try:
             if case.checkpointing:
                 own.set_checkpointing("full")
             with evaluate_in_float64(own.model):
-                executor = Executor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
+                executor = RankExecutor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
                 for work in stream:
                     for rank in work.ranks:
                         own_work = keeping_attention(rank) if case.keep_attention else rank

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, TrainingArguments, get_scheduler
 
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm
-from chunkplan_runtime.execution.executor import Executor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
@@ -93,7 +93,7 @@ def test_norms_and_biases_do_not_decay_and_everything_learns(tiny_config):
 def gradients(model, weights, plan, analysis):
     stream = PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=1024)
     [work] = list(stream)
-    Executor(model).run(work.ranks[0], work.step.num_target_tokens)
+    RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)
     return {name: weight.grad.double() for name, weight in weights.items()}
 
 

@@ -1,0 +1,216 @@
+"""`Executor`: the steps of a plan on a model of transformers, for a training loop of one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from chunkplan.cost.model import CostModel
+from chunkplan.errors import UsageError
+from chunkplan.options import options_of
+from chunkplan_runtime.attention.interface import ATTENTION
+from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.models.checks import check_config, max_positions
+from chunkplan_runtime.models.model import CausalLM, for_chunks
+from chunkplan_runtime.models.parts import has_adapters, whole_of
+from chunkplan_runtime.models.plans import check_plan, plan_stream
+from chunkplan_runtime.proof.record import exact_router_loss
+
+#: What of a LoRA config would make adapters look at other tokens, or layers share an index.
+_LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
+
+
+class Executor:
+    """Runs the steps of a plan on a causal language model, on one process: `Executor.from_model(model)` makes one.
+
+    After `step` the gradients in `.grad` are those of whole sequences; optimizer, schedule and clipping are the
+    caller's. Between steps the model is an ordinary one of transformers. What it computes in is what it is in then:
+    its dtype and device, `model.train()` or `model.eval()`, and a `torch.autocast` around a call.
+    """
+
+    def __init__(
+        self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = NO_ROUTER_LOSS
+    ) -> None:
+        self._model = model
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        called = replace(model, call=self._call)
+        self._ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
+        self._plans: set[str] = set()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        *,
+        checkpointing: str = "none",
+        kv_offload: bool = False,
+        router_loss: str | None = None,
+        seed: int = 0,
+    ) -> Executor:
+        """An executor for a model that `AutoModelForCausalLM` has loaded, or that peft has put LoRA adapters around.
+
+        `checkpointing`: the level of activation checkpointing. `kv_offload`: keys and values of split sequences lie in
+        host memory. `router_loss`: what the load-balancing loss of a mixture of experts is over, "batch", "sequence" or
+        "none"; None: what the model's config asks for. `seed`: of dropout.
+
+        Raises:
+            UsageError: gradients are not known to be exact for the model, or it has no such level of checkpointing.
+        """
+        options_of(CostModel)["checkpointing"].check(checkpointing)
+        base, scope = suitable(model, router_loss)
+        found = for_chunks(base, Kernels())
+        found.set_checkpointing(checkpointing)
+        return cls(found, seed=seed, kv_offload=kv_offload, router_loss=scope)
+
+    def stream(self, plan: str | Path, analysis: str | Path | None = None) -> PlanStream:
+        """The steps of the plan in a folder, for this model; `analysis`: where that is, if not where the plan says.
+
+        Raises:
+            UsageError: there is no such plan, it is for several pipeline stages, or the model does not take it: a token
+                is not in its vocabulary, or a sequence has more positions than it has.
+            DataError: plan or analysis are damaged or do not belong together.
+        """
+        pin_memory = self._model.device.type == "cuda"
+        return plan_stream(self._model.config, *open_plan(plan, analysis), pin_memory=pin_memory)
+
+    def step(self, work: StepWork) -> float:
+        """Run a step forward and backward, all ranks in `work`; adds to `.grad` and returns the loss.
+
+        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, and the
+        load-balancing loss of routers where there is one. A step without targets teaches nothing: it adds no gradients,
+        and its loss is 0.
+
+        Raises:
+            UsageError: the step is not one for this model, or autocast is in float16. If it comes from within a chunk,
+                or is another error, there are gradients of a part of the step.
+            DataError: the plan's actions are not in an order that gives exact gradients.
+        """
+        self._check(work)
+        if not work.step.num_target_tokens:
+            return 0.0
+        ranks, router_loss = self._ranks, self._ranks.router_loss
+
+        def count() -> None:
+            for each in work.ranks:
+                ranks.forward_only(each, "counting")
+
+        with self._at_work():
+            router_loss.begin_step(work.step.num_tokens, count)
+            losses = [ranks.run(each, work.step.num_target_tokens).loss for each in work.ranks]
+        return sum(losses, router_loss.value)
+
+    def evaluate(self, work: StepWork) -> float:
+        """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
+
+        Raises:
+            UsageError, DataError: as `step`.
+        """
+        self._check(work)
+        with self._at_work():
+            losses = [self._ranks.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks]
+        return sum(losses, 0.0)
+
+    def _check(self, work: StepWork) -> None:
+        """Refuse a step of a stream that was made for another model."""
+        config = self._model.config
+        if work.plan.content_hash not in self._plans:
+            check_plan(config, work.plan)
+            self._plans.add(work.plan.content_hash)
+        most = max_positions(config) or math.inf
+        for rank in work.ranks:
+            for tensors in rank.tensors.values():
+                token, position = int(tensors.input_ids.max()), int(tensors.position_ids.max())
+                if token >= config.vocab_size or position >= most:
+                    raise UsageError(
+                        f"token id {token:,} and position {position:,}, the model takes those below "
+                        f"{config.vocab_size:,} and {most:,}",
+                        where=f"step {work.step.step}, rank {rank.dp_rank}",
+                        hint="take steps from `executor.stream(PLAN)`, which says what to change",
+                    )
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within the block the model attends as chunks do, and its forwards are in the autocast that is around it."""
+        config, device = self._model.config, self._model.device.type
+        self._autocast = nullcontext
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            if dtype == torch.float16:
+                raise UsageError(
+                    "autocast in float16 needs loss scaling, which this runtime has not",
+                    hint=f'use torch.autocast("{device}", dtype=torch.bfloat16)',
+                )
+            self._autocast = partial(torch.autocast, device, dtype=dtype)
+        attention = config._attn_implementation
+        # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
+        config._attn_implementation = ATTENTION
+        try:
+            with torch.autocast(device, enabled=False):
+                yield
+        finally:
+            config._attn_implementation = attention
+            self._model.current.context = None
+
+    def _call(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        """Run decoder or head, each in an autocast of its own.
+
+        Backwards have to be outside of it; and autocast keeps cast weights while it lasts, of which those of a forward
+        without gradients must not serve one with.
+        """
+        with self._autocast():
+            return do(*arguments)
+
+
+def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
+    """The transformers model in `model`, itself or what peft's adapters are around, and what its router loss is over.
+
+    Raises:
+        UsageError: gradients are not known to be exact for it.
+    """
+    base: Any = whole_of(model)
+    if has_adapters(model):
+        for name, adapter in model.peft_config.items():
+            features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
+            if adapter.peft_type != "LORA" or features:
+                kind = ", ".join([str(adapter.peft_type.value), *features])
+                raise UsageError(
+                    f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
+                    hint="use plain LoRA (peft.LoraConfig)",
+                )
+    where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
+    is_model = isinstance(base, PreTrainedModel)
+    if not is_model:
+        raise UsageError("not a model of transformers", where=where, hint="load it with AutoModelForCausalLM")
+    config: Any = base.config
+    check_config(config, where, router_loss=True)
+    scope = exact_router_loss(config, router_loss, where)
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    # Llama 4 takes itself for its decoder.
+    if head is None or (base.get_decoder() is base and not hasattr(base, "lm_head")):
+        raise UsageError("no head that predicts tokens", where=where, hint="load it with AutoModelForCausalLM")
+    rows = min(len(each.weight) for each in (embeddings, head) if getattr(each, "weight", None) is not None)
+    if rows < config.vocab_size:
+        raise UsageError(
+            f"the config's vocabulary has {config.vocab_size:,}, the model {rows:,}",
+            where=where,
+            hint="model.resize_token_embeddings(N) changes both",
+        )
+    devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model lies on several devices ({', '.join(devices)})",
+            where=where,
+            hint="load it without device_map; this runtime has one device",
+        )
+    return base, scope
