@@ -87,7 +87,7 @@ def work_of(plan: tuple[Path, Path], vocab_size: int) -> RankWork:
 
 def step(
     model: CausalLM, work: RankWork, monkeypatch: pytest.MonkeyPatch, **how: Any
-) -> tuple[dict[str, Tensor], Counter[str], Executor]:
+) -> tuple[dict[str, Tensor], Counter[str], RankExecutor]:
     """Gradients of a step; by op, how often attention ran in it."""
     ran: Counter[str] = Counter()
     doing = [""]
