@@ -23,6 +23,9 @@ from chunkplan.planfile.schema import SCHEMA_VERSION
 #: The oldest version of each kind that is still read.
 _OLDEST = {"analysis": 4, "plan": 3}
 
+#: The oldest version of a plan of which the manifest is still read, to build the plan again.
+_OLDEST_TO_REBUILD = 3
+
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
 
@@ -66,8 +69,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[str, Any]:
     """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
+
+    `to_rebuild`: of a plan whose other files are not read, and may be of an older version.
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
@@ -104,10 +109,11 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             where=str(path),
             hint="upgrade chunkplan, or analyze and build again with this version",
         )
-    if version < _OLDEST[kind]:
+    oldest = _OLDEST_TO_REBUILD if to_rebuild else _OLDEST[kind]
+    if version < oldest:
         raise DataError(
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
-            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {_OLDEST[kind]} on",
+            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {oldest} on",
             where=str(path),
             hint=_HINT,
         )
