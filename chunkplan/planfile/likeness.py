@@ -13,20 +13,33 @@ from chunkplan.options import options_of
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.plan import Plan
 
-#: What decides, beside the analysis, which samples a step has. With more `epochs` the same steps come first.
-_SAMPLING = ("global_batch", "last_batch", "seed", "holdout", "part", "mix")
+#: What decides, beside the analysis, which samples a step has.
+_SAMPLING = ("global_batch", "last_batch", "seed", "epochs", "holdout", "part", "mix")
+
+#: How many epochs a plan has: with more, the same steps come first.
+EPOCHS = "plan.epochs"
 
 
 def samples_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """What decides which samples the steps of a plan have, as JSON has it: by the names that messages have for it.
 
-    Of two plans of which it is the same, each step that both have is of the same samples.
+    Of two plans of which it is the same but for `EPOCHS`, each step that both have is of the same samples.
     """
     config = config_of(manifest)
     return {
         "plan.analysis": manifest["analysis"]["content_hash"],
         **{f"plan.{name}": getattr(config, name) for name in _SAMPLING},
     }
+
+
+def changed_samples(before: Any, now: Mapping[str, Any]) -> str:
+    """Why a run of one plan, of which `samples_of` said `before`, does not go on with another one; "" where it does."""
+    if not isinstance(before, Mapping):
+        return "it does not say which samples its steps have"
+    changed = [name for name in now if before.get(name) != now[name]]
+    if EPOCHS in changed and before.get(EPOCHS, 0) < now[EPOCHS]:
+        changed.remove(EPOCHS)
+    return "; ".join(f"{name} was {before.get(name)}, is {now[name]}" for name in changed)
 
 
 def values_like(config: PlanConfig, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -38,7 +51,7 @@ def values_like(config: PlanConfig, given: Mapping[str, Any]) -> Mapping[str, An
         UsageError: what is given would give steps other samples.
     """
     options = options_of(PlanConfig)
-    for name in (*_SAMPLING, "epochs"):
+    for name in _SAMPLING:
         if name in given and given[name] != getattr(config, name):
             raise UsageError(
                 f"{options[name].spelled} is {given[name]!r}, that of the plan is {getattr(config, name)!r}: "

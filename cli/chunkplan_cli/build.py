@@ -15,7 +15,15 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.build_options import AUTO, BuildOptions, describe_old, fitting_levels, open_like, plan_config, resolve
+from chunkplan_cli.build_options import (
+    AUTO,
+    BuildOptions,
+    describe_old,
+    fitting_levels,
+    open_like,
+    plan_config,
+    resolve,
+)
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions

@@ -19,7 +19,6 @@ from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError
 from chunkplan.operations import FORWARDS, OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk
-from chunkplan_runtime.feed.joined import is_shared, join_chunks, process_actions
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import block_of
@@ -76,16 +75,16 @@ def paddings_of(
         np.array([action.virtual_stage for action in flat], np.int32),
         offsets_of([len(actions) for actions in rows]),
     )
-    blocks = [block_of(chunk).on_processes(plan.config.dp // layout.dp) for chunks, _ in processes for chunk in chunks]
+    share = plan.config.dp // layout.dp  # 1 where ranks share a chunk
+    blocks = [block_of(chunk) for chunks, _ in processes for chunk in chunks]
     chunks = chunks_of_rows([chunk for chunks, _ in processes for chunk in chunks], cost.shape.sights)
     chunks = chunks._replace(
         rank_chunks=offsets_of([len(chunks) for chunks, _ in processes]),
-        cp_first_rank=np.array([block.first for block in blocks], np.int32),
+        cp_first_rank=np.array([block.first // share for block in blocks], np.int32),
         cp_size=np.array([block.size for block in blocks], np.int32),
     )
     layers = plan.config.layers(cost.shape.num_layers)
-    # Ranks that are joined exchange otherwise than the plan has it.
-    exchange = exchange_of(chunks, cost) if layout.dp == plan.config.dp else None
+    exchange = exchange_of(chunks, cost)
     times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(layout.dp), layers, exchange)
     meeting = meeting_of(sharding)
     slots = align(chunks, actions, times, meeting, layout.dp, layout.pp, layout.v_shaped)
@@ -104,8 +103,6 @@ def paddings_of(
 def _of_process(work: StepWork, ranks: range, pp: int) -> tuple[list[Chunk], list[list[Action]]]:
     """The chunks of a process of so many ranks, and the actions of its stages, with their places among these."""
     step = work.step
-    if len(ranks) > 1 and is_shared(step):
-        return join_chunks(step, ranks), [process_actions(step, work.plan, ranks, stage) for stage in range(pp)]
     chunks: list[Chunk] = []
     stages: list[list[Action]] = [[] for _ in range(pp)]
     for rank in ranks:

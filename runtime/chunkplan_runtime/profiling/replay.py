@@ -17,7 +17,7 @@ from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows
-from chunkplan.planfile.plan import Chunk, Plan, PlanStep
+from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -31,7 +31,6 @@ from chunkplan.schedule.meetings import StepRanks, simulate_steps
 from chunkplan.schedule.simulated import PathAction, Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
-from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import StepTimeline
 from chunkplan_runtime.sharing import block_of
@@ -77,10 +76,7 @@ def replay_step(plan: Plan, times_by_rank: Sequence[StepTimeline], layout: RankL
         planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
         if planned:
             title = f"step {step}, pipeline {pipeline}"
-            is_joined = len(own) > 1 and is_shared(described)
-            works[pipeline] = (
-                _joined(plan, described, own, planned, title) if is_joined else _one_after_another(planned, title)
-            )
+            works[pipeline] = _one_after_another(planned, title)
     return replay(works, times_by_rank, layout, f"step {step}", plan.config.dp // layout.dp)
 
 
@@ -110,7 +106,7 @@ def replay(
         work, _ = works[pipeline]
         durations = ends - starts
         for chunk in work.chunks:
-            block = block_of(chunk).on_processes(num_ranks)
+            block = block_of(chunk)
             if block.size > 1:  # until all are there, those who are wait
                 at = chunk.chunk_id
                 # [num_ops, num_model_stages]
@@ -173,8 +169,7 @@ def _played_together(works: Mapping[int, Simulation], layout: RankLayout, num_ra
 
 
 def _on_processes(chunk: Chunk, num_ranks: int) -> Chunk:
-    block = block_of(chunk).on_processes(num_ranks)
-    return replace(chunk, cp_first_rank=block.first, cp_size=block.size)
+    return replace(chunk, cp_first_rank=chunk.cp_first_rank // num_ranks)  # which is 1 where ranks share it
 
 
 def waiting_shares(simulation: Simulation) -> list[float]:
@@ -248,27 +243,6 @@ def _describe_slow(replays: Sequence[Replay], layout: RankLayout) -> list[str]:
 
 def _busy_seconds(simulation: Simulation, stage: int) -> float:
     return simulation.busy_per_stage[stage] * simulation.makespan / 1e6
-
-
-def _joined(
-    plan: Plan, step: PlanStep, ranks: range, planned: Mapping[int, Simulation], title: str
-) -> tuple[Simulation, dict[int, int]]:
-    """What a pipeline does with the chunks of several ranks where some of them are shared, see `feed.joined`."""
-    chunks = join_chunks(step, ranks)
-    pieces = [[(planned[rank].times, chunk.chunk_id) for rank, chunk in each] for each in pieces_of(step, ranks)]
-    times = ChunkTimes(
-        np.stack([np.sum([own.durations[:, :, at] for own, at in each], axis=0) for each in pieces], axis=2),
-        np.array([sum(own.link[at] for own, at in each) for each in pieces]),
-    )
-    stages = [schedule_chunks(chunks, plan, stage) for stage in range(plan.config.pp)]
-    flat = [action for stage in stages for action in stage]
-    actions = Actions(
-        np.array([OPS.index(action.op) for action in flat], np.int8),
-        np.array([action.chunk_id for action in flat], np.int32),
-        np.zeros(len(flat), np.int32),
-        offsets_of([len(stage) for stage in stages]),
-    )
-    return _all_of(planned, title, chunks_of_rows(chunks), times, actions), {ranks[0]: 0}
 
 
 def _all_of(
