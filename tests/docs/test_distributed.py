@@ -1,6 +1,6 @@
 """What docs/distributed.md says is so: its commands run, by torchrun, and leave what it says.
 
-Training runs as written, but on two of the plan's four processes, which takes half the time.
+Training runs as written, but on two processes with a plan like the one of the page, which takes half the time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser, parse_args
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
+from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
@@ -65,6 +66,7 @@ def ran(tmp_path_factory):
     (folder / "sample_data").symlink_to(ROOT / "sample_data")
     [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     *first, training = block.replace("\\\n", " ").splitlines()
+    first.append("chunkplan build --like chunkplan-out/plan --dp 1 --output chunkplan-out/two")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in first:
@@ -73,7 +75,9 @@ def ran(tmp_path_factory):
                 run_command()
             assert not end.value.code, command
     port = free_port()
-    program, *arguments = shlex.split(training.replace("--nproc-per-node 4", "--nproc-per-node 2"))
+    program, *arguments = shlex.split(
+        training.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("/plan ", "/two ")
+    )
     done = subprocess.run(
         [str(SCRIPTS / program), *arguments],
         cwd=folder,
@@ -99,7 +103,9 @@ def without_times(screen: str) -> list[str]:
 def test_the_commands_say_what_is_said(ran):
     folder, said = ran
     screen = SCREEN
-    for four, two in ON_TWO.items():
+    plans = [Path("chunkplan-out") / name for name in ("plan", "two")]
+    plans = [f"{plan} ({load_plan(folder / plan).content_hash[:12]})" for plan in plans]
+    for four, two in {**ON_TWO, plans[0]: plans[1]}.items():
         assert four in screen
         screen = screen.replace(four, two)
     assert without_times(said) == without_times(screen)
@@ -126,10 +132,13 @@ def test_the_run_leaves_what_is_said(ran):
 
 def test_numbers_of_processes_are_those_that_are_said(ran):
     plan = load_plan(ran[0] / "chunkplan-out" / "plan")
-    assert [choose_layout(plan, size, 0).dp for size in (2, 4)] == [1, 2]
-    for size in (1, 3, 8):
-        with pytest.raises(UsageError, match="2 or 4 processes"):
+    assert choose_layout(plan, 4, 0).dp == 2
+    for size in (1, 2, 3, 8):
+        with pytest.raises(UsageError) as refused:
             choose_layout(plan, size, 0)
+        assert "with 4 processes in all" in str(refused.value.hint)
+    unshared = Plan(plan.path, {"config": {"dp": 8, "pp": 1}})
+    assert [choose_layout(unshared, size, 0).dp for size in (8, 4, 2, 1)] == [8, 4, 2, 1]
 
 
 def test_what_is_said_of_faults_is_what_processes_print():

@@ -111,7 +111,7 @@ def open_run(
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     if earlier is not None:
         refuse_other_run(earlier, fixed, config, num_steps)
-        stream.load_state_dict(earlier.state["stream"])
+        stream.load_state_dict({**stream.state_dict(), "step": earlier.state["step"]})
     start = earlier.state["step"] if earlier is not None else 0
     flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)
