@@ -44,7 +44,7 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
+SCREEN, LIKE, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
 SCRIPTS = Path(sys.executable).parent
@@ -66,7 +66,7 @@ def ran(tmp_path_factory):
     (folder / "sample_data").symlink_to(ROOT / "sample_data")
     [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     *first, training = block.replace("\\\n", " ").splitlines()
-    first.append("chunkplan build --like chunkplan-out/plan --dp 1 --output chunkplan-out/two")
+    first.append(LIKE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in first:
@@ -76,7 +76,7 @@ def ran(tmp_path_factory):
             assert not end.value.code, command
     port = free_port()
     program, *arguments = shlex.split(
-        training.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("/plan ", "/two ")
+        training.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("/plan ", "/plan-dp1 ")
     )
     done = subprocess.run(
         [str(SCRIPTS / program), *arguments],
@@ -103,7 +103,7 @@ def without_times(screen: str) -> list[str]:
 def test_the_commands_say_what_is_said(ran):
     folder, said = ran
     screen = SCREEN
-    plans = [Path("chunkplan-out") / name for name in ("plan", "two")]
+    plans = [Path("chunkplan-out") / name for name in ("plan", "plan-dp1")]
     plans = [f"{plan} ({load_plan(folder / plan).content_hash[:12]})" for plan in plans]
     for four, two in {**ON_TWO, plans[0]: plans[1]}.items():
         assert four in screen

@@ -43,7 +43,7 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     with pytest.raises(
-        UsageError, match="a checkpoint of another plan: plan.seed was 1, is 0; plan.holdout was None, is 2"
+        UsageError, match=r"a checkpoint of another plan: plan\.seed was 1, is 0; plan\.holdout was None, is 2"
     ):
         new_trainer(**settings).train(resume_from_checkpoint=True)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
