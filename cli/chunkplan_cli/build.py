@@ -67,9 +67,8 @@ def build(
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """
-    from chunkplan.building import build_plans, with_sources
+    from chunkplan.building import build_plans
     from chunkplan.lengths import Positions
-    from chunkplan.planfile.likeness import values_like
     from chunkplan.planfile.load import load_analysis
     from chunkplan.planfile.unread_keys import unread_words
     from chunkplan.reporting.plan_memory import memory_at
@@ -82,21 +81,18 @@ def build(
         machine["checkpointing"] = options.checkpointing
     values = resolve(plan, options.config)
     place = Workspace.find(workspace)
-    if options.like:
-        _check_like(auto=auto, has_output=dry_run or output is not None)
     target = output or place.plan
     replaced = describe_old(target)
     if options.like:
-        like, loaded = open_like(options.like, analysis)
-        values = Given(values_like(like.config, with_sources(loaded, values)))
+        _check_like(auto=auto, has_output=dry_run or output is not None)
+        like, loaded, values = open_like(options.like, analysis, values)
     else:
         like, loaded = None, load_analysis(find_analysis(analysis, place))
     if keys := unread_words(loaded.manifest.get("sources", ())):
         note(f"not read of the data: {keys}")
     with note_compilation():
         if auto:
-            asked = Given(machine | tuning)
-            settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
+            settings, found = choose(loaded, values, Given(machine | tuning), file=options.from_file, saved=place.tuning)
             cost = found.cost
         else:
             _refuse_without_auto(tuning, options.from_file)

@@ -82,25 +82,25 @@ def plan_config(values: Given) -> PlanConfig:
     return PlanConfig(**values)
 
 
-def open_like(plan: Path, analysis: Path | None) -> tuple[Plan, Analysis]:
-    """The plan that a new one is to be like, of which only the manifest is read, and its analysis.
+def open_like(plan: Path, analysis: Path | None, given: Given) -> tuple[Plan, Analysis, Given]:
+    """The plan that a new one is to be like, of which only the manifest is read, its analysis, and the new options.
 
     Raises:
-        UsageError: one is not there, or `analysis` is another one.
+        UsageError: one is not there, or `analysis` is another one, or what is `given` would give steps other samples.
         DataError: one is damaged, or was replaced.
     """
-    from chunkplan.planfile.load import load_plan_analysis, load_same_analysis, load_to_rebuild
+    from chunkplan.building import with_sources
+    from chunkplan.planfile.likeness import values_like
+    from chunkplan.planfile.load import load_analysis, load_same_analysis, load_to_rebuild
 
     like = load_to_rebuild(plan)
-    if analysis is None:
-        return like, load_same_analysis(like, option="ANALYSIS")
-    found = load_plan_analysis(like, analysis)
+    found = load_same_analysis(like, option="ANALYSIS") if analysis is None else load_analysis(analysis)
     if found.content_hash != like.manifest["analysis"]["content_hash"]:
         raise UsageError(
             f"{analysis} is not the analysis of the plan {plan}: --like keeps which samples each step has",
             hint="leave it out; or leave --like out, for a plan of its own",
         )
-    return like, found
+    return like, found, Given(values_like(like.config, with_sources(found, given)))
 
 
 def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:

@@ -109,7 +109,7 @@ def _by_torchrun(numbers: list[int]) -> str:
     return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
 
 
-def refuse_others(plan: Plan, dp: int, *, start: str = "", like: Plan | None = None) -> None:
+def refuse_other_replicas(plan: Plan, dp: int, *, start: str = "", like: Plan | None = None) -> None:
     """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
 
     `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one.
@@ -136,7 +136,7 @@ def choose_layout(
     `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
-        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_others`.
+        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
         DataError: the plan is damaged.
     """
     pp, plan_dp = plan.config.pp, plan.config.dp
@@ -146,7 +146,7 @@ def choose_layout(
         return replace(one_pipeline(plan), dp=dp, rank=rank)
     start = how_to_start([pp * each for each in fitting])
     if not is_uneven and dp:
-        refuse_others(plan, dp, start=start)
+        refuse_other_replicas(plan, dp, start=start)
     shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
     raise UsageError(
         f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",

@@ -190,9 +190,9 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         ChunkplanError: gradients are not finite.
     """
     opened, loaded_analysis = open_plan(plan, analysis)
-    check_plan(model.config, opened)
     most = max_positions(model.config)
     stream = PlanStream(opened, loaded_analysis, vocab_size=model.vocab_size, max_positions=most)
+    check_plan(model.config, opened)
     work = next(iter(stream))
     with evaluate_in_float64(model.model), _without_noise(model):
         executor = Executor(model, kv_offload=kv_offload)

@@ -30,7 +30,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     pp = draw(st.sampled_from([1, 1, 2]))
     dp = draw(st.sampled_from([1, 2, 3, 4, 8]))
     return {
-        "dp": dp, "pp": pp, "cp": draw(st.sampled_from(["auto", "off"])),
+        "dp": dp,
+        "pp": pp,
+        "cp": draw(st.sampled_from(["auto", "off"])),
         "chunk_size": draw(st.integers(4, 300)),
         "k": draw(st.integers(1, 3)),
         "global_batch": draw(st.integers(1, 5)),

@@ -23,7 +23,7 @@ from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
-from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_others
+from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
 from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
 from chunkplan_runtime.spans import Span
 
@@ -117,7 +117,7 @@ class PlanStream(IterableDataset[StepWork]):
 
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
-            `max_positions` (None: any may be); or see `refuse_others`.
+            `max_positions` (None: any may be); or see `refuse_other_replicas`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PlanStream(IterableDataset[StepWork]):
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
         check_fits(analysis, vocab_size, max_positions)
         layout = one_pipeline(plan) if layout is None else layout
-        refuse_others(plan, layout.dp)
+        refuse_other_replicas(plan, layout.dp)
         self._plan = plan
         self._analysis = analysis
         self._vocab_size = vocab_size

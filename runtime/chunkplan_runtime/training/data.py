@@ -16,7 +16,7 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_others
+from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
@@ -91,7 +91,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             hint="build both plans with the same --dp",
         )
     if evaluation is not None:
-        refuse_others(evaluation, layout.dp, like=plan if config.eval_plan is None else evaluation)
+        refuse_other_replicas(evaluation, layout.dp, like=plan if config.eval_plan is None else evaluation)
         its_layout = choose_layout(evaluation, layout.world_size, layout.rank)
         if its_layout != layout:
             raise UsageError(

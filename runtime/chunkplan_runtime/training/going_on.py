@@ -51,9 +51,9 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     if checkpoint is None:
         return None
     state = read_state(checkpoint)
+    if (earlier := state["fixed"].pop("plan", None)) is not None:
+        state["fixed"] |= _of_earlier_plan(folder, earlier)
     fixed = _fixed_before(state, _ENDS)
-    if "plan" in fixed:
-        fixed = state["fixed"] = {**fixed, **_of_earlier_plan(folder, state["fixed"].pop("plan"))}
     before = {field: fixed[flag] for flag, field in _ENDS.items()}
     if epochs := fixed.get(EPOCHS):
         before["max_epochs"] = min(before["max_epochs"] or epochs, epochs)

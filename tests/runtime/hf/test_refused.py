@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_a_plan_like_its_own(made, new_trainer, new_model, tm
     build(made / "analysis", tmp_path / "more", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=3, holdout=2))
     settings = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
     models = {name: new_model() for name in ("whole", "run", "like", "more")}
-    new_trainer(models["whole"], output_dir=str(tmp_path / "whole"), max_steps=4).train()
+    new_trainer(models["whole"], output_dir=str(tmp_path / "whole"), max_steps=4, lr_scheduler_type="constant").train()
     new_trainer(models["run"], max_steps=2, **settings).train()
     for name in ("like", "more"):
         trainer = new_trainer(models[name], plan=tmp_path / name, max_steps=4, **settings)
