@@ -92,7 +92,8 @@ def build(
         note(f"not read of the data: {keys}")
     with note_compilation():
         if auto:
-            settings, found = choose(loaded, values, Given(machine | tuning), file=options.from_file, saved=place.tuning)
+            asked = Given(machine | tuning)
+            settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
             cost = found.cost
         else:
             _refuse_without_auto(tuning, options.from_file)
@@ -115,8 +116,7 @@ def build(
     _show(built, None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and not like and settings.split != "none":
-        totals = built.manifest["totals"]
-        warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
+        warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
     warn_of_memory(memory, cost, settings, None if options.from_file or like else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
