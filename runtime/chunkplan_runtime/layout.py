@@ -124,7 +124,7 @@ def refuse_other_replicas(plan: Plan, dp: int, *, start: str = "", like: Plan | 
         f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not {dp}",
         where=str(plan.path),
         hint=f"{start}, or " * bool(start) + f"`{how_to_build_like(like or plan, dp)}` builds one of the same steps "
-        "for these, with which a run of this one goes on too (--resume)",
+        "for these: give that as --plan, and --resume to go on with a run of this one",
     )
 
 

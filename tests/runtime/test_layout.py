@@ -239,7 +239,7 @@ def test_ranks_that_share_sequences_are_each_on_a_process_of_their_own(
     with pytest.raises(UsageError, match=f"as many replicas as it has ranks, 4, not {num_processes}") as refused:
         choose_layout(plan, num_processes, 0)
     hint = str(refused.value.hint)
-    assert "with 4 processes in all, or" in hint and "(--resume)" in hint
+    assert "with 4 processes in all, or" in hint and "--resume to go on with a run of this one" in hint
     with pytest.raises(UsageError, match="as many replicas as it has ranks"):
         PlanStream(plan, analysis, vocab_size=97, max_positions=20, layout=RankLayout(dp=num_processes))
     [typed] = re.findall("`chunkplan (build .*?)`", hint)
