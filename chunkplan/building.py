@@ -27,7 +27,6 @@ from chunkplan.planfile.likeness import values_like
 from chunkplan.planfile.load import (
     evaluation_folder,
     load_analysis,
-    load_plan,
     load_same_analysis,
     load_to_rebuild,
 )
@@ -181,7 +180,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 def is_evaluation(folder: Path) -> bool:
     """Whether a folder is empty or holds a plan of held-out sequences."""
-    return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
+    return not any(folder.iterdir()) or load_to_rebuild(folder).config.part == "eval"
 
 
 def _build_one(

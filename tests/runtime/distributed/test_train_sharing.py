@@ -161,6 +161,8 @@ def test_what_cannot_be_shared_is_refused_by_name(
     capsys.readouterr()
     assert main(options(made, tmp_path / "run", "--model-config", "none.json", plan="heads")) == 2
     assert f"--like {made / 'heads'} --dp 1 --output {made / 'heads-dp1'}" in capsys.readouterr().err
+    assert main(options(made, tmp_path / "run", "--eval-plan", made / "pages", plan="one")) == 2
+    assert f"--like {made / 'pages'} --dp 1 --output" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
