@@ -24,12 +24,7 @@ from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
 from chunkplan.planfile.likeness import values_like
-from chunkplan.planfile.load import (
-    evaluation_folder,
-    load_analysis,
-    load_same_analysis,
-    load_to_rebuild,
-)
+from chunkplan.planfile.load import evaluation_folder, load_analysis, load_same_analysis, load_to_rebuild
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
