@@ -106,7 +106,7 @@ def simulate(
 
     lengths = asked.get("lengths")
     of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
-    _refuse_other_replicas(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
+    _refuse_others(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
     if asked.get("cost") == "unit" and machine:
         raise UsageError("--cost unit knows no model and no hardware", hint="leave it out, or what it does not know")
     if "compare" in asked and "schedule" in asked:
@@ -169,7 +169,7 @@ def _show(found: Simulation, compared: list[Simulation], plan: Plan | None, *, a
         print_simulation(console, found)
 
 
-def _refuse_other_replicas(is_plan: bool, of_plan: list[str], asked: Given, machine: Given) -> None:
+def _refuse_others(is_plan: bool, of_plan: list[str], asked: Given, machine: Given) -> None:
     """Refuse options of lengths for a plan, which has its own, and options `of_plan` that were given for lengths."""
     declared = options_of(SimulateOptions)
     of_lengths = [declared[name].flag for name in ("chunk_size", "k", "cost") if name in asked]
