@@ -26,7 +26,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.profiling.timeline import ActionClock
-from chunkplan_runtime.sharing import blocks_on
+from chunkplan_runtime.sharing import used_blocks
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=10)
@@ -93,7 +93,7 @@ class _Run:
     def __init__(self, step: PlannedStep, rank: int, num_processes: int, model: CausalLM | None) -> None:
         plan, analysis = open_plan(step.plan, pp=load_plan(step.plan).config.pp)
         self._layout = choose_layout(plan, num_processes, rank)
-        self._groups = make_groups(self._layout, _CPU, _TIMEOUT, blocks_on(plan, self._layout.dp))
+        self._groups = make_groups(self._layout, _CPU, _TIMEOUT, used_blocks(plan))
         self._durations = step.durations[self._layout.replica]
         self._scale = step.scale
         self._model = model

@@ -43,7 +43,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.arrays import Int64Array
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Block, blocks_on
+from chunkplan_runtime.sharing import Block, used_blocks
 
 #: dp, pp of those that run, and of one that does not.
 LAYOUTS = ((4, 2), (8, 2), (8, 4))
@@ -65,7 +65,7 @@ def blocks_of(values: Int64Array, dp: int, pp: int) -> list[Block]:
     with tempfile.TemporaryDirectory() as folder:
         source = write_lengths(Path(folder) / "lengths.parquet", values)
         config = PlanConfig(chunk_size=8192, k=4, dp=dp, pp=pp, cp="auto")
-        return blocks_on(build(source, Path(folder) / "plan", config), dp)
+        return used_blocks(build(source, Path(folder) / "plan", config))
 
 
 def start(layout: RankLayout, blocks: list[Block]) -> list[Took]:

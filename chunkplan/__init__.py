@@ -15,7 +15,7 @@ if sys.platform == "win32":
     raise ImportError("chunkplan does not run on Windows: install it in WSL, which is Linux on Windows")
 
 if TYPE_CHECKING:
-    from chunkplan.building import build
+    from chunkplan.building import build, build_like
     from chunkplan.config.intake import IntakeOptions
     from chunkplan.config.plan import PlanConfig
     from chunkplan.cost.hardware import load_hardware
@@ -52,6 +52,7 @@ __all__ = [
     "__version__",
     "analyze",
     "build",
+    "build_like",
     "compare_schedules",
     "diff",
     "export",
@@ -87,6 +88,7 @@ HOMES = {
     "TuneOptions": "chunkplan.tuning.options",
     "analyze": "chunkplan.intake.analyze",
     "build": "chunkplan.building",
+    "build_like": "chunkplan.building",
     "compare_schedules": "chunkplan.simulation",
     "diff": "chunkplan.reporting.difference",
     "export": "chunkplan.exporting.export",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from chunkplan.files.folder import refuse_other_content, replace_folder
 from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
-from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
+from chunkplan.planfile.likeness import values_like
+from chunkplan.planfile.load import evaluation_folder, load_analysis, load_same_analysis, load_to_rebuild
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
@@ -81,6 +82,36 @@ def build(
     output = Path(output)
     built = build_plans(analysis, output, config, cost=cost, workers=workers, progress=progress)
     return Plan(path=output, manifest=built[output].manifest)
+
+
+def build_like(
+    plan: str | Path,
+    output: str | Path,
+    *,
+    analysis: str | Path | None = None,
+    cost: CostModel | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    **changes: Any,
+) -> Plan:
+    """`build` of the steps that `plan` has, with the same samples in each: for other ranks, stages or chunks.
+
+    `changes` are fields of `PlanConfig`; all else is as in `plan`, which may be of an earlier schema version. A run of
+    `plan` goes on with the new one from any of its checkpoints. `analysis`: where that of `plan` is, if it has moved.
+
+    Raises:
+        UsageError: as `build`, or `changes` would give steps other samples.
+        DataError: as `build`, or `plan` or its analysis is damaged, or `analysis` another one.
+    """
+    like = load_to_rebuild(plan)
+    loaded = load_same_analysis(like, analysis)
+    config = PlanConfig(**values_like(like.config, with_sources(loaded, changes)))
+    return build(loaded, output, config, cost=cost or like.cost, workers=workers, progress=progress)
+
+
+def with_sources(analysis: Analysis, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options of a plan, of which `mix` names the sources of `analysis` by their whole paths."""
+    return {**values, "mix": resolve_mix(analysis, values["mix"])} if values.get("mix") else values
 
 
 def build_plans(
@@ -145,7 +176,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 def is_evaluation(folder: Path) -> bool:
     """Whether a folder is empty or holds a plan of held-out sequences."""
-    return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
+    return not any(folder.iterdir()) or load_to_rebuild(folder).config.part == "eval"
 
 
 def _build_one(

@@ -103,8 +103,10 @@ def _check_sources(sources: list[int], num_sources: int, path: Path) -> None:
         )
 
 
-def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
+def load_plan_analysis(plan: Plan, analysis: str | Path | None = None, *, option: str = "--analysis") -> Analysis:
     """The analysis a plan was built from: at `analysis`, or where the plan says it was.
+
+    `option`: what says where it is, for hints.
 
     Raises:
         UsageError: it is not there.
@@ -113,25 +115,25 @@ def load_plan_analysis(plan: Plan, analysis: str | Path | None = None) -> Analys
     if analysis is None and not _is_there(plan.analysis_path):
         raise UsageError(
             f"the analysis of the plan {plan.path} is not at {plan.analysis_path}",
-            hint="say where it is with --analysis, or build the plan again",
+            hint=f"say where it is with {option}, or build the plan again",
         )
     return load_analysis(plan.analysis_path if analysis is None else analysis)
 
 
-def load_same_analysis(plan: Plan, analysis: str | Path | None = None) -> Analysis:
+def load_same_analysis(plan: Plan, analysis: str | Path | None = None, *, option: str = "--analysis") -> Analysis:
     """The analysis a plan was built from, as `load_plan_analysis`, and with the same content.
 
     Raises:
         UsageError: it is not there.
         DataError: what is there is not the plan's analysis, or is damaged.
     """
-    found = load_plan_analysis(plan, analysis)
+    found = load_plan_analysis(plan, analysis, option=option)
     expected = plan.manifest["analysis"]["content_hash"]
     if found.content_hash != expected:
         raise DataError(
             f"not the analysis of the plan: content hash {found.content_hash[:12]}, the plan has {expected[:12]}",
             where=str(found.path),
-            hint="build the plan again from this analysis, or give its own with `--analysis`",
+            hint=f"build the plan again from this analysis, or give its own with `{option}`",
         )
     return found
 
@@ -155,6 +157,16 @@ def load_plan(path: str | Path) -> Plan:
     for name in ("steps.parquet", "chunks.parquet", "schedule.parquet"):
         refuse_outside(path / name, path)
     return Plan(path=path, manifest=manifest)
+
+
+def load_to_rebuild(path: str | Path) -> Plan:
+    """Open a plan of any schema version that says what it was built with: only its manifest is of use.
+
+    Raises:
+        UsageError: there is no plan at `path`.
+        DataError: what is there is not a plan, or says something else than a plan does.
+    """
+    return Plan(path=Path(path), manifest=read_manifest(Path(path), "plan", to_rebuild=True))
 
 
 def evaluation_folder(plan: Path) -> Path:

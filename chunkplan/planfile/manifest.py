@@ -75,8 +75,10 @@ def _build_again(plan: Path) -> str:
     return f"build it again: `chunkplan build --like {shlex.quote(str(plan))} --output {shlex.quote(str(again))}`"
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[str, Any]:
     """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
+
+    `to_rebuild`: of a plan whose other files are not read, and may be of an older version.
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
@@ -113,10 +115,11 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             where=str(path),
             hint="upgrade chunkplan, or analyze and build again with this version",
         )
-    if version < _OLDEST[kind]:
+    oldest = _OLDEST_TO_REBUILD if to_rebuild else _OLDEST[kind]
+    if version < oldest:
         raise DataError(
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
-            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {_OLDEST[kind]} on",
+            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {oldest} on",
             where=str(path),
             hint=_build_again(folder) if kind == "plan" and version >= _OLDEST_TO_REBUILD else _HINT,
         )

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes, content_hash
 from chunkplan.planfile.manifest import write_manifest
-from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SCHEMA_VERSION, plan_schemas
 from chunkplan.version import __version__
 
@@ -101,20 +99,6 @@ def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, 
     schemas = plan_schemas(config)
     hashes = {name: content_hash(table, schemas[name]) for name, table in tables.items()}
     return {**hashes, "config": _hash_config(config)}
-
-
-def hashes_by_epoch(plan: Plan) -> list[str]:
-    """The content hashes of what `plan` would be with fewer epochs: with one, with two, ..., and its own."""
-    tables = {"steps": plan.steps(), "chunks": plan.chunks(), "schedule": plan.schedule()}
-    hashers = {name: ContentHasher(plan.schemas[name]) for name in tables}
-    hashes = []
-    for epoch in range(plan.manifest["epochs"]):
-        of_epoch = tables["steps"].filter(pc.field("epoch") == epoch)["step"]
-        for name, table in tables.items():
-            hashers[name].update_in_threads(table.filter(pc.is_in(table["step"], of_epoch)))
-        config = _hash_config({**plan.manifest["config"], "epochs": epoch + 1})
-        hashes.append(combine_hashes({**{name: one.hexdigest() for name, one in hashers.items()}, "config": config}))
-    return hashes
 
 
 def _hash_config(config: dict[str, Any]) -> str:

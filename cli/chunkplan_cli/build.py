@@ -15,7 +15,15 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.build_options import AUTO, BuildOptions, describe_old, fitting_levels, plan_config, resolve
+from chunkplan_cli.build_options import (
+    AUTO,
+    BuildOptions,
+    describe_old,
+    fitting_levels,
+    open_like,
+    plan_config,
+    resolve,
+)
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
@@ -73,10 +81,13 @@ def build(
         machine["checkpointing"] = options.checkpointing
     values = resolve(plan, options.config)
     place = Workspace.find(workspace)
-    source = find_analysis(analysis, place)
     target = output or place.plan
     replaced = describe_old(target)
-    loaded = load_analysis(source)
+    if options.like:
+        _check_like(auto=auto, has_output=dry_run or output is not None)
+        like, loaded, values = open_like(options.like, analysis, values)
+    else:
+        like, loaded = None, load_analysis(find_analysis(analysis, place))
     if keys := unread_words(loaded.manifest.get("sources", ())):
         note(f"not read of the data: {keys}")
     with note_compilation():
@@ -86,7 +97,7 @@ def build(
             cost = found.cost
         else:
             _refuse_without_auto(tuning, options.from_file)
-            cost = CostModel(**machine)
+            cost = replace(like.cost, **machine) if like else CostModel(**machine)
             settings = _settings(values, cost)
             _refuse_to_share_alone(machine, cost, settings)
             if options.checkpointing == AUTO:
@@ -104,10 +115,9 @@ def build(
     memory = memory_at(built.moments, built.ranks, settings, cost)
     _show(built, None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
-    if not auto and settings.split != "none":
-        totals = built.manifest["totals"]
-        warn_of_chunk_size(settings.chunk_size, totals, settings.dp, fits=memory.fits, tune=tune)
-    warn_of_memory(memory, cost, settings, None if options.from_file else tune)
+    if not auto and not like and settings.split != "none":
+        warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
+    warn_of_memory(memory, cost, settings, None if options.from_file or like else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
     if not dry_run:
@@ -197,6 +207,13 @@ def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: 
     if evaluation not in plans and evaluation.is_dir() and is_evaluation(evaluation):
         warn(f"{evaluation} is of an earlier build: what it holds out, this plan trains on")
     note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
+
+
+def _check_like(*, auto: bool, has_output: bool) -> None:
+    if auto:
+        raise UsageError("--like and --auto exclude each other", hint="leave one of them out")
+    if not has_output:
+        raise UsageError("--like without --output could replace the plan itself", hint="say where the new one goes")
 
 
 def _refuse_without_auto(tuning: Given, from_file: Path | None) -> None:

@@ -16,6 +16,7 @@ from chunkplan_cli.terminal import note
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
+    from chunkplan.planfile.plan import Plan
 
 #: Of `--checkpointing`: what fits and runs least again, layer by layer.
 AUTO = "auto"
@@ -35,6 +36,13 @@ class BuildOptions(Options):
         help=f"{options_of(CostModel)['checkpointing'].help[:-1]}; auto: the least that fits.",
     )
 
+    like: Path | None = option(
+        path("PLAN"),
+        "Build a plan of the same steps and samples for other ranks: what is not given is as in PLAN, also one of an "
+        "earlier version.",
+        group=OPTIONS,
+        default=None,
+    )
     from_file: Path | None = option(
         path("FILE"),
         "With --auto: the result of `tune`.",
@@ -72,6 +80,27 @@ def plan_config(values: Given) -> PlanConfig:
                 hint="for example: chunkplan build --chunk-size 8192 --k 4; or let --auto choose",
             )
     return PlanConfig(**values)
+
+
+def open_like(plan: Path, analysis: Path | None, given: Given) -> tuple[Plan, Analysis, Given]:
+    """The plan that a new one is to be like, of which only the manifest is read, its analysis, and the new options.
+
+    Raises:
+        UsageError: one is not there, or `analysis` is another one, or what is `given` would give steps other samples.
+        DataError: one is damaged, or was replaced.
+    """
+    from chunkplan.building import with_sources
+    from chunkplan.planfile.likeness import values_like
+    from chunkplan.planfile.load import load_analysis, load_same_analysis, load_to_rebuild
+
+    like = load_to_rebuild(plan)
+    found = load_same_analysis(like, option="ANALYSIS") if analysis is None else load_analysis(analysis)
+    if found.content_hash != like.manifest["analysis"]["content_hash"]:
+        raise UsageError(
+            f"{analysis} is not the analysis of the plan {plan}: --like keeps which samples each step has",
+            hint="leave it out; or leave --like out, for a plan of its own",
+        )
+    return like, found, Given(values_like(like.config, with_sources(found, given)))
 
 
 def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:

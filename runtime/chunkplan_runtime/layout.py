@@ -8,6 +8,7 @@ from itertools import groupby
 
 from chunkplan.errors import UsageError
 from chunkplan.layers import V_SHAPED, model_stage_of
+from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.sharing import used_blocks
@@ -108,6 +109,25 @@ def _by_torchrun(numbers: list[int]) -> str:
     return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
 
 
+def refuse_other_replicas(plan: Plan, dp: int, *, start: str = "", like: Plan | None = None) -> None:
+    """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
+
+    `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one.
+
+    Raises:
+        UsageError: it is one.
+        DataError: it is damaged.
+    """
+    if dp == plan.config.dp or not used_blocks(plan):
+        return
+    raise UsageError(
+        f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not {dp}",
+        where=str(plan.path),
+        hint=f"{start}, or " * bool(start) + f"`{how_to_build_like(like or plan, dp)}` builds one of the same steps "
+        "for these: give that as --plan, and --resume to go on with a run of this one",
+    )
+
+
 def choose_layout(
     plan: Plan, world_size: int, process: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
 ) -> RankLayout:
@@ -116,28 +136,20 @@ def choose_layout(
     `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
-        UsageError: they cannot share the plan's stages and ranks evenly, or the sequences that some of
-            these ranks share.
+        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
         DataError: the plan is damaged.
     """
     pp, plan_dp = plan.config.pp, plan.config.dp
-    dividing = [dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
-    blocks = used_blocks(plan)
-    fitting = [pp * dp for dp in dividing if all(block.fits(plan_dp // dp) for block in blocks)]
-    if world_size in fitting:
-        return replace(one_pipeline(plan), dp=world_size // pp, process=process)
-    if world_size % pp == 0 and world_size // pp in dividing:
-        num_ranks = plan_dp // (world_size // pp)
-        uneven = next(block for block in blocks if not block.fits(num_ranks))
-        message = (
-            f"processes of {num_ranks} data-parallel ranks each cannot share what ranks {uneven.first} to "
-            f"{uneven.first + uneven.size - 1} of the plan share, {uneven.heads} of them by heads, evenly"
-        )
-    else:
-        shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
-        message = f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly"
+    fitting = [plan_dp] if used_blocks(plan) else [dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
+    dp, is_uneven = divmod(world_size, pp)
+    if not is_uneven and dp in fitting:
+        return replace(one_pipeline(plan), dp=dp, process=process)
+    start = how_to_start([pp * each for each in fitting])
+    if not is_uneven and dp:
+        refuse_other_replicas(plan, dp, start=start)
+    shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
     raise UsageError(
-        message,
+        f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
         where=str(plan.path),
-        hint=f"{how_to_start(fitting)}, or build the plan with another --dp" + (" or --pp" if pp > 1 else ""),
+        hint=f"{start}, or build the plan with another --dp" + (" or --pp" if pp > 1 else ""),
     )

@@ -1,7 +1,7 @@
 """Which processes work on a part of a sequence together, and which of its tokens each of them has.
 
-A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). A process that runs several
-of them has their slices as one piece, so that a block of ranks becomes a smaller block of processes: `on_processes`.
+A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). Where there is one, every
+replica of a stage runs one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Run = tuple[int, int]
 
 
 class Block(NamedTuple):
-    """`size` ranks, or processes, from `first` on share a chunk; `heads` that follow one another share its heads.
+    """`size` ranks from `first` on share a chunk; `heads` that follow one another share its heads.
 
     The `size / heads` groups of them share its pages.
     """
@@ -46,18 +46,6 @@ class Block(NamedTuple):
     def pages(self) -> int:
         """How many groups share pages."""
         return self.size // self.heads
-
-    def fits(self, num_ranks: int) -> bool:
-        """Whether processes of `num_ranks` ranks each have it whole, or share it evenly."""
-        if self.size <= num_ranks:
-            return num_ranks % self.size == 0
-        return self.size % num_ranks == 0 and (self.heads % num_ranks == 0 or num_ranks % self.heads == 0)
-
-    def on_processes(self, num_ranks: int) -> Block:
-        """The same where each process has `num_ranks` of the ranks, which `fits`."""
-        if self.size <= num_ranks:
-            return Block(self.first // num_ranks, 1, 1)
-        return Block(self.first // num_ranks, self.size // num_ranks, max(self.heads // num_ranks, 1))
 
     def groups_of_heads(self) -> list[tuple[int, ...]]:
         """Those that share heads: each has all the tokens that they hold together for some of the heads."""
@@ -93,16 +81,6 @@ def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
         table = conform(file.read(schema.names), schema, path)
     columns = (to_numpy(column.combine_chunks()).tolist() for column in table.columns)
     return tuple(sorted(block for block in {Block(*row) for row in zip(*columns, strict=True)} if block.size > 1))
-
-
-def blocks_on(plan: Plan, dp: int) -> list[Block]:
-    """The blocks of processes that share sequences of the plan, where its ranks run on `dp` of them, ascending.
-
-    Raises:
-        DataError: the plan is damaged.
-    """
-    blocks = {block.on_processes(plan.config.dp // dp) for block in used_blocks(plan)}
-    return sorted(block for block in blocks if block.size > 1)
 
 
 @dataclass(frozen=True)
@@ -164,12 +142,6 @@ class SharedPart:
         return self.holdings[self.place].within(self.span.start, self.span.stop)
 
 
-def own_slices(chunk: Chunk, ranks: range) -> tuple[Run, ...]:
-    """What `ranks`, which follow one another, have of a shared chunk: runs that do not touch, ascending."""
-    block = block_of(chunk)
-    return _joined(run for rank in ranks if rank in block.ranks for run in _slices_of(chunk, rank - block.first))
-
-
 def check_sharing(step: PlanStep, dp_rank: int) -> None:
     """Refuse what would have processes wait for ever, or mix up tokens.
 
@@ -212,40 +184,30 @@ def _damaged(message: str, step: PlanStep) -> DataError:
     return DataError(message, where=f"step {step.step}", hint=VALIDATE_HINT)
 
 
-def shared_part(chunk: Chunk, parts: Sequence[Run], process: int, num_ranks: int) -> SharedPart | None:
-    """How processes of `num_ranks` ranks each share a chunk of a plan, as `process` sees it; None if it has all of it.
+def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | None:
+    """How ranks share a chunk of a plan, as `rank` sees it; None if it has all of it.
 
     `parts`: all chunks of the sequence, [start, stop) each.
     """
-    block = block_of(chunk).on_processes(num_ranks)
+    block = block_of(chunk)
     if block.size == 1:
         return None
     stop = chunk.prefix_tokens + chunk.cp_tokens
     segment = chunk.segments[0]
     span = Span(segment.sequence_id, chunk.prefix_tokens, stop, parts[-1][1], 0, chunk.group_id)
-    by_pages, by_heads = divmod(process - block.first, block.heads)
+    by_pages, by_heads = divmod(rank - block.first, block.heads)
     heads = block.groups_of_heads()[by_pages]
-    slices = tuple(own_slices(chunk, range(each * num_ranks, (each + 1) * num_ranks)) for each in heads)
-    cuts = chunk.cp_size // chunk.cp_heads
-    return SharedPart(
-        span, heads, slices, block.groups_of_pages()[by_heads], _holdings(tuple(parts), cuts, block.pages), by_pages
-    )
+    slices = tuple(_joined(_slices_of(chunk, each - block.first)) for each in heads)
+    holdings = _holdings(tuple(parts), block.pages)
+    return SharedPart(span, heads, slices, block.groups_of_pages()[by_heads], holdings, by_pages)
 
 
 @lru_cache(maxsize=256)
-def _holdings(parts: tuple[Run, ...], cuts: int, num_holders: int) -> tuple[Holding, ...]:
-    """What each of `num_holders` keeps of a sequence whose `parts` are cut for `cuts` groups by pages."""
-    share = cuts // num_holders
+def _holdings(parts: tuple[Run, ...], num_groups: int) -> tuple[Holding, ...]:
+    """What each of the groups by pages keeps of a sequence that is cut into `parts`."""
     return tuple(
-        Holding(
-            _joined(
-                run
-                for start, stop in parts
-                for each in range(share)
-                for run in _pair(start, stop, i * share + each, cuts)
-            )
-        )
-        for i in range(num_holders)
+        Holding(_joined(run for start, stop in parts for run in _pair(start, stop, group, num_groups)))
+        for group in range(num_groups)
     )
 
 

@@ -41,7 +41,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = str(ROOT / "sample_data" / "tokenizer")
     for words in (
         ("analyze", "data.jsonl", "--tokenizer", tokenizer),
-        ("build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--global-batch", "8", *MODEL),
+        ("build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--cp", "off", "--global-batch", "8", *MODEL),
     ):
         ran = run(folder, *words)
         assert ran.returncode == 0, ran.stderr
@@ -51,8 +51,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.soak
 def test_it_trains_with_the_plan_of_the_workspace_on_as_many_processes_as_that_is_for(planned: Path) -> None:
     """What was started is said as torchrun takes it; the command that `build` names is this one."""
-    built = run(planned, "build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--global-batch", "8", *MODEL)
-    assert "to train: chunkplan train --model NAME" in built.stderr
+    built = run(planned, "build", "--like", "chunkplan-out/plan", "--output", "chunkplan-out/plan")
+    assert "to train: chunkplan train --plan chunkplan-out/plan --model NAME" in built.stderr
     ran = run(planned, "train", *MODEL)
     assert ran.returncode == 0, ran.stderr
     assert "started as: torchrun --nproc-per-node 2 -m chunkplan_runtime.train --plan chunkplan-out/plan" in ran.stderr

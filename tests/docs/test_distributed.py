@@ -1,6 +1,6 @@
 """What docs/distributed.md says is so: its commands run, by torchrun, and leave what it says.
 
-Training runs as written, but on two of the plan's four processes, which takes half the time.
+Training runs as written, but on two processes with a plan like the one of the page, which takes half the time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser, parse_args
 from chunkplan import PlanConfig, load_plan
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
+from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
@@ -43,7 +44,7 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, MEASURED, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
+SCREEN, MEASURED, LIKE, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
 SCRIPTS = Path(sys.executable).parent
@@ -65,6 +66,7 @@ def ran(tmp_path_factory):
     (folder / "sample_data").symlink_to(ROOT / "sample_data")
     block, shown = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     *first, training = block.replace("\\\n", " ").splitlines()
+    first.append(LIKE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in first:
@@ -73,7 +75,9 @@ def ran(tmp_path_factory):
                 run_command()
             assert not end.value.code, command
     port = free_port()
-    program, *arguments = shlex.split(training.replace("--nproc-per-node 4", "--nproc-per-node 2"))
+    program, *arguments = shlex.split(
+        training.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("/plan ", "/plan-dp1 ")
+    )
     done = subprocess.run(
         [str(SCRIPTS / program), *arguments],
         cwd=folder,
@@ -103,7 +107,9 @@ def without_times(screen: str) -> list[str]:
 def test_the_commands_say_what_is_said(ran):
     folder, said, table = ran
     screens = [SCREEN, MEASURED]
-    for four, two in ON_TWO.items():
+    plans = [Path("chunkplan-out") / name for name in ("plan", "plan-dp1")]
+    plans = [f"{plan} ({load_plan(folder / plan).content_hash[:12]})" for plan in plans]
+    for four, two in {**ON_TWO, plans[0]: plans[1]}.items():
         assert any(four in screen for screen in screens)
         screens = [screen.replace(four, two) for screen in screens]
     assert without_times(said) == without_times(screens[0])
@@ -131,10 +137,13 @@ def test_the_run_leaves_what_is_said(ran):
 
 def test_numbers_of_processes_are_those_that_are_said(ran):
     plan = load_plan(ran[0] / "chunkplan-out" / "plan")
-    assert [choose_layout(plan, size, 0).dp for size in (2, 4)] == [1, 2]
-    for size in (1, 3, 8):
-        with pytest.raises(UsageError, match="2 or 4 processes"):
+    assert choose_layout(plan, 4, 0).dp == 2
+    for size in (1, 2, 3, 8):
+        with pytest.raises(UsageError) as refused:
             choose_layout(plan, size, 0)
+        assert "with 4 processes in all" in str(refused.value.hint)
+    unshared = Plan(plan.path, {"config": {"dp": 8, "pp": 1}})
+    assert [choose_layout(unshared, size, 0).dp for size in (8, 4, 2, 1)] == [8, 4, 2, 1]
 
 
 def test_what_is_said_of_faults_is_what_processes_print():
@@ -197,7 +206,9 @@ def test_the_options_that_are_named_are_there():
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", PAGE))
     assert len(named) > 20
-    assert named - {"--gpus", "--hardware", "--nodes"} <= known  # of `chunkplan tune` and `build`, and of sbatch
+    assert (
+        named - {"--gpus", "--hardware", "--like", "--nodes"} <= known
+    )  # of `chunkplan tune` and `build`, and of sbatch
 
 
 def test_the_files_that_are_named_exist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, load_plan
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
@@ -22,8 +24,8 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.sharing import Block
 from tests.support.analyses import write_analysis
+from tests.support.command_line import Run
 from tests.support.shared_plans import given_blocks
 
 Built = Callable[..., tuple[Path, Path]]
@@ -215,32 +217,6 @@ def test_every_process_has_the_actions_of_its_stage_and_ranks(built: Built) -> N
             assert list(each.chunks.values()) == step.chunks[each.dp_rank]
 
 
-@pytest.mark.parametrize(
-    "size, heads, fitting",
-    [
-        (8, 4, [1, 2, 4, 8]),
-        (8, 1, [1, 2, 4, 8]),
-        (12, 3, [1, 3, 6, 12]),
-        (2, 2, [1, 2, 4, 6]),
-        (12, 2, [1, 2, 4, 6, 12]),
-    ],
-)
-def test_a_block_fits_processes_that_have_it_whole_or_share_it_evenly(
-    size: int, heads: int, fitting: list[int]
-) -> None:
-    """What its ranks share by heads, processes share by heads, or have; then by pages."""
-    found = [num_ranks for num_ranks in (1, 2, 3, 4, 6, 8, 12) if Block(0, size, heads).fits(num_ranks)]
-    assert [each for each in found if each <= max(size, 6)] == fitting
-    for num_ranks in fitting:
-        on_processes = Block(0, size, heads).on_processes(num_ranks)
-        assert on_processes.size == max(size // num_ranks, 1)
-        assert on_processes.pages * on_processes.heads == on_processes.size
-        members = [member for group in on_processes.groups_of_heads() for member in group]
-        assert sorted(members) == [*on_processes.ranks]
-        members = [member for group in on_processes.groups_of_pages() for member in group]
-        assert sorted(members) == [*on_processes.ranks]
-
-
 @pytest.fixture
 def shared(built: Built) -> tuple[Path, Path]:
     """A plan in which four ranks share two sequences of several chunks, and its analysis."""
@@ -248,16 +224,35 @@ def shared(built: Built) -> tuple[Path, Path]:
         return built(cp="auto", dp=4, chunk_size=4)
 
 
-def own_streams(shared: tuple[Path, Path], num_processes: int) -> list[PlanStream]:
+def own_streams(shared: tuple[Path, Path]) -> list[PlanStream]:
     opened = open_plan(*shared)
-    layouts = [RankLayout(dp=num_processes, process=rank) for rank in range(num_processes)]
+    layouts = [RankLayout(dp=4, process=process) for process in range(4)]
     return [PlanStream(*opened, vocab_size=97, max_positions=20, layout=layout) for layout in layouts]
 
 
-@pytest.mark.parametrize("num_processes", [4, 2])
-def test_processes_know_alike_who_has_which_tokens(shared: tuple[Path, Path], num_processes: int) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2, 8])
+def test_ranks_that_share_sequences_are_each_on_a_process_of_their_own(
+    shared: tuple[Path, Path], num_processes: int, command: Run
+) -> None:
+    """Also where nobody chose the layout; the command that is said builds a plan that fits."""
+    plan, analysis = open_plan(*shared)
+    with pytest.raises(UsageError, match=f"as many replicas as it has ranks, 4, not {num_processes}") as refused:
+        choose_layout(plan, num_processes, 0)
+    hint = str(refused.value.hint)
+    assert "with 4 processes in all, or" in hint and "--resume to go on with a run of this one" in hint
+    with pytest.raises(UsageError, match="as many replicas as it has ranks"):
+        PlanStream(plan, analysis, vocab_size=97, max_positions=20, layout=RankLayout(dp=num_processes))
+    [typed] = re.findall("`chunkplan (build .*?)`", hint)
+    words = shlex.split(typed)
+    assert command(*words).code == 0
+    like = load_plan(words[-1])
+    assert like.config.dp == num_processes
+    choose_layout(like, num_processes, 0)
+
+
+def test_processes_know_alike_who_has_which_tokens(shared: tuple[Path, Path]) -> None:
     """A shared chunk has the same number everywhere, and every token of it is one process's own."""
-    works = [next(iter(stream)).ranks[0] for stream in own_streams(shared, num_processes)]
+    works = [next(iter(stream)).ranks[0] for stream in own_streams(shared)]
     parts = [{number: each.shared for number, each in work.tensors.items() if each.shared} for work in works]
     assert parts[0].keys() == parts[1].keys() and len(parts[0]) == 3
     for number, part in parts[0].items():
@@ -266,7 +261,7 @@ def test_processes_know_alike_who_has_which_tokens(shared: tuple[Path, Path], nu
         assert sorted(tokens) == [*range(part.span.start, part.span.stop)]
         for work, other in zip(works, parts, strict=True):
             spans = work.tensors[number].spans
-            own = other[number].slices[other[number].heads.index(work.dp_rank // (4 // num_processes))]
+            own = other[number].slices[other[number].heads.index(work.dp_rank)]
             assert own == tuple((span.start, span.stop) for span in spans) or len(own) < len(spans)
             held = {token for run in other[number].runs for token in range(*run)}
             assert held == {token for slices in other[number].slices for run in slices for token in range(*run)}
@@ -284,7 +279,7 @@ def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared: 
     actions = rows[1]["actions"]
     actions[0], actions[1] = actions[1], actions[0]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
-    first, second, *_ = own_streams(shared, 4)
+    first, second, *_ = own_streams(shared)
     assert next(iter(first)).ranks
     with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share") as raised:
         next(iter(second))
@@ -298,14 +293,13 @@ def test_ranks_of_which_one_alone_keeps_attention_of_what_they_share_are_refused
     rows = table.to_pylist()
     next(row for row in rows if row["dp_rank"] == 1 and row["cp_size"] > 1)["kept_attention"] = "gpu"
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
-    first, second, *_ = own_streams(shared, 4)
+    first, second, *_ = own_streams(shared)
     assert next(iter(first)).ranks
     with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share"):
         next(iter(second))
 
 
-@pytest.mark.parametrize("num_processes", [4, 1])
-def test_other_slices_than_a_rank_s_own_are_refused(shared: tuple[Path, Path], num_processes: int) -> None:
+def test_other_slices_than_a_rank_s_own_are_refused(shared: tuple[Path, Path]) -> None:
     path = shared[0] / "chunks.parquet"
     table = pq.read_table(path)
     rows = table.to_pylist()
@@ -313,4 +307,4 @@ def test_other_slices_than_a_rank_s_own_are_refused(shared: tuple[Path, Path], n
     own["segments"], other["segments"] = other["segments"], own["segments"]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
     with pytest.raises(DataError, match="rank 0 has other slices of chunk 0 than are its own"):
-        next(iter(own_streams(shared, num_processes)[0]))
+        next(iter(own_streams(shared)[0]))

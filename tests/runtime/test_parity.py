@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
-from chunkplan.cost.model import CostModel
+from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.execution import executor
@@ -25,14 +22,11 @@ from chunkplan_runtime.parity import (
     compare_plan,
     parity,
     relative_errors,
-    small_config,
     vanishing_gradients,
-    write_random_analysis,
 )
 from chunkplan_runtime.spans import Span
 from tests.support.analyses import write_analysis
 from tests.support.mixed_chunks import LENGTHS, MIXED
-from tests.support.shared_plans import FAST
 
 MODELS = {
     "llama": {"model_type": "llama"},
@@ -300,36 +294,18 @@ def test_two_ranks_on_one_process_are_exact(tmp_path, model, handmade_plan, rand
 
 @pytest.mark.parametrize("k", [1, 2, 100])
 @pytest.mark.parametrize("name", ["qwen2", "gemma2, softcaps and sliding window"])
-def test_a_plan_in_which_ranks_share_sequences_is_exact_on_one_process(tmp_path, name, k, model, random_sequences):
+def test_a_plan_like_one_in_which_ranks_share_sequences_is_exact_on_one_process(
+    tmp_path, name, k, model, random_sequences
+):
     write_analysis(tmp_path / "analysis", random_sequences([90, 20, 3, 14]))
     build(tmp_path / "analysis", tmp_path / "plan", PlanConfig(chunk_size=6, k=k, dp=4, cp="auto", global_batch=4))
     [step] = load_plan(tmp_path / "plan").iter_steps()
     sizes = {chunk.cp_size for chunks in step.chunks.values() for chunk in chunks}
     assert sizes == {1, 4}
-    report = compare_plan(tmp_path / "plan", tmp_path / "analysis", model(name))
-    assert_exact(report)
-    shared = {chunk.group_id: chunk.group_size for chunk in step.chunks[0] if chunk.cp_size > 1}
-    assert sum(report.chunks.values()) == sum(shared.values()) + sum(
-        chunk.cp_size == 1 for chunks in step.chunks.values() for chunk in chunks
-    )
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 8),
-    chunk_size=st.integers(2, 20),
-    k=st.integers(1, 4),
-    dp=st.sampled_from([2, 3, 4, 6, 8, 12]),
-    seed=st.integers(0, 1000),
-)
-def test_any_plan_in_which_ranks_may_share_sequences_is_exact(tmp_path, lengths, chunk_size, k, dp, seed):
-    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-        (Path(folder) / "analysis").mkdir()
-        analysis = write_random_analysis(Path(folder) / "analysis", lengths, 128, seed)
-        config = PlanConfig(chunk_size=chunk_size, k=k, dp=dp, cp="auto", global_batch=len(lengths), seed=seed)
-        build(analysis, Path(folder) / "plan", config, cost=CostModel(hardware=FAST), workers=1)
-        run = new_model(small_config(max(lengths)), torch.float64, seed)
-        assert_exact(compare_plan(Path(folder) / "plan", analysis.path, run))
+    with pytest.raises(UsageError, match="as many replicas as it has ranks, 4, not 1"):
+        compare_plan(tmp_path / "plan", tmp_path / "analysis", model(name))
+    build_like(tmp_path / "plan", tmp_path / "like", dp=1)
+    assert_exact(compare_plan(tmp_path / "like", tmp_path / "analysis", model(name)))
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):

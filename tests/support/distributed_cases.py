@@ -35,7 +35,7 @@ from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
-from chunkplan_runtime.sharing import blocks_on
+from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from tests.support.kept_attention import keeping_attention
 from tests.support.link_cases import random_order
@@ -320,7 +320,7 @@ def make_stage(
     layout: RankLayout | None = None,
 ) -> StageProcess:
     layout = layout or choose_layout(plan, dist.get_world_size(), rank)
-    blocks = blocks_on(plan, layout.dp)
+    blocks = used_blocks(plan)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks, machine_size)
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers, layout.virtual_stages)
     model = cut_stage(model, layers, layout)

@@ -29,7 +29,7 @@ from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import blocks_on
+from chunkplan_runtime.sharing import used_blocks
 from tests.support.distributed_cases import open_for_its_stages
 from tests.support.watchdog_cases import Case, fail, run_all
 
@@ -46,7 +46,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
     plan, analysis = open_for_its_stages(folder / f"{way}-{dist.get_world_size()}")
     model = new_model(read_config(folder / "config.json"), torch.float64, seed=1)
     layout = choose_layout(plan, dist.get_world_size(), rank)
-    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(plan, layout.dp))
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), used_blocks(plan))
     executor = RankExecutor(model, exchanges=groups.exchanges)
     [work] = next(iter(PlanStream(plan, analysis, vocab_size=97, max_positions=256, layout=layout))).ranks
     name, word = CALLS[what]

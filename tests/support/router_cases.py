@@ -21,7 +21,7 @@ from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.proof.prove import spread_weights, train_routers
-from chunkplan_runtime.sharing import blocks_on
+from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.distributed_cases import open_for_its_stages
@@ -108,7 +108,7 @@ def trainer_step(
 ) -> tuple[TrainStep, PlanStream]:
     opened, analysis = open_for_its_stages(plan)
     layout = choose_layout(opened, dist.get_world_size(), rank)
-    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks_on(opened, layout.dp))
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), used_blocks(opened))
     layers = split_layers(model.config.num_hidden_layers, layout.num_model_stages)
     given = TrainConfig(plan=plan, output=plan / "run", model_config=config, clip=0.0, precision="fp64", **options)  # type: ignore[arg-type]
     step = TrainStep(cut_stage(model, layers, layout), given, 1, Job(layout, groups))

@@ -62,7 +62,7 @@ def refused_backend(rank: int) -> str:
     """What is said of a group whose backend does nothing for tensors on this device."""
     dist.Backend.register_backend("idle", lambda store, rank, size, timeout: _Idle(rank, size), devices=["cpu"])
     members = tuple(range(dist.get_world_size()))
-    exchanges = Exchanges(RankLayout(dp=len(members), rank=rank), {members: dist.new_group(backend="idle")})
+    exchanges = Exchanges(RankLayout(dp=len(members), process=rank), {members: dist.new_group(backend="idle")})
     try:
         exchanges.greet(torch.device("cpu"))
     except UsageError as error:

@@ -81,7 +81,7 @@ def make_groups(
     name by which they find each other has the number of groups that each has made so far, and a stage in the middle
     makes more than one at the end.)
 
-    `blocks`: those of processes that share sequences, see `sharing.blocks_on`. `machine_size`: how many processes each
+    `blocks`: those of ranks that share sequences, see `sharing.used_blocks`. `machine_size`: how many processes each
     machine has, numbered in a row; None if that is not so, or not known.
     """
     started = time.perf_counter()

@@ -42,14 +42,14 @@ from chunkplan.planfile.plan import Chunk
 from chunkplan_runtime.sharing import block_of
 
 
-def may_reduce(last: Sequence[Chunk | None], num_ranks: int) -> bool:
-    """Whether processes of `num_ranks` ranks each may reduce gradients in their last backwards.
+def may_reduce(last: Sequence[Chunk | None]) -> bool:
+    """Whether the replicas of a stage may reduce gradients in their last backwards.
 
-    `last`: the chunk that each process of a stage runs backward last; None where it has no chunk.
+    `last`: the chunk that each of them runs backward last; None where it has no chunk.
     """
     for chunk in last:
-        block = None if chunk is None else block_of(chunk).on_processes(num_ranks)
-        if block and block.size > 1 and len({_shared_as(last[process]) for process in block.ranks}) > 1:
+        block = None if chunk is None else block_of(chunk)
+        if block and block.size > 1 and len({_shared_as(last[rank]) for rank in block.ranks}) > 1:
             return False
     return True
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.likeness import changed_samples, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
-from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, process_actions
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
-from chunkplan_runtime.layout import RankLayout, one_pipeline
-from chunkplan_runtime.sharing import SharedPart, check_sharing, shared_part
+from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
+from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
 from chunkplan_runtime.spans import Span
 
 
@@ -53,10 +53,7 @@ class ChunkTensors:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id.
-
-    In a step of which ranks share sequences, all ranks of a process are one (`feed.joined`): `dp_rank` is the first.
-    """
+    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
 
     step: int
     dp_rank: int
@@ -84,9 +81,9 @@ class StepWork:
 
 
 class StreamPosition(TypedDict):
-    """Where a stream is: the content hash of its plan, and the step that comes next."""
+    """Where a stream is: what decides the samples of its steps (`samples_of`), and the step that comes next."""
 
-    plan: str
+    samples: Mapping[str, Any]
     step: int
 
 
@@ -120,7 +117,7 @@ class PlanStream(IterableDataset[StepWork]):
 
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
-            `max_positions` (None: any may be).
+            `max_positions` (None: any may be); or see `refuse_other_replicas`.
     """
 
     def __init__(
@@ -137,12 +134,14 @@ class PlanStream(IterableDataset[StepWork]):
         if prefetch < 0:
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
         check_fits(analysis, vocab_size, max_positions)
+        layout = one_pipeline(plan) if layout is None else layout
+        refuse_other_replicas(plan, layout.dp)
         self._plan = plan
         self._analysis = analysis
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._layout = one_pipeline(plan) if layout is None else layout
+        self._layout = layout
         self._dp_ranks = self._layout.dp_ranks(plan.config.dp)
         self._next = 0
 
@@ -157,19 +156,19 @@ class PlanStream(IterableDataset[StepWork]):
         return self.num_steps - self._next
 
     def state_dict(self) -> StreamPosition:
-        """The position: the plan's content hash, and the step after the last one that was handed out."""
-        return {"plan": self._plan.content_hash, "step": self._next}
+        """The position: which samples the plan's steps have, and the step after the last one that was handed out."""
+        return {"samples": samples_of(self._plan.manifest), "step": self._next}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let the next iteration begin at a position that `state_dict` gave.
+        """Let the next iteration begin at a position that `state_dict` gave, of this plan or one like it.
 
         Raises:
-            UsageError: it is of another plan, or not a position.
+            UsageError: it is of a plan whose steps have other samples, or not a position.
         """
-        plan, step = state.get("plan"), state.get("step")
-        if plan != self._plan.content_hash:
+        samples, step = state.get("samples"), state.get("step")
+        if changes := changed_samples(samples, samples_of(self._plan.manifest)):
             raise UsageError(
-                f"the position is of plan {str(plan)[:12]}, this is plan {self._plan.content_hash[:12]}",
+                f"the position is of another plan: {changes}",
                 where=str(self._plan.path),
                 hint="go on with the plan that the run began with, or begin a run of its own with this one",
             )
@@ -214,15 +213,12 @@ class PlanStream(IterableDataset[StepWork]):
                 check_sharing(step, dp_rank)
                 _check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
-            reduces_early = not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks))
+            reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
             yield StepWork(step, ranks, self._plan, reduces_early)
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
         """What the process of these ranks does in a step on this stage, without tensors."""
         stage = self._layout.stage
-        if len(dp_ranks) > 1 and is_shared(step):
-            joined, actions = join_chunks(step, dp_ranks), process_actions(step, self._plan, dp_ranks, stage)
-            return [RankWork(step.step, dp_ranks[0], actions, {chunk.chunk_id: chunk for chunk in joined}, {})]
         found = []
         for dp_rank in dp_ranks:
             if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
@@ -238,11 +234,14 @@ class PlanStream(IterableDataset[StepWork]):
 
     def _with_tensors(self, work: RankWork, gather: TokenGather) -> RankWork:
         tensors = _tensors_of(list(work.chunks.values()), gather)
-        groups = chunk_groups(list(work.chunks.values()))
+        parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
+        for chunk in work.chunks.values():
+            if chunk.cp_size > 1:
+                run = chunk.prefix_tokens, chunk.prefix_tokens + chunk.cp_tokens
+                parts.setdefault(chunk.group_id, []).append(run)
         for chunk_id, chunk in work.chunks.items():
-            if chunk.cp_size > 1 and chunk.group_id is not None:
-                parts = groups[chunk.group_id]
-                shared = shared_part(chunk, parts, self._layout.replica, len(self._dp_ranks))
+            if chunk.cp_size > 1:
+                shared = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
                 tensors[chunk_id] = replace(tensors[chunk_id], shared=shared)
         return replace(work, tensors=tensors)
 

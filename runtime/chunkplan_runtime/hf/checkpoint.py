@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.likeness import changed_samples, samples_of
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.plan_writer import hashes_by_epoch
 
 #: What transformers leaves in a checkpoint when everything else is there.
 _STATE = "trainer_state.json"
@@ -23,23 +24,23 @@ _ANY_LENGTH = 'lr_scheduler_type="constant"'
 
 
 class PlanIdentity(TrainerCallback, ExportableState):
-    """Puts the plan's content hash into every checkpoint."""
+    """Puts into every checkpoint which samples the plan's steps have: `samples_of`."""
 
-    def __init__(self, plan: str) -> None:
-        self.plan = plan
+    def __init__(self, samples: Mapping[str, Any]) -> None:
+        self.samples = samples
 
     def state(self) -> dict[str, Any]:
         """What transformers saves in a checkpoint, and makes this callback from when it resumes."""
-        return {"args": {"plan": self.plan}, "attributes": {}}
+        return {"args": {"samples": self.samples}, "attributes": {}}
 
 
 def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *, has_own_rates: bool) -> str:
-    """The checkpoint to go on from: `asked`, or the last one of `args`; `plan` may have more epochs than its own.
+    """The checkpoint to go on from: `asked`, or the last one of `args`; `plan` is its own or one like it.
 
     `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`.
 
     Raises:
-        UsageError: there is none, or it is of another plan, or its steps would have had other learning rates.
+        UsageError: there is none, or it is of other samples, or its steps would have had other learning rates.
     """
     find: Any = get_last_checkpoint
     folder = Path(args.output_dir or "")
@@ -51,11 +52,10 @@ def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *
         )
     state = TrainerState.load_from_json(str(Path(found) / _STATE))
     identity: Any = (state.stateful_callbacks or {}).get(PlanIdentity.__name__)
-    before = None if identity is None else identity["args"]["plan"]
-    if before != plan.content_hash and before not in hashes_by_epoch(plan):
-        of = "no plan" if before is None else f"plan {before[:12]}"
+    before = None if identity is None else identity["args"].get("samples")
+    if changes := changed_samples(before, samples_of(plan.manifest)):
         raise UsageError(
-            f"a checkpoint of {of}, this one is {plan.content_hash[:12]}",
+            f"a checkpoint of another plan: {changes}",
             where=found,
             hint="go on with the plan it was begun with, or start anew from its weights",
         )

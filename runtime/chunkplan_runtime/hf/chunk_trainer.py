@@ -21,7 +21,8 @@ from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan_runtime.feed.stream import StepWork, open_plan
+from chunkplan.planfile.likeness import samples_of
+from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.hf.arguments import (
     LOSS_HINT,
     accepted_arguments,
@@ -29,7 +30,7 @@ from chunkplan_runtime.hf.arguments import (
     settings_of_plan,
 )
 from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
-from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate
+from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.executor import Executor
@@ -37,6 +38,8 @@ from chunkplan_runtime.training.executor import Executor
 
 class ChunkTrainer(Trainer):
     """Trains a causal language model with a plan; the model is any of transformers' on the list, or peft's around one.
+
+    Of a plan in which ranks share sequences it builds one like it, of the same steps, in the output folder.
 
     `eval_plan` None: the plan of held-out sequences that `chunkplan build --holdout` left beside the plan, if there.
     `analysis`: where the plan's analysis is, if it is not where it was. `kv_offload`: keys and values of split
@@ -75,10 +78,11 @@ class ChunkTrainer(Trainer):
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
         self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)
         base = whole_of(model)
-        opened, found = open_plan(plan, analysis)
+        output = Path(args.output_dir or "trainer_output")
+        opened, found = open_own(plan, analysis, output / "plan")
         pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
         train_data = PlanData(opened, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
-        evaluation = evaluation_plan(opened, found, eval_plan)
+        evaluation = evaluation_plan(opened, found, eval_plan, output / "eval-plan")
         eval_data = None if evaluation is None else PlanData(*evaluation, base, lambda: 0, pin_memory=pin_memory)
         if eval_data is None and (args.eval_strategy != "no" or args.eval_on_start):
             raise nothing_to_evaluate()
@@ -89,7 +93,7 @@ class ChunkTrainer(Trainer):
             train_dataset=train_data,
             eval_dataset=eval_data,
             processing_class=processing_class,
-            callbacks=[*(callbacks or ()), PlanIdentity(opened.content_hash)],
+            callbacks=[*(callbacks or ()), PlanIdentity(samples_of(opened.manifest))],
             **passed_on,
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`

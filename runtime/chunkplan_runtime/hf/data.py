@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,10 +17,14 @@ from transformers import PreTrainedModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import StepWork, open_plan
 from chunkplan_runtime.models.plans import plan_stream
+from chunkplan_runtime.sharing import used_blocks
+
+_logger = logging.getLogger(__name__)
 
 
 class StepBatch(TypedDict, total=False):
@@ -48,7 +53,6 @@ class PlanData(IterableDataset[StepBatch]):
     ) -> None:
         self.batch_size: int = plan.config.global_batch
         self._num_steps, self.num_sequences = _steps_by_epoch(plan)
-        self._plan_hash = plan.content_hash
         self._position = position
         self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory)
 
@@ -60,7 +64,7 @@ class PlanData(IterableDataset[StepBatch]):
         done = position % len(self)
         for _ in range(done):
             yield {}
-        self._stream.load_state_dict({"plan": self._plan_hash, "step": position})
+        self._stream.load_state_dict({**self._stream.state_dict(), "step": position})
         for work in islice(self._stream, len(self) - done):
             # What transformers counts tokens and FLOPs by: as many elements as there are tokens, without their memory.
             tokens = torch.ones(1, dtype=torch.int64).expand(work.step.num_tokens)
@@ -76,8 +80,36 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def evaluation_plan(plan: Plan, analysis: Analysis, given: str | Path | None) -> tuple[Plan, Analysis] | None:
+def open_own(plan: str | Path, analysis: str | Path | None, output: Path) -> tuple[Plan, Analysis]:
+    """Open a plan and its analysis for this one process: where ranks share sequences, one like it, built at `output`.
+
+    Raises:
+        UsageError: one is not there, the plan is for stages, or there are no packages to build one with.
+        DataError: one is damaged, or they do not belong together.
+    """
+    opened, found = open_plan(plan, analysis)
+    if not used_blocks(opened):
+        return opened, found
+    try:
+        from chunkplan import build_like  # the planner, which executing a plan does not need
+
+        build_like(opened.path, output, analysis=found.path, dp=1, cp="off")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"ranks of the plan share sequences, and {error.name} is missing, to build one like it for this process",
+            where=str(opened.path),
+            hint=f"`{how_to_build_like(opened, 1)}` builds it where chunkplan is installed with its planner",
+        ) from error
+    _logger.warning("ranks share sequences in %s: trained with %s, like it and for one process", opened.path, output)
+    return open_plan(output, found.path)
+
+
+def evaluation_plan(
+    plan: Plan, analysis: Analysis, given: str | Path | None, output: Path
+) -> tuple[Plan, Analysis] | None:
     """The evaluation plan and its analysis: the one given, or the one that was built with `plan`, if it was.
+
+    `output`: see `open_own`.
 
     Raises:
         UsageError: there is no plan at `given`.
@@ -85,9 +117,9 @@ def evaluation_plan(plan: Plan, analysis: Analysis, given: str | Path | None) ->
     """
     if given is not None:
         same = load_plan(given).manifest["analysis"]["content_hash"] == analysis.content_hash
-        return open_plan(given, analysis.path if same else None)
+        return open_own(given, analysis.path if same else None, output)
     held_out = load_held_out(plan)
-    return None if held_out is None else open_plan(held_out.path, analysis.path)
+    return None if held_out is None else open_own(held_out.path, analysis.path, output)
 
 
 def nothing_to_evaluate() -> UsageError:

@@ -10,11 +10,11 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.models.checks import is_bidirectional, kv_shapes, max_positions
 from chunkplan_runtime.models.recurrent import is_recurrent
-from chunkplan_runtime.sharing import blocks_on
+from chunkplan_runtime.sharing import used_blocks
 
 
-def check_plan(config: Any, plan: Plan, dp: int = 1, router_loss: str | None = None) -> None:
-    """Refuse a plan that a model of this transformers config cannot be run with, on `dp` data-parallel processes.
+def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
+    """Refuse a plan that a model of this transformers config cannot be run with.
 
     `router_loss`: what its load-balancing loss is over, if it has one.
 
@@ -22,7 +22,7 @@ def check_plan(config: Any, plan: Plan, dp: int = 1, router_loss: str | None = N
         UsageError: the plan splits sequences and the model looks both ways, more processes are to share heads than
             can, or none would count a whole sequence.
     """
-    shared = [block.heads for block in blocks_on(plan, dp)]
+    shared = [block.heads for block in used_blocks(plan)]
     if shared and is_recurrent(config):
         raise UsageError(
             f"processes cannot share sequences of a {config.model_type} model, whose layers keep a state",

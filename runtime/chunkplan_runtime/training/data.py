@@ -16,9 +16,9 @@ from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
 from chunkplan_runtime.models.checks import max_positions
-from chunkplan_runtime.sharing import Block, blocks_on, used_blocks
+from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
 
 #: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
@@ -91,6 +91,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             hint="build both plans with the same --dp",
         )
     if evaluation is not None:
+        refuse_other_replicas(evaluation, layout.dp, like=plan if config.eval_plan is None else evaluation)
         its_layout = choose_layout(evaluation, layout.world_size, layout.process)
         if its_layout != layout:
             raise UsageError(
@@ -109,7 +110,7 @@ def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
 
 
 def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
-    """The blocks of processes that share sequences of the plan, or of the evaluation plan, ascending.
+    """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending.
 
     Raises:
         DataError: one of them is damaged.
@@ -118,13 +119,7 @@ def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
     folder = evaluation_folder(config, plan)
     plans = [plan, *([] if folder is None else [load_plan(folder)])]
     # One that does not fit is refused when data are opened.
-    fitting = [
-        each
-        for each in plans
-        if each.config.dp % layout.dp == 0
-        and all(block.fits(each.config.dp // layout.dp) for block in used_blocks(each))
-    ]
-    return sorted({block for each in fitting for block in blocks_on(each, layout.dp)})
+    return sorted({block for each in plans if each.config.dp == layout.dp for block in used_blocks(each)})
 
 
 def compare_tokens(analysis: Analysis, job: Job) -> list[str]:

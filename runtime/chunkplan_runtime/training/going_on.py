@@ -1,7 +1,8 @@
-"""Whether a run may go on from a checkpoint: with the same plan, model and way of learning, as far as it was to go.
+"""Whether a run may go on from a checkpoint: with the same samples, model and way of learning, as far as it was to go.
 
-It may end after another number of steps, also with a plan that has more epochs and else is the same, where the steps
-that are done had the same learning rates, so that it is then the run that it would have been from the start.
+Its plan may be another one whose steps have the same samples (`samples_of`), for other ranks or of more epochs. It may
+end after another number of steps where those that are done had the same learning rates, so that it is then the run that
+it would have been from the start.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.files.json_file import read_json
 from chunkplan.options import options_of
-from chunkplan.planfile.plan_writer import hashes_by_epoch
+from chunkplan.planfile.likeness import EPOCHS, changed_samples, samples_of
+from chunkplan.planfile.load import load_to_rebuild
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
@@ -29,15 +32,11 @@ _ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
 
 @dataclass(frozen=True)
 class Earlier:
-    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have.
-
-    `is_of_fewer_epochs`: its plan is the one there is now, with fewer epochs.
-    """
+    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
 
     checkpoint: Path
     state: CheckpointState
     num_steps: int
-    is_of_fewer_epochs: bool
 
 
 def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
@@ -52,17 +51,26 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     if checkpoint is None:
         return None
     state = read_state(checkpoint)
-    plan = str(state["fixed"].get("plan"))
-    hashes = [data.plan.content_hash] if plan == data.plan.content_hash else hashes_by_epoch(data.plan)
-    before = {field: _fixed_before(state, _ENDS)[flag] for flag, field in _ENDS.items()}
-    is_of_fewer_epochs = plan in hashes[:-1]
-    if is_of_fewer_epochs:
-        epochs = hashes.index(plan) + 1
+    if (earlier := state["fixed"].pop("plan", None)) is not None:
+        state["fixed"] |= _of_earlier_plan(folder, earlier)
+    fixed = _fixed_before(state, _ENDS)
+    before = {field: fixed[flag] for flag, field in _ENDS.items()}
+    if epochs := fixed.get(EPOCHS):
         before["max_epochs"] = min(before["max_epochs"] or epochs, epochs)
     num_steps = data.num_steps(replace(config, **before))
-    if is_finished and plan in hashes and data.num_steps(config) <= num_steps:
+    is_like = not changed_samples(fixed, samples_of(data.plan.manifest))
+    if is_finished and is_like and data.num_steps(config) <= num_steps:
         raise _no_more(folder, config, data, num_steps)
-    return Earlier(checkpoint, state, num_steps, is_of_fewer_epochs)
+    return Earlier(checkpoint, state, num_steps)
+
+
+def _of_earlier_plan(folder: RunFolder, content_hash: Any) -> Mapping[str, Any]:
+    """`samples_of` a run of an earlier version, which named its plan by its hash; nothing if it is gone."""
+    try:
+        plan = load_to_rebuild(read_json(folder.config, hint="")["config"]["plan"])
+    except (ChunkplanError, OSError, LookupError, TypeError):
+        return {}
+    return samples_of(plan.manifest) if plan.content_hash == content_hash else {}
 
 
 def _no_more(folder: RunFolder, config: TrainConfig, data: TrainingData, num_steps: int) -> UsageError:
@@ -79,7 +87,7 @@ def _no_more(folder: RunFolder, config: TrainConfig, data: TrainingData, num_ste
 
 
 def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
-    """Refuse to go on with another plan, model or way of learning; `fixed` are these now, by name.
+    """Refuse to go on with other samples, another model or way of learning; `fixed` are these now, by name.
 
     Raises:
         UsageError: naming all that differ.
@@ -87,7 +95,7 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
     now = json.loads(json.dumps(fixed))
     before = _fixed_before(earlier.state, now)
     differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    ends = {*_ENDS, *(["plan"] if earlier.is_of_fewer_epochs else [])}
+    ends = {*_ENDS, *([EPOCHS] if before.get(EPOCHS, 0) <= now[EPOCHS] else [])}
     hint = "resume with what it was started with, or start anew in another --output"
     if any(name in ends for name in differ):
         why_not = _why_it_ends_there(earlier, config, num_steps)

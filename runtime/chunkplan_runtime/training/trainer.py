@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.models.merge import additions
@@ -85,9 +86,9 @@ def open_run(
     config = _resolve(config, data, tokenizer, job)
     check_layout(config, job.layout)
     stream, num_steps = data.stream(data.plan), data.num_steps(config)
-    fixed = {"plan": data.plan.content_hash, **_essence(data), **what_it_learns_by(config)}
-    hashes = {"analysis": data.analysis.content_hash, "evaluation plan": _hash_of(data.evaluation)}
-    refuse_other_processes({**fixed, **hashes, **what_all_have(config)}, job)
+    fixed = {**samples_of(data.plan.manifest), **_essence(data), **what_it_learns_by(config)}
+    hashes = {"plan": data.plan.content_hash, "evaluation plan": _hash_of(data.evaluation)}
+    refuse_other_processes({**hashes, **fixed, **what_all_have(config)}, job)
     earlier = find_earlier(folder, config, data, job)
     tokens_note = compare_tokens(data.analysis, job)
     if data.evaluation is not None:
@@ -99,7 +100,7 @@ def open_run(
         )
     for plan in (data.plan, data.evaluation):
         if plan is not None:
-            check_plan(model_config, plan, job.layout.dp, router_loss)
+            check_plan(model_config, plan, router_loss)
     model = build_model(config, model_config, data.plan, job)
     if config.merge_adapters:
         additions(model.whole.model)  # refused now if they cannot be merged
@@ -107,7 +108,7 @@ def open_run(
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     if earlier is not None:
         refuse_other_run(earlier, fixed, config, num_steps)
-        stream.load_state_dict({**earlier.state["stream"], "plan": data.plan.content_hash})
+        stream.load_state_dict({**stream.state_dict(), "step": earlier.state["step"]})
     start = earlier.state["step"] if earlier is not None else 0
     flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)

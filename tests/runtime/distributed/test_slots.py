@@ -129,7 +129,7 @@ def check(plan: Plan, dp: int, sharding: Sharding, *, only_forwards: bool) -> No
         for number in range(dp * plan.config.pp):
             layout = replace(pipeline, dp=dp, rank=number)
             events = list(events_of(work, layout, sharding, only_forwards=only_forwards))
-            processes[layout.stage, layout.dp_rank] = events
+            processes[layout.stage, layout.replica] = events
             rounds = zip(*layout.rows(plan.config.dp), strict=True)
             expected = [
                 each
@@ -198,7 +198,7 @@ def test_slots_that_processes_cannot_walk_through_are_refused(tmp_path: Path, sl
     step.slots[2, 0] = slots(step.slots[2, 0])
     for rank in range(4):
         with pytest.raises(DataError, match=message) as refused:
-            paddings_of(StepWork(step, [], plan, reduces_early=False), RankLayout(dp=4, rank=rank), "weights")
+            paddings_of(StepWork(step, [], plan, reduces_early=False), RankLayout(dp=4, process=rank), "weights")
         assert "chunkplan validate" in refused.value.hint
 
 

@@ -70,14 +70,20 @@ def test_another_stream_goes_on_from_a_saved_position(stream, written, tmp_path)
     assert steps(other) == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_position_of_another_plan_is_refused_with_both_hashes(stream, handmade_plan):
+def test_a_position_among_other_samples_is_refused_with_what_differs(stream, handmade_plan):
     ids = np.array([1, 2])
     other = open_plan(*handmade_plan([(ids, ids > 1)], [{0: [[(0, 0, 2)]]}]))
     state = PlanStream(*other, vocab_size=97, max_positions=4).state_dict()
     own = stream.state_dict()
-    with pytest.raises(UsageError, match=f"is of plan {state['plan'][:12]}, this is plan {own['plan'][:12]}") as raised:
+    was, is_now = (each["samples"]["plan.analysis"] for each in (state, own))
+    with pytest.raises(UsageError, match=f"of another plan: plan.analysis was {was}, is {is_now}; ") as raised:
         stream.load_state_dict(state)
     assert raised.value.hint
+    with pytest.raises(UsageError, match="it does not say which samples its steps have"):
+        stream.load_state_dict({"plan": "of an earlier version", "step": 0})
+    more = {**own["samples"], "plan.epochs": 2, "plan.seed": 1}
+    with pytest.raises(UsageError, match=r"of another plan: plan.seed was 1, is 0; plan.epochs was 2, is 1"):
+        stream.load_state_dict({"samples": more, "step": 0})
     assert stream.state_dict() == own
 
 

@@ -229,7 +229,7 @@ def test_chunks_of_a_plan_hold_what_their_segments_say(tmp_path, monkeypatch):
         writer.add(0, record, ids, target)
         expected.append((ids, np.append(np.where(target, ids, -100)[1:], -100)))
     writer.finish(exact=True, sources=[])
-    config = PlanConfig(chunk_size=8, k=1, dp=2, global_batch=7, equal_chunks=True)
+    config = PlanConfig(chunk_size=8, k=1, dp=2, cp="off", global_batch=7, equal_chunks=True)
     plan = build(tmp_path / "analysis", tmp_path / "plan", config)
     seen, kinds = [], set()  # whether a chunk has a part of a sequence, and more than one segment
     for work in stream((plan.path,), max_positions=40):

@@ -11,7 +11,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime import ChunkTrainer
 from chunkplan_runtime.models.precise import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, vanishing_gradients
@@ -94,8 +94,8 @@ def test_ranks_and_chunks_without_sequences_change_nothing(new_trainer, new_mode
     assert_same_gradients(gradients.found, reference)
 
 
-def test_a_plan_in_which_ranks_share_sequences_trains_on_one_process(
-    new_trainer, new_model, random_sequences, tmp_path
+def test_of_a_plan_in_which_ranks_share_sequences_it_builds_one_for_its_process(
+    new_trainer, new_model, random_sequences, tmp_path, caplog
 ):
     sequences = random_sequences(LENGTHS)
     write_analysis(tmp_path / "analysis", sequences)
@@ -104,12 +104,18 @@ def test_a_plan_in_which_ranks_share_sequences_trains_on_one_process(
         plan = build(tmp_path / "analysis", tmp_path / "plan", config, workers=1)
     assert set(plan.chunks().column("cp_size").to_pylist()) == {1, 2, 4}
     model, gradients = new_model("qwen3"), Gradients()
-    trainer = new_trainer(model, plan=plan.path, callbacks=[gradients], max_grad_norm=0)
+    with caplog.at_level("WARNING"):
+        trainer = new_trainer(model, plan=plan.path, eval_plan=plan.path, callbacks=[gradients], max_grad_norm=0)
     with evaluate_in_float64(model):
         reference, loss = whole_gradients(model, sequences)
+        evaluated = trainer.evaluate()["eval_loss"]
         trainer.train()
     assert_same_gradients(gradients.found, reference)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert trainer.state.log_history[-2]["loss"] == pytest.approx(loss, rel=1e-6) == evaluated
+    for name in ("plan", "eval-plan"):
+        like = load_plan(tmp_path / "run" / name)
+        assert (like.config.dp, like.config.cp, like.config.k) == (1, "off", 1)
+        assert f"trained with {like.path}, like it" in caplog.text
 
 
 @pytest.mark.parametrize(

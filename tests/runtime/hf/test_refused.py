@@ -18,14 +18,16 @@ from transformers import (
     TrainingArguments,
 )
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import DataError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime import ChunkTrainer
+from tests.support.analyses import write_analysis
 from tests.support.hf_cases import (
     pad,
     with_adapters,
 )
+from tests.support.shared_plans import given_blocks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
@@ -40,7 +42,9 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
-    with pytest.raises(UsageError, match=r"a checkpoint of plan \w+, this one is"):
+    with pytest.raises(
+        UsageError, match=r"a checkpoint of another plan: plan\.seed was 1, is 0; plan\.holdout was None, is 2"
+    ):
         new_trainer(**settings).train(resume_from_checkpoint=True)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         new_trainer(**settings).train(resume_from_checkpoint=str(tmp_path))
@@ -50,8 +54,38 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
     document = json.loads(state.read_text())
     del document["stateful_callbacks"]["PlanIdentity"]
     state.write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="a checkpoint of no plan"):
+    with pytest.raises(UsageError, match="it does not say which samples its steps have"):
         new_trainer(plan=tmp_path / "other", **settings).train(resume_from_checkpoint=True)
+
+
+def test_a_run_goes_on_with_a_plan_like_its_own(made, new_trainer, new_model, tmp_path):
+    """In the middle of an epoch, which has three steps; for other ranks, and with more epochs."""
+    build_like(made / "plan", tmp_path / "like", dp=3, chunk_size=6)
+    build(made / "analysis", tmp_path / "more", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=3, holdout=2))
+    settings = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
+    models = {name: new_model() for name in ("whole", "run", "like", "more")}
+    new_trainer(models["whole"], output_dir=str(tmp_path / "whole"), max_steps=4, lr_scheduler_type="constant").train()
+    new_trainer(models["run"], max_steps=2, **settings).train()
+    for name in ("like", "more"):
+        trainer = new_trainer(models[name], plan=tmp_path / name, max_steps=4, **settings)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        for weight, expected in zip(*(models[each].parameters() for each in (name, "whole")), strict=True):
+            torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_without_the_planner_it_says_what_builds_the_plan_for_its_process(
+    new_trainer, random_sequences, tmp_path, monkeypatch
+):
+    write_analysis(tmp_path / "analysis", random_sequences([30, 9]))
+    with given_blocks({30: (0, 2, 1)}):
+        plan = build(tmp_path / "analysis", tmp_path / "plan", PlanConfig(chunk_size=5, k=1, dp=2, cp=2)).path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("polars", "numba", "ortools")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "chunkplan.building")
+    with pytest.raises(UsageError, match="ranks of the plan share sequences, and polars is missing") as refused:
+        new_trainer(plan=plan)
+    assert f"`chunkplan build --like {plan} --dp 1 --cp auto --output {plan}-dp1`" in refused.value.hint
+    assert not (tmp_path / "run" / "plan").exists()
 
 
 @pytest.mark.parametrize(

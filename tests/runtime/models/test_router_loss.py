@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
+from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
@@ -203,10 +203,10 @@ def test_by_sequence_no_two_processes_may_share_one(model, tmp_path) -> None:
         np.save(tmp_path / "lengths.npy", [40, 3])
         plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2, cp="auto"))
     with pytest.raises(UsageError, match="with --router-loss sequence processes cannot share sequences") as refused:
-        check_plan(model().config, plan, 2, "sequence")
+        check_plan(model().config, plan, "sequence")
     assert "`--cp off`" in str(refused.value.hint) and "`--router-loss batch`" in str(refused.value.hint)
-    check_plan(model().config, plan, 1, "sequence")
-    check_plan(model().config, plan, 2, "batch")
+    check_plan(model().config, build_like(plan.path, tmp_path / "one", dp=1), "sequence")
+    check_plan(model().config, plan, "batch")
 
 
 def test_a_loss_of_no_weight_is_refused(model) -> None:

@@ -213,7 +213,8 @@ def test_only_as_many_checkpoints_as_asked_for_are_kept(stopped, made, tmp_path)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--plan", "dp"), "plan was"),
+        (("--plan", "seed"), "plan.seed was 0, is 1"),
+        (("--plan", "fewer"), "plan.epochs was 6, is 5"),
         (("--model-config", "other.json"), "model.intermediate_size was 48, is 56"),
         (("--lr", "0.1", "--beta2", "0.9"), "--lr was 0.003, is 0.1; --beta2 was 0.999, is 0.9"),
         (("--precision", "fp64"), "--precision was fp32, is fp64"),
@@ -227,7 +228,10 @@ def test_a_run_does_not_go_on_with_another_plan_model_or_way_of_learning(
 ):
     shutil.copytree(stopped, tmp_path / "run")
     (tmp_path / "other.json").write_text(json.dumps(tiny_config("qwen2", intermediate_size=56)))
-    places = {"dp": str(made / "dp"), "other.json": str(tmp_path / "other.json")}
+    for name, changes in {"seed": {"seed": 1}, "fewer": {"epochs": 5}}.items() if "--plan" in more else ():
+        config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, "epochs": 6, **changes})
+        build(made / "analysis", tmp_path / name, config)
+    places = {**{name: str(tmp_path / name) for name in ("seed", "fewer")}, "other.json": str(tmp_path / "other.json")}
     arguments = [*options(made, tmp_path / "run", "--resume"), *(places.get(word, word) for word in more)]
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
@@ -250,6 +254,29 @@ def test_a_run_goes_on_whose_checkpoint_has_an_option_by_its_old_name(made, stop
     assert main(options(made, tmp_path / "run", "--resume", "--schedule", "cosine")) == 2
     assert "--lr-schedule was constant, is cosine" in capsys.readouterr().err
     assert main(options(made, tmp_path / "run", "--resume", "--schedule", "constant")) == 0
+    assert len(learning(tmp_path / "run")) == 12
+
+
+def test_a_run_of_an_earlier_version_goes_on_where_its_plan_still_says_what_it_was_of(made, stopped, tmp_path, capsys):
+    """Its checkpoints name the plan by its hash; the plan may be of an earlier schema version."""
+    shutil.copytree(stopped, tmp_path / "run")
+    shutil.copytree(made / "plan", tmp_path / "old")
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace(str(made / "plan"), str(tmp_path / "old")))
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    (tmp_path / "old" / "manifest.json").write_text(
+        json.dumps({**manifest, "schema_version": 3, "content_hash": "of then"})
+    )
+    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        state = json.loads(path.read_text())
+        fixed = {name: value for name, value in state["fixed"].items() if not name.startswith("plan.")}
+        stream = {"plan": "of then", "step": state["step"]}
+        path.write_text(json.dumps({**state, "fixed": {"plan": "of then", **fixed}, "stream": stream}))
+    shutil.copytree(tmp_path / "run", tmp_path / "lost")
+    (tmp_path / "lost" / "config.json").unlink()
+    assert main(options(made, tmp_path / "lost", "--resume", plan="dp")) == 2
+    assert "plan.analysis was not given, is " in capsys.readouterr().err
+    assert main(options(made, tmp_path / "run", "--resume", plan="dp")) == 0
     assert len(learning(tmp_path / "run")) == 12
 
 
@@ -307,7 +334,7 @@ def test_a_finished_run_goes_on_with_a_plan_of_more_epochs_as_if_it_had_had_them
         )
     plan(epochs=3, seed=1)
     code, told = run("run", "--resume")
-    assert code == 2 and "is of another run: plan was " in told
+    assert code == 2 and "is of another run: plan.seed was 0, is 1\n" in told
     plan(epochs=3)
     code, told = run("cosine", "--lr-schedule", "cosine", "--resume")
     assert code == 2 and "learning rates of the steps that are done go by how many there are" in told

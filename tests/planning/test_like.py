@@ -1,0 +1,165 @@
+"""A plan that is like another has the same samples in every step, whatever else is asked for."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkplan import CostModel, PlanConfig, build, build_like, load_plan, validate
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.likeness import samples_of
+from chunkplan.planfile.load import evaluation_folder
+from chunkplan.planfile.plan import Plan
+from tests.support.command_line import Run
+from tests.support.places import ROOT
+from tests.support.planned_steps import write_analysis
+
+LENGTHS = [900, 40, 300, 12, 7, 2000, 64, 33, 5, 150, 80, 1200]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    pp = draw(st.sampled_from([1, 1, 2]))
+    dp = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    return {
+        "dp": dp,
+        "pp": pp,
+        "cp": draw(st.sampled_from(["auto", "off"])),
+        "chunk_size": draw(st.integers(4, 300)),
+        "k": draw(st.integers(1, 3)),
+        "global_batch": draw(st.integers(1, 5)),
+        "epochs": draw(st.integers(1, 3)),
+        "seed": draw(st.integers(0, 3)),
+        "last_batch": draw(st.sampled_from(["keep", "drop"])),
+        "holdout": draw(st.sampled_from([None, 2])),
+        "split": draw(st.sampled_from(["full", "even"])),
+        "equal_chunks": draw(st.booleans()),
+    }
+
+
+def samples_by_step(plan: Plan) -> list[tuple[int, Counter[int]]]:
+    """Of every step its epoch, and how often it has each sequence, by the tokens of its own segments."""
+    found = []
+    for step in plan.iter_steps():
+        tokens: Counter[int] = Counter()
+        for chunk in (chunk for chunks in step.chunks.values() for chunk in chunks):
+            for segment in chunk.segments:
+                tokens[segment.sequence_id] += segment.end - segment.start
+        found.append((step.epoch, tokens))
+    return found
+
+
+@settings(max_examples=20)
+@given(configs(), st.sampled_from([1, 2, 4, 6]), st.sampled_from([None, 50]), st.sampled_from([None, 1, 2]))
+def test_every_step_has_the_same_samples(
+    config: dict[str, Any], dp: int, chunk_size: int | None, pp: int | None
+) -> None:
+    changes = {name: value for name, value in {"dp": dp, "chunk_size": chunk_size, "pp": pp}.items() if value}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_analysis(folder / "analysis", LENGTHS)
+        plan = build(folder / "analysis", folder / "plan", PlanConfig(**config), workers=1)
+        like = build_like(folder / "plan", folder / "like", workers=1, **changes)
+        assert validate(like.path).ok
+        assert samples_by_step(like) == samples_by_step(plan)
+        assert samples_of(like.manifest) == samples_of(plan.manifest)
+        assert {entry: getattr(like.config, entry) for entry in changes} == changes
+        assert (like.config.k, like.config.split) == (plan.config.k, plan.config.split)
+        held_out = [evaluation_folder(each.path) for each in (plan, like)]
+        assert [each.exists() for each in held_out] == [config["holdout"] is not None] * 2
+        if config["holdout"]:
+            assert samples_by_step(load_plan(held_out[1])) == samples_by_step(load_plan(held_out[0]))
+
+
+def test_what_was_chosen_stays_and_what_followed_follows_anew(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    made = {}
+    for name, options in {"one": {}, "off": {"dp": 4, "cp": "off"}, "two": {"dp": 4, "cp": 2}, "k": {"dp": 2}}.items():
+        config = PlanConfig(chunk_size=64, k=2, k_by_length=((800, 1),), **options)
+        made[name] = build(tmp_path / "lengths.npy", tmp_path / name, config, cost=CostModel(lora_rank=8)).path
+
+    def like(name: str, **changes: Any) -> Plan:
+        return build_like(made[name], tmp_path / "like", **changes)
+
+    shared = like("one", dp=4)
+    assert (shared.config.cp, shared.config.k_by_length, shared.cost.lora_rank) == ("auto", ((800, 1),), 8)
+    piped = like("one", pp=2)
+    assert (piped.config.schedule, piped.config.tail_sharing) == ("auto", False)
+    assert like("off", dp=2).config.cp == "off"
+    assert like("two", dp=8).config.cp == 2
+    assert like("k", dp=1).config.cp == "off"
+    with pytest.raises(UsageError, match="cp is 2, expected a divisor of dp, which is 3"):
+        like("two", dp=3)
+    assert like("two").content_hash == load_plan(made["two"]).content_hash
+
+
+def test_the_command_refuses_what_would_change_samples_and_takes_what_is_the_same(tmp_path: Path, command: Run) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    np.save(tmp_path / "others.npy", LENGTHS[1:])
+    (tmp_path / "seed.toml").write_text("seed = 1\n")
+    of_plan = ("--global-batch", 4, "--seed", 3, "--epochs", 2, "--holdout", 2, "--last-batch", "drop")
+    built = command("build", "lengths.npy", "--chunk-size", 64, "--k", 1, "--dp", 4, *of_plan, "--output", "plan")
+    assert built.code == 0, built.err
+    like = ("build", "--like", "plan", "--dp", 2, "--output", "new")
+    for words, message in {
+        ("--global-batch", 8): "--global-batch is 8, that of the plan is 4",
+        ("--seed", 0): "--seed is 0, that of the plan is 3",
+        ("--epochs", 1): "--epochs is 1, that of the plan is 2",
+        ("--holdout", 0.5): "--holdout is 0.5, that of the plan is 2",
+        ("--last-batch", "keep"): "--last-batch is 'keep', that of the plan is 'drop'",
+        ("--config", "seed.toml"): "--seed is 1, that of the plan is 3",
+        ("--auto",): "--like and --auto exclude each other",
+        ("--gpus", 8): "--gpus is for --auto",
+    }.items():
+        ran = command(*like, *words)
+        assert ran.code == 2 and f"error: {message}" in ran.err and "\nhint: " in ran.err, ran.err
+    ran = command("build", "others.npy", *like[1:])
+    assert ran.code == 2 and "others.npy is not the analysis of the plan plan" in ran.err
+    ran = command("build", "--like", "plan", "--dp", 2)
+    assert ran.code == 2 and "--like without --output could replace the plan itself" in ran.err
+    ran = command("build", "--like", "lengths.npy", "--output", "new")
+    assert ran.code == 2 and "Traceback" not in ran.err
+    assert not (tmp_path / "new").exists()
+    ran = command("build", "lengths.npy", *like[1:], *of_plan, "--json")
+    assert ran.code == 0, ran.err
+    config = json.loads(ran.out)["manifest"]["config"]
+    assert (config["dp"], config["chunk_size"], config["k"], config["seed"]) == (2, 64, 1, 3)
+    assert "plan of the 2 sequences held out in new-eval" in ran.err and "plan in new\n" in ran.err
+
+
+def test_a_mix_is_the_same_by_the_name_of_its_source(tmp_path: Path, command: Run) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * n}) + "\n" for n in (9, 20, 30)))
+    tokenizer = ROOT / "sample_data" / "tokenizer"
+    assert command("analyze", "a.jsonl", "b.jsonl", "--tokenizer", tokenizer).code == 0
+    assert command("build", "--chunk-size", 64, "--k", 1, "--mix", "a.jsonl=2", "--output", "plan").code == 0
+    like = ("build", "--like", "plan", "--output", "new", "--dry-run")
+    assert command(*like, "--mix", "a.jsonl=2").code == 0
+    for words in (("--mix", "a.jsonl=3"), ("--mix", "b.jsonl=2"), ("--mix", "a.jsonl=2", "--mix", "b.jsonl=2")):
+        ran = command(*like, *words)
+        assert ran.code == 2 and "--mix is " in ran.err and "that of the plan is " in ran.err
+
+
+@pytest.mark.parametrize("version", [3, 4, 5])
+def test_a_plan_of_an_earlier_version_is_built_again_from_its_manifest_alone(tmp_path: Path, version: int) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=64, k=1, dp=2, cp="off"))
+    for name in ("steps", "chunks", "schedule"):
+        (plan.path / f"{name}.parquet").unlink()
+    (plan.path / "manifest.json").write_text(json.dumps({**plan.manifest, "schema_version": version}))
+    again = build_like(plan.path, tmp_path / "again")
+    assert again.manifest == plan.manifest
+    np.save(tmp_path / "lengths.npy", LENGTHS[1:])
+    with pytest.raises(DataError, match="not the analysis of the plan"):
+        build_like(plan.path, tmp_path / "other")
+    (tmp_path / "lengths.npy").unlink()
+    with pytest.raises(UsageError, match="is not at"):
+        build_like(plan.path, tmp_path / "other")
