@@ -16,8 +16,8 @@ at_most = int(sys.argv[4]) if len(sys.argv) > 4 else None
 state = Path(output) / "loop.pt"
 
 source = output if state.exists() else name
-model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True).train()
-model.to("cuda" if torch.cuda.is_available() else "cpu")
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
+model.train().to("cuda" if torch.cuda.is_available() else "cpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 executor = Executor.from_model(model)
 stream = executor.stream(plan)

@@ -338,7 +338,6 @@ def for_chunks(model: Any, kernels: Kernels, device: torch.device | None = None)
     Raises:
         UsageError: no kernel of `kernels` can run its attention.
     """
-    register_attention()
     found = CausalLM(model, kernels, current=getattr(model, "chunkplan", None) or Current())
     found.attention_kernels(device)
     found.set_checkpointing("none")

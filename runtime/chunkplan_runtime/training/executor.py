@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan_runtime.attention.interface import ATTENTION
+from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
@@ -69,6 +69,7 @@ class Executor:
         """
         options_of(CostModel)["checkpointing"].check(checkpointing)
         base, scope = suitable(model, router_loss)
+        register_attention()
         found = for_chunks(base, Kernels())
         found.set_checkpointing(checkpointing)
         return cls(found, seed=seed, kv_offload=kv_offload, router_loss=scope)
