@@ -25,7 +25,8 @@ def quick_slots(
     """
     slots = np.empty(actions.ops.size, np.int64)
     is_done = _on_one_stage(chunks, actions, times, meeting, dp, slots)
-    for first in np.flatnonzero(~is_done) * dp:
+    for number in np.flatnonzero(~is_done).tolist():
+        first = number * dp
         of_step = chunks_of_ranks(chunks, first, first + dp), actions_of_rank(actions, first // dp, dp * pp)
         step = _step(*of_step, times_of_ranks(chunks, times, first, first + dp), meeting, pp, v_shaped)
         _play(step, now := _begin(step, pp), pp, _LONGEST, 0)
