@@ -10,3 +10,8 @@ OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "back
 #: half.
 FORWARDS = ("forward", "forward_kv")
 BACKWARDS = ("backward", "backward_input")
+
+#: Where a chunk that goes `forward_kv` first keeps what attention gave then, for its `recompute`: nowhere, on the GPU,
+#: or in host memory. Arrays have the places of these.
+KEPT_ATTENTION = ("", "gpu", "host")
+NOT_KEPT, ON_GPU, ON_HOST = range(3)

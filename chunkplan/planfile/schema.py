@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
@@ -51,6 +51,8 @@ _SEGMENT = pa.struct(
     ]
 )
 
+_WORD = pa.dictionary(pa.int8(), pa.string())
+
 CHUNKS = _schema(
     step=pa.int32(),
     dp_rank=pa.int32(),
@@ -62,6 +64,7 @@ CHUNKS = _schema(
     num_target_tokens=pa.int32(),
     prefix_tokens=pa.int32(),
     keeps_activations=pa.bool_(),
+    kept_attention=_WORD,
     cost=pa.float32(),
     segments=pa.list_(pa.field("item", _SEGMENT, nullable=False)),
 )
@@ -73,7 +76,7 @@ SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_
 
 _ACTION = pa.struct(
     [
-        pa.field("op", pa.dictionary(pa.int8(), pa.string()), nullable=False),
+        pa.field("op", _WORD, nullable=False),
         pa.field("chunk_id", pa.int32(), nullable=False),
         pa.field("virtual_stage", pa.int32(), nullable=False),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,12 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import UsageError
-from chunkplan.operations import OPS
+from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS, plan_schemas
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.actions import Actions, Int8Array
 
 #: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
 _OVER_SHARE = 1.001
@@ -112,6 +113,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
         num_target_tokens=chunks.num_target_tokens,
         prefix_tokens=chunks.prefix_tokens,
         keeps_activations=chunks.keeps_activations,
+        kept_attention=_words(chunks.kept_attention, KEPT_ATTENTION),
         cost=chunks.cost,
         segments=_lists(
             kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]
@@ -123,7 +125,6 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
 def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array) -> pa.Table:
     """Rows of `schedule`."""
     stage = np.arange(stage_end_ns.size)
-    ops = pa.DictionaryArray.from_arrays(to_arrow(actions.ops), words_to_arrow(OPS))
     return _table(
         SCHEDULE,
         step=_int32(first_step + stage // (dp * pp)),
@@ -132,7 +133,7 @@ def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_en
         actions=_lists(
             SCHEDULE.field("actions").type,
             actions.stages,
-            [ops, to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
+            [_words(actions.ops, OPS), to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
         ),
         predicted_us=_microseconds(stage_end_ns),
     )
@@ -152,6 +153,10 @@ def _lists(kind: pa.ListType, starts: Int64Array, fields: list[pa.Array]) -> pa.
         )
     structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
     return pa.ListArray.from_arrays(to_arrow(_int32(starts)), structs, type=kind)
+
+
+def _words(codes: Int8Array, words: Sequence[str]) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(to_arrow(codes), words_to_arrow(words))
 
 
 def _int32(values: Int64Array) -> Int32Array:

@@ -19,10 +19,10 @@ from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.method import held_bytes_of
+from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
-from chunkplan.tuning.trial import longest_of, memory_of_stages
+from chunkplan.tuning.trial import longest_of
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
 
@@ -75,7 +75,7 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
 
 
 def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: CostModel) -> PlanMemory:
-    """The memory of a plan whose stages hold `moments` int64 [pp, 6] at most, on `ranks`, as `BuiltPlan` has them."""
+    """The memory of a plan whose stages hold `moments` int64 [pp, 8] at most, on `ranks`, as `BuiltPlan` has them."""
     memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
     gpu_bytes = cost.hardware.memory_bytes
@@ -92,7 +92,7 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
 
 
 def _fullest_moments(plan: Plan, chunks: Chunks, config: PlanConfig, held: HeldBytes) -> tuple[Int64Array, Int64Array]:
-    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 6], and step * dp + rank of
+    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 8], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
     return fullest(fullest_moments(chunks, actions, held), held)

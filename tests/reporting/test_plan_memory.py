@@ -18,8 +18,8 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, plain_layer
 from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planning.memory import memory_of_stages
 from chunkplan.reporting.plan_report import plan_report
-from chunkplan.tuning.trial import memory_of_stages
 from tests.support.small_plans import CONFIGS, LENGTHS, built
 
 #: With as many heads of keys as of queries, and an MLP so narrow that attention needs most in a backward.

@@ -20,11 +20,12 @@ from chunkplan.cost.activations import working_bytes_per_token
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, levels_of
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.planning.memory import memory_of_stages
 from chunkplan.tuning.document import answers, read_tuning, read_tuning_document, tuned, write_tuning
 from chunkplan.tuning.mixing import fastest_fitting, fewest_ns, mixture
 from chunkplan.tuning.mixing import mixed as mixed_outcomes
 from chunkplan.tuning.sampling import Sample, sample_steps
-from chunkplan.tuning.trial import memory_of_stages, try_out
+from chunkplan.tuning.trial import try_out
 from chunkplan.tuning.tune import Tuning, tune
 from tests.support.published_models import MODELS
 from tests.support.tuning_cases import GIB, long_tail, options_with

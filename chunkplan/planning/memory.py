@@ -1,0 +1,43 @@
+"""The memory of what a configuration plans: what tells its moments apart, and each stage at one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chunkplan.arrays import Int64Array
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.held import Held, HeldBytes
+from chunkplan.cost.memory import StageMemory, held_bytes, split_gradient_bytes, stage_memory
+from chunkplan.cost.model import CostModel
+
+
+def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
+    """What stages hold with a configuration, see `HeldBytes`."""
+    return held_bytes(
+        cost,
+        config.pp,
+        config.layers(cost.shape.num_layers),
+        config.chunk_size,
+        shared_by=config.cp_sizes[-1],
+        v_shaped=config.v_shaped,
+    )
+
+
+def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
+    """Memory of each stage that holds `moments` int64 [pp, 8], see `fullest_moments`."""
+    stages = stage_memory(
+        cost,
+        dp=config.dp,
+        layers=config.layers(cost.shape.num_layers),
+        held=[Held(*moment) for moment in moments.tolist()],
+        chunk_size=config.chunk_size,
+        shared_by=config.cp_sizes[-1],
+        v_shaped=config.v_shaped,
+    )
+    if not config.splits_backwards:
+        return stages
+    layers = config.layers(cost.shape.num_layers)
+    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
+    return tuple(
+        replace(each, gradients=each.gradients + gradients) for each, gradients in zip(stages, whole, strict=True)
+    )
