@@ -27,6 +27,7 @@ from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
+from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import batch_sizes
 from chunkplan.planning.memory import held_bytes_of
 from chunkplan.planning.method import Dataset
@@ -119,7 +120,7 @@ def build_plans(
                 target,
                 target_config,
                 cost or CostModel(),
-                PlanWriter(folder, may_share=target_config.cp != "off"),
+                PlanWriter(folder, plan_schemas(target_config.entries())),
                 workers or os.cpu_count() or 1,
                 progress,
             )

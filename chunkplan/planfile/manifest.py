@@ -21,7 +21,7 @@ from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
 #: The oldest version of each kind that is still read.
-_OLDEST = {"analysis": 4, "plan": 3}
+_OLDEST = {"analysis": 4, "plan": 6}
 
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
@@ -64,6 +64,12 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write `folder/manifest.json`; NaN and infinity are refused because JSON has none."""
     text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _build_again(plan: Path) -> str:
+    """The command that builds a plan again, beside it."""
+    again = plan.resolve().with_name(f"{plan.resolve().name}-{SCHEMA_VERSION}")
+    return f"build it again: `chunkplan build --like {shlex.quote(str(plan))} --output {shlex.quote(str(again))}`"
 
 
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
             f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {_OLDEST[kind]} on",
             where=str(path),
-            hint=_HINT,
+            hint=_HINT if kind == "analysis" else _build_again(folder),
         )
     mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
     if mismatch:

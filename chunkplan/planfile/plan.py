@@ -116,6 +116,7 @@ class PlanStep:
     chunks: dict[int, list[Chunk]] = field(repr=False)
     actions: dict[tuple[int, int], list[Action]] = field(repr=False)
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
+    slots: dict[tuple[int, int], list[int]] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Plan:
     @property
     def schemas(self) -> dict[str, pa.Schema]:
         """The columns of its files, by name: `steps`, `chunks`, `schedule`."""
-        return plan_schemas(may_share=self.config.cp != "off")
+        return plan_schemas(self.manifest["config"])
 
     @property
     def content_hash(self) -> str:
@@ -182,7 +183,7 @@ class Plan:
         chunks_path, schedule_path = self.path / "chunks.parquet", self.path / "schedule.parquet"
         chunks = rows_by_step(chunks_path, self.schemas["chunks"], start)
         schedule = rows_by_step(schedule_path, self.schemas["schedule"], start)
-        columns = [name for name in _CHUNK_COLUMNS if name in self.schemas["chunks"].names]
+        names = [entry.name for entry in fields(Chunk) if entry.name in self.schemas["chunks"].names]
         steps = self.steps()
         for row in zip(*(to_numpy(column.combine_chunks()).tolist() for column in steps.columns), strict=True):
             totals = dict(zip(steps.column_names, row, strict=True))
@@ -191,19 +192,20 @@ class Plan:
             chunks_by_rank: dict[int, list[Chunk]] = {}
             rows = _take(chunks, totals["step"], chunks_path)
             rows["segments"] = [tuple(starmap(Segment, segments)) for segments in rows["segments"]]
-            for dp_rank, *entries in zip(*(rows[name] for name in columns), strict=True):
-                chunks_by_rank.setdefault(dp_rank, []).append(Chunk(*entries))
+            for dp_rank, *entries in zip(rows["dp_rank"], *(rows[name] for name in names), strict=True):
+                chunks_by_rank.setdefault(dp_rank, []).append(Chunk(**dict(zip(names, entries, strict=True))))
             actions: dict[tuple[int, int], list[Action]] = {}
             schedule_us: dict[tuple[int, int], float] = {}
+            slots: dict[tuple[int, int], list[int]] = {}
             rows = _take(schedule, totals["step"], schedule_path)
             for dp_rank, stage, done, predicted_us in zip(*(rows[name] for name in _SCHEDULE_COLUMNS), strict=True):
                 actions[dp_rank, stage] = list(starmap(Action, done))
                 schedule_us[dp_rank, stage] = predicted_us
-            yield PlanStep(**totals, chunks=chunks_by_rank, actions=actions, schedule_us=schedule_us)
+            if "slots" in rows:
+                slots = dict(zip(zip(rows["dp_rank"], rows["stage"], strict=True), rows["slots"], strict=True))
+            yield PlanStep(**totals, chunks=chunks_by_rank, actions=actions, schedule_us=schedule_us, slots=slots)
 
 
-#: In the order of the fields of `Chunk`.
-_CHUNK_COLUMNS = ("dp_rank", *(entry.name for entry in fields(Chunk)))
 _SCHEDULE_COLUMNS = ("dp_rank", "stage", "actions", "predicted_us")
 
 

@@ -20,19 +20,19 @@ from chunkplan.version import __version__
 #: Rows. Small enough that a reader that streams steps holds little, large enough to compress well.
 _ROW_GROUP = 64 << 10
 
-
-_SHUFFLED = "segments.list.element.sequence_id"
+#: Ids that are shuffled, and numbers that go up: a dictionary of them is of no use.
+_DIFFERENCES = ("segments.list.element.sequence_id", "slots.list.element")
 
 
 class PlanWriter:
     """Writes a plan into `folder` (see `folder.replace_folder`); without one it only finds out the manifest.
 
-    `may_share`: see `plan_schemas`.
+    `schemas`: see `plan_schemas`.
     """
 
-    def __init__(self, folder: Path | None, *, may_share: bool = False) -> None:
+    def __init__(self, folder: Path | None, schemas: dict[str, pa.Schema]) -> None:
         self._folder = folder
-        self._schemas = plan_schemas(may_share=may_share)
+        self._schemas = schemas
         self._hashers = {name: ContentHasher(schema) for name, schema in self._schemas.items()}
         self._waiting: dict[str, list[pa.Table]] = {name: [] for name in self._schemas}
         self._files: dict[str, pq.ParquetWriter] = {}
@@ -76,14 +76,14 @@ class PlanWriter:
 
 
 def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Takes half the time of pyarrow's defaults: ids are shuffled, so no dictionary; readers seek by step alone."""
+    """Takes half the time of pyarrow's defaults; readers seek by step alone."""
     leaves = [
         leaf
         for field in schema
         for leaf in (
             [f"{field.name}.list.element.{inner.name}" for inner in field.type.value_type]
-            if pa.types.is_list(field.type)
-            else [field.name]
+            if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type)
+            else [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
         )
     ]
     return pq.ParquetWriter(
@@ -91,14 +91,14 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         schema,
         compression="zstd",
         write_statistics=["step"],
-        use_dictionary=[leaf for leaf in leaves if leaf != _SHUFFLED],
-        column_encoding={_SHUFFLED: "DELTA_BINARY_PACKED"} if _SHUFFLED in leaves else None,
+        use_dictionary=[leaf for leaf in leaves if leaf not in _DIFFERENCES],
+        column_encoding={leaf: "DELTA_BINARY_PACKED" for leaf in leaves if leaf in _DIFFERENCES} or None,
     )
 
 
 def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, str]:
     """The content hashes of those of a plan's `tables` that are given, and of its configuration."""
-    schemas = plan_schemas(may_share="cp" in config)
+    schemas = plan_schemas(config)
     hashes = {name: content_hash(table, schemas[name]) for name, table in tables.items()}
     return {**hashes, "config": _hash_config(config)}
 

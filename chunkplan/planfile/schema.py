@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
@@ -90,7 +93,14 @@ SCHEDULE = _schema(
     predicted_us=pa.float32(),
 )
 
+#: schedule.parquet of plans with several data-parallel ranks, whose actions are done in slots of their stage.
+SLOTS = pa.schema([*SCHEDULE, *_schema(slots=pa.list_(pa.field("item", pa.int32(), nullable=False)))])
 
-def plan_schemas(*, may_share: bool) -> dict[str, pa.Schema]:
-    """The columns of each file of a plan by its name; `may_share`: whether its configuration has an entry `cp`."""
-    return {"steps": STEPS, "chunks": SHARED_CHUNKS if may_share else CHUNKS, "schedule": SCHEDULE}
+
+def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
+    """The columns of each file of a plan by its name; `config`: the entry of its manifest."""
+    return {
+        "steps": STEPS,
+        "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
+        "schedule": SLOTS if config["dp"] > 1 else SCHEDULE,
+    }

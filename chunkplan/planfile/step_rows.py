@@ -18,8 +18,8 @@ import pyarrow as pa
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.tables import conform, open_parquet
 
-#: The rows of a step: of every column a list with one entry a row. In a column of lists an entry is a list of tuples,
-#: the fields of each struct in it.
+#: The rows of a step: of every column a list with one entry a row. In a column of lists an entry is a list: of numbers, or
+#: of tuples, the fields of each struct in it.
 StepRows = dict[str, list[Any]]
 
 
@@ -39,7 +39,8 @@ def rows_by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[in
             rows: StepRows = {name: values[first_row:stop].tolist() for name, values in flat.items()}
             for name, (offsets, fields) in lists.items():
                 bounds = offsets[first_row : stop + 1].tolist()
-                items = list(zip(*(values[bounds[0] : bounds[-1]].tolist() for values in fields), strict=True))
+                items = [values[bounds[0] : bounds[-1]].tolist() for values in fields]
+                items = list(zip(*items, strict=True)) if len(items) > 1 else items[0]
                 rows[name] = [items[i - bounds[0] : j - bounds[0]] for i, j in pairwise(bounds)]
             yield int(steps[first_row]), rows
 
@@ -75,13 +76,15 @@ _Array = npt.NDArray[Any]
 
 
 def _arrays(table: pa.Table) -> tuple[dict[str, _Array], dict[str, tuple[_Array, list[_Array]]]]:
-    """The plain columns, and those of lists: where the items of each row begin [num_rows + 1], and their fields."""
+    """The plain columns, and those of lists: where the items of each row begin [num_rows + 1], and these or their fields."""
     flat, lists = {}, {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
         if pa.types.is_list(column.type):
             offsets = to_numpy(column.offsets)
-            lists[name] = offsets - offsets[0], [_array(field) for field in column.flatten().flatten()]
+            items = column.flatten()
+            leaves = items.flatten() if pa.types.is_struct(items.type) else [items]
+            lists[name] = offsets - offsets[0], [_array(leaf) for leaf in leaves]
         else:
             flat[name] = _array(column)
     return flat, lists

@@ -31,6 +31,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
+from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
@@ -41,7 +42,7 @@ from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.alignment import meeting_on
+from chunkplan.schedule.alignment import align_steps, meeting_of, meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
 
@@ -194,11 +195,24 @@ def predict_block(
         chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )
+    slots = None
+    if config.dp > 1:
+        slots, _ = align_steps(
+            chunked.chunks,
+            scheduled.actions,
+            chunked.times,
+            meeting_of("weights"),
+            config.dp,
+            config.pp,
+            config.v_shaped,
+        )
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {
         "steps": steps,
-        "chunks": chunks_table(block.first_step, config.dp, chunked.chunks, may_share=config.cp != "off"),
-        "schedule": schedule_table(block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end),
+        "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
+        "schedule": schedule_table(
+            block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots
+        ),
     }
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)

@@ -15,7 +15,7 @@ from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS, plan_schemas
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions, Int8Array
 
@@ -87,13 +87,13 @@ def steps_table(
     )
 
 
-def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -> pa.Table:
-    """Rows of `chunks`; `may_share`: see `plan_schemas`."""
+def chunks_table(schema: pa.Schema, first_step: int, dp: int, chunks: Chunks) -> pa.Table:
+    """Rows of `chunks`, with the columns that the plan has of them."""
     sizes = np.diff(chunks.rank_chunks)
     rank = np.repeat(np.arange(sizes.size), sizes)
     kind = CHUNKS.field("segments").type
     groups = {}
-    if may_share:
+    if "cp_size" in schema.names:
         is_shared = chunks.cp_size > 1
         groups = {
             "cp_first_rank": np.where(is_shared, chunks.cp_first_rank, _int32(rank % dp)),
@@ -102,7 +102,7 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
             "cp_tokens": np.where(is_shared, chunks.cp_tokens, chunks.num_tokens),
         }
     return _table(
-        plan_schemas(may_share=may_share)["chunks"],
+        schema,
         step=_int32(first_step + rank // dp),
         dp_rank=_int32(rank % dp),
         chunk_id=_int32(np.arange(rank.size) - chunks.rank_chunks[rank]),
@@ -122,11 +122,19 @@ def chunks_table(first_step: int, dp: int, chunks: Chunks, *, may_share: bool) -
     )
 
 
-def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array) -> pa.Table:
-    """Rows of `schedule`."""
+def schedule_table(
+    first_step: int, dp: int, pp: int, actions: Actions, stage_end_ns: Int64Array, slots: Int64Array | None
+) -> pa.Table:
+    """Rows of `schedule`; `slots`: of each action, int64 [num_actions], None where there is one rank."""
     stage = np.arange(stage_end_ns.size)
+    columns = {}
+    if slots is not None:
+        kind = SLOTS.field("slots").type
+        columns["slots"] = pa.ListArray.from_arrays(
+            to_arrow(_int32(actions.stages)), to_arrow(_int32(slots)), type=kind
+        )
     return _table(
-        SCHEDULE,
+        SLOTS if columns else SCHEDULE,
         step=_int32(first_step + stage // (dp * pp)),
         dp_rank=_int32(stage // pp % dp),
         stage=_int32(stage % pp),
@@ -136,6 +144,7 @@ def schedule_table(first_step: int, dp: int, pp: int, actions: Actions, stage_en
             [_words(actions.ops, OPS), to_arrow(actions.chunk_ids), to_arrow(actions.virtual_stages)],
         ),
         predicted_us=_microseconds(stage_end_ns),
+        **columns,
     )
 
 

@@ -114,18 +114,19 @@ def meeting_on(cost: CostModel, dp: int) -> Int8Array | None:
 
 def align_steps(
     chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
-) -> Int64Array:
-    """When each action ends in the slots of its step, int64 [num_actions]: see `Slots.ends`.
+) -> tuple[Int64Array, Int64Array]:
+    """`before` and `ends` of each action in the slots of its step, int64 [num_actions] both: see `Slots`.
 
     The `dp` ranks of a step follow one another, as do the steps. The other arguments are those of `align`.
     """
-    ends = np.empty(actions.ops.size, np.int64)
+    before, ends = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
     for step in range((chunks.rank_chunks.size - 1) // dp):
         first, last = step * dp, (step + 1) * dp
         own = chunks_of_ranks(chunks, first, last), actions_of_rank(actions, step, dp * pp)
         slots = align(*own, times_of_ranks(chunks, times, first, last), meeting, dp, pp, v_shaped)
         ends[actions.stages[first * pp] : actions.stages[last * pp]] = slots.ends
-    return ends
+        before[actions.stages[first * pp] : actions.stages[last * pp]] = slots.before
+    return before, ends
 
 
 def align(

@@ -119,7 +119,7 @@ def schedule_ranks(
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
     if meeting is not None:
-        ends = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
+        _, ends = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
     elif np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))

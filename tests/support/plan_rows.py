@@ -33,7 +33,7 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
     change(rows)
     if stated == [step["peak_retained_tokens"] for step in rows["steps"]]:
         restate_memory(rows, manifest["config"]["virtual_stages"])
-    schemas = plan_schemas(may_share="cp" in manifest["config"])
+    schemas = plan_schemas(manifest["config"])
     tables = {name: pa.Table.from_pylist(rows[name], schema) for name, schema in schemas.items()}
     if "mix" in config:
         manifest["selection"] = describe_selection(load_analysis(load_plan(plan).analysis_path), config_of(manifest))
@@ -62,7 +62,7 @@ def most_tokens_held(rows: Rows, step: int) -> int:
 
 def write(plan: Path, tables: dict[str, pa.Table], manifest: dict[str, Any]) -> None:
     """Write tables as a plan with the config of `manifest` and what else it says; hashes are computed anew."""
-    writer = PlanWriter(plan, may_share="cp" in manifest["config"])
+    writer = PlanWriter(plan, plan_schemas(manifest["config"]))
     writer.add(tables)
     hashed = ("kind", "schema_version", "tool_version", "content_hash", "content_hashes")
     writer.finish(**{name: value for name, value in manifest.items() if name not in hashed})
