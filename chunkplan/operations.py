@@ -15,3 +15,12 @@ BACKWARDS = ("backward", "backward_input")
 #: or in host memory. Arrays have the places of these.
 KEPT_ATTENTION = ("", "gpu", "host")
 NOT_KEPT, ON_GPU, ON_HOST = range(3)
+
+#: By what ranks share beside optimizer states, the op of the slot in which all of a stage meet for an op: where it is
+#: weights, all that goes through layers fetches them, a `forward` from the first to the last, a `backward_input` from
+#: the last to the first; a `backward` sums gradients besides, as a `backward_weight` does without fetching. Where it is
+#: gradients, sums are all that there is.
+MEETINGS = {
+    "gradients": {"backward": "backward_weight", "backward_weight": "backward_weight"},
+    "weights": {op: "forward" if op in ("forward_kv", "recompute") else op for op in OPS},
+}

@@ -124,6 +124,11 @@ class Rates(NamedTuple):
         return Again.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
 
     @property
+    def hides_attention(self) -> bool:
+        """Whether sending and fetching attention, beside keys and values in host memory, holds no layer up."""
+        return self.host_attention <= self.token and self.host_kv[0] <= 2 * self.pair
+
+    @property
     def trained_head(self) -> float:
         """A token's forward and backward in the head."""
         return 3 * self.head - self.frozen_head + self.sums.head.token

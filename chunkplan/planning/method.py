@@ -195,17 +195,10 @@ def predict_block(
         chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )
-    slots = None
-    if config.dp > 1:
-        slots, _ = align_steps(
-            chunked.chunks,
-            scheduled.actions,
-            chunked.times,
-            meeting_of("weights"),
-            config.dp,
-            config.pp,
-            config.v_shaped,
-        )
+    slots = scheduled.slots
+    if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
+        of_ranks = chunked.chunks, scheduled.actions, chunked.times
+        _, slots = align_steps(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.v_shaped)
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {

@@ -19,7 +19,7 @@ from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.memory import held_bytes_of, memory_of_stages
+from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.trial import longest_of
@@ -30,7 +30,8 @@ from chunkplan.validation.schedule_columns import ScheduleColumns
 class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
-    `sharding`: which of optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
+    `host_bytes`: what a GPU keeps in host memory at most, of the stage that keeps most there. `sharding`: which of
+    optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
     `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it; none where
     what else is in a step decides.
     """
@@ -42,6 +43,7 @@ class PlanMemory:
     sharding: Sharding
     memory: StageMemory
     gpu_bytes: int
+    host_bytes: int
     longest: tuple[LongestSequence, ...]
 
     @property
@@ -87,6 +89,7 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
         sharding=cost.sharding,
         memory=memory[stage],
         gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes_of(config, cost, moments),
         longest=longest_of(config, cost, memory[stage], gpu_bytes),
     )
 

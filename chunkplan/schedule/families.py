@@ -23,7 +23,7 @@ from chunkplan.schedule.actions import (
     times_of_rank,
     times_of_ranks,
 )
-from chunkplan.schedule.alignment import align_steps
+from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate_ranks
@@ -56,7 +56,8 @@ class Scheduled(NamedTuple):
     `ends` int64 [num_actions]. Of each stage, int64 [num_ranks * pp]: `stage_end`, when it is done, and
     `peak_retained_tokens`, the most tokens whose activations it retains at once (a virtual stage counts as its share of
     the stage's layers). `lower_bound` int64 [num_ranks]: no order of the same chunks under the same memory is faster; 0
-    where none was looked for.
+    where none was looked for. `slots` int64 [num_actions]: that of each action on its stage (see `alignment`); None
+    where ranks meet in none.
     """
 
     actions: Actions
@@ -64,6 +65,7 @@ class Scheduled(NamedTuple):
     stage_end: Int64Array
     peak_retained_tokens: Int64Array
     lower_bound: Int64Array
+    slots: Int64Array | None
 
 
 def schedule_ranks(
@@ -88,14 +90,14 @@ def schedule_ranks(
         dp: ranks of a step: they may share chunks, and what they need is said together.
         is_cancelled: asked before each rank, where ranks are searched one by one.
         meeting: which ops the ranks of a step meet for, see `meeting_of`, None: for none. When actions end is then what
-            `align` says; their order is the same.
+            their slots say; their order is the same.
         actions: an order that there is already, which is timed.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still a rank to search.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
-    lower_bound = np.zeros(chunks.rank_chunks.size - 1, np.int64)
+    lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
     if actions is not None:
@@ -119,14 +121,16 @@ def schedule_ranks(
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
     if meeting is not None:
-        _, ends = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
+        ends, slots = align_steps(chunks, actions, times, meeting_of("weights"), dp, pp, schedule in V_SHAPED)
+        if (meeting < 0).any():
+            ends = ends_in_slots(chunks, actions, times, meeting, slots, dp, pp, schedule in V_SHAPED)
     elif np.any(chunks.cp_size > 1):
         ends = simulate_steps(chunks, actions, times, dp, pp)
     retained = -(-retained // (times.durations.shape[1] // pp))
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
     assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"
-    return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound)
+    return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound, slots)
 
 
 def _of_step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
@@ -14,7 +16,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
 from chunkplan.schedule.actions import Actions, join_actions
-from chunkplan.schedule.alignment import align, meeting_on
+from chunkplan.schedule.alignment import ends_in_slots, meeting_on
 from chunkplan.schedule.meetings import StepRanks, simulate_steps
 
 
@@ -40,7 +42,8 @@ def simulate_together(plan: Plan, described: PlanStep) -> StepRanks:
     if meeting is None:
         ends = simulate_steps(chunks, actions, times, config.dp, config.pp)
     else:
-        ends = align(chunks, actions, times, meeting, config.dp, config.pp, config.v_shaped).ends
+        slots = planned_slots(described, config.dp, config.pp)
+        ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.v_shaped)
     return StepRanks(chunks, times, actions, checked_ends(ends, place), meeting)
 
 
@@ -91,6 +94,22 @@ def planned_actions(step: PlanStep, rank: int, pp: int, virtual_stages: int, num
         np.array([action.virtual_stage for action in actions], np.int32),
         np.cumsum([0, *(len(stage) for stage in stages)]),
     )
+
+
+def planned_slots(step: PlanStep, dp: int, pp: int) -> Int64Array:
+    """The slot of each action of all ranks of a step, one stage after another: int64 [num_actions].
+
+    Raises:
+        DataError: an action has none.
+    """
+    slots = []
+    for rank, stage in product(range(dp), range(pp)):
+        own = step.slots.get((rank, stage), [])
+        if len(own) != len(step.actions[rank, stage]) or min(own, default=0) < 0:
+            where = f"step {step.step}, rank {rank}, stage {stage}"
+            raise DataError("not every action has a slot", where=where, hint=VALIDATE_HINT)
+        slots += own
+    return np.array(slots, np.int64)
 
 
 def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:

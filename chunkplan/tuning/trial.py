@@ -10,17 +10,16 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.longest import LongestSequence, longest_sequences
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.planning.memory import held_bytes_of, memory_of_stages
+from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.holdings import ATTENTION_ON_HOST, KV, fullest, fullest_moments
+from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -52,15 +51,8 @@ class Outcome:
 
     def host_bytes(self, cost: CostModel) -> int:
         """Host memory of a GPU of the stage that takes most; `cost` as in `memory`."""
-        of_stages = stage_host_bytes(
-            cost,
-            layers=self.config.layers(cost.shape.num_layers),
-            retained_tokens=self.retained.tolist(),
-            kv_tokens=self.moments[0, :, :, KV].max(axis=0).tolist(),
-            attention_tokens=self.moments[0, :, :, ATTENTION_ON_HOST].max(axis=0).tolist(),
-            v_shaped=self.config.v_shaped,
-        )
-        return max(of_stages)
+        most = self.moments[0].max(axis=0)
+        return host_bytes_of(self.config, cost, most, self.retained)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample; `cost` may differ in offloading."""

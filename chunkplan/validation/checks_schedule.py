@@ -183,12 +183,9 @@ def check_links(block: RankBlock) -> Complaint | None:
     return Complaint(message, chunk_id, int(slot_rank[slot]), bad)
 
 
-def check_acyclic(block: RankBlock) -> Complaint | None:
-    """The action graph over stages, and over ranks that meet, has an order in which everything finds what it waits for.
-
-    Ranks that meet do the same there.
-    """
-    waits_for = np.full(block.op.size, -1)
+def waits_for(block: RankBlock) -> Int64Array:
+    """The action on another stage that each one waits for, -1 for none: int64 [num_actions]."""
+    needed = np.full(block.op.size, -1)
     num_chunks, model_stage = block.num_chunks[block.rank], block.model_stage
     is_last = model_stage == block.num_model_stages[block.rank] - 1
     for table, step, waits in ((_IS_FORWARD, -1, model_stage > 0), (_IS_BACKWARD, 1, ~is_last)):
@@ -196,13 +193,22 @@ def check_acyclic(block: RankBlock) -> Complaint | None:
         at = np.zeros(block.slot_offsets[-1], np.int64)  # [num_slots], the action of each
         at[block.slot[is_in_table]] = np.flatnonzero(is_in_table)
         waiting = np.flatnonzero(is_in_table & waits)
-        waits_for[waiting] = at[block.slot[waiting] + step * num_chunks[waiting]]
-    if (waits_for < 0).all() and (block.meeting < 0).all():
+        needed[waiting] = at[block.slot[waiting] + step * num_chunks[waiting]]
+    return needed
+
+
+def check_acyclic(block: RankBlock) -> Complaint | None:
+    """The action graph over stages, and over ranks that meet, has an order in which everything finds what it waits for.
+
+    Ranks that meet do the same there.
+    """
+    needed = waits_for(block)
+    if (needed < 0).all() and (block.meeting < 0).all():
         return None
     if found := _check_meetings(block):
         return found
     unit = np.repeat(run_starts(block.ranks.place // block.columns.config.dp), block.pp)
-    graph = ActionGraph(block.action_offsets, unit, waits_for, block.meeting)
+    graph = ActionGraph(block.action_offsets, unit, needed, block.meeting)
     reached = run_stages(graph)
     stalled = np.flatnonzero(reached < block.action_offsets[1:])
     if not stalled.size:
@@ -213,7 +219,7 @@ def check_acyclic(block: RankBlock) -> Complaint | None:
     rank, stage = divmod(cycle[0], block.pp)
     action = int(reached[cycle[0]])
     position = action - block.action_offsets[cycle[0]]
-    message = f"stage {stage} waits for ever at action {position}, {_op_of_chunk(block, action)}: a deadlock"
+    message = f"stage {stage} waits for ever at action {position}, {op_of_chunk(block, action)}: a deadlock"
     return Complaint(message + _describe_cycle(block, cycle, reached), int(block.chunk_id[action]), rank, bad)
 
 
@@ -224,7 +230,7 @@ _NAMED = 4
 def _describe_cycle(block: RankBlock, cycle: list[int], reached: Int64Array) -> str:
     """That the first of these stages waits for the second one, and so on, until one waits for the first."""
     others = [
-        f"for {_stage_name(block, stage)} at {_op_of_chunk(block, int(reached[stage]))}" for stage in cycle[1:_NAMED]
+        f"for {_stage_name(block, stage)} at {op_of_chunk(block, int(reached[stage]))}" for stage in cycle[1:_NAMED]
     ]
     others += [f"for {len(cycle) - _NAMED} more in turn"] if len(cycle) > _NAMED else []
     last = "for itself" if len(cycle) == 1 else f"for {_stage_name(block, cycle[0])}"
@@ -236,7 +242,7 @@ def _stage_name(block: RankBlock, stage: int) -> str:
     return f"rank {block.ranks.place[rank] % block.columns.config.dp}, stage {stage}"
 
 
-def _op_of_chunk(block: RankBlock, action: int) -> str:
+def op_of_chunk(block: RankBlock, action: int) -> str:
     return f"`{_op(block, action)}` of chunk {block.chunk_id[action]}"
 
 
@@ -253,7 +259,7 @@ def _check_meetings(block: RankBlock) -> Complaint | None:
     at = differs[np.argmin(order[differs])]
     action, other = int(order[at]), int(first[at])
     name = _stage_name(block, int(block.rank[other] * block.pp + block.stage[other]))
-    message = f"stage {block.stage[action]} does {_op_of_chunk(block, action)}, with `{_op(block, other)}` on {name}"
+    message = f"stage {block.stage[action]} does {op_of_chunk(block, action)}, with `{_op(block, other)}` on {name}"
     return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
 
 

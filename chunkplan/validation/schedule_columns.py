@@ -31,8 +31,8 @@ class ScheduleColumns:
     """The rows of schedule.parquet, and all actions one after another.
 
     `step`, `dp_rank` and `stage` are [num_rows], and `actions` [num_rows + 1] is where those of each row begin. `op`,
-    `chunk_id` and `virtual_stage` are [num_actions]. `op` is an index into `ops`, which starts with `operations.OPS`
-    and ends with what else the file names.
+    `chunk_id`, `virtual_stage` and `slots` are [num_actions]. `op` is an index into `ops`, which starts with
+    `operations.OPS` and ends with what else the file names. `slots` are -1 in rows that do not have as many as actions.
     """
 
     step: Int32Array
@@ -42,6 +42,7 @@ class ScheduleColumns:
     op: Int32Array
     chunk_id: Int32Array
     virtual_stage: Int32Array
+    slots: Int64Array
     ops: tuple[str, ...]
 
     @classmethod
@@ -64,8 +65,21 @@ class ScheduleColumns:
                 name: np.concatenate([array.field(name).to_numpy() for array in flat])
                 for name in ("chunk_id", "virtual_stage")
             },
+            slots=_slots(table, per_row),
             ops=tuple(codes),
         )
+
+
+def _slots(table: pa.Table, per_row: Int64Array) -> Int64Array:
+    """The slot of each action, of rows with so many of them."""
+    slots = np.full(int(per_row.sum()), -1)
+    if "slots" in table.column_names:
+        lists = table.column("slots").chunks
+        stored = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
+        flat = np.concatenate([array.flatten().to_numpy() for array in lists])
+        fits = stored == per_row
+        slots[np.repeat(fits, per_row)] = flat[np.repeat(fits, stored)]
+    return slots
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,7 @@ class RankBlock:
     @cached_property
     def chunk_rows(self) -> Int64Array:
         """The row of each chunk in chunks.parquet, int64 [num_chunks]."""
-        return _ranges(self.columns.rank_chunks[self.ranks.place], self.num_chunks)
+        return ranges(self.columns.rank_chunks[self.ranks.place], self.num_chunks)
 
     @cached_property
     def keeps_activations(self) -> BoolArray:
@@ -193,7 +207,7 @@ class RankBlock:
     @cached_property
     def action_rows(self) -> Int64Array:
         """The place of each action in the columns of the schedule, int64 [num_actions]."""
-        return _ranges(self.schedule.actions[self.ranks.rows.ravel()], np.diff(self.action_offsets))
+        return ranges(self.schedule.actions[self.ranks.rows.ravel()], np.diff(self.action_offsets))
 
     @cached_property
     def op(self) -> Int32Array:
@@ -209,6 +223,11 @@ class RankBlock:
     def virtual_stage(self) -> Int32Array:
         """The virtual stage that each action names, int32 [num_actions]."""
         return self.schedule.virtual_stage[self.action_rows]
+
+    @cached_property
+    def slots(self) -> Int64Array:
+        """The slot of its stage that each action is in, -1 for none; int64 [num_actions]."""
+        return self.schedule.slots[self.action_rows]
 
     @cached_property
     def num_actions(self) -> Int64Array:
@@ -331,7 +350,7 @@ def iter_blocks(columns: ChunkColumns, schedule: ScheduleColumns, ranks: Ranks) 
         yield RankBlock(columns, schedule, Ranks(ranks.place[start:stop], ranks.rows[start:stop]))
 
 
-def _ranges(starts: Int64Array, sizes: Int64Array) -> Int64Array:
+def ranges(starts: Int64Array, sizes: Int64Array) -> Int64Array:
     """The numbers from starts[i] to starts[i] + sizes[i], which is not included, for one i after another."""
     offsets = offsets_of(sizes)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)

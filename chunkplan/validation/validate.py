@@ -18,12 +18,15 @@ from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
 from chunkplan.validation.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS
 from chunkplan.validation.checks_schedule import SCHEDULE_CHECKS, peak_retained
+from chunkplan.validation.checks_slots import check_slots
 from chunkplan.validation.chunk_columns import ChunkColumns
 from chunkplan.validation.schedule_columns import ScheduleColumns, iter_blocks, match_rows
 from chunkplan.validation.violation import Violation
 
+_SCHEDULE_CHECKS = {**SCHEDULE_CHECKS, "slots": check_slots}
+
 #: Every invariant of a plan, in the order it is checked.
-PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS)
+PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *_SCHEDULE_CHECKS)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _check_chunks(columns: ChunkColumns, is_own: bool) -> tuple[list[Violation],
     That is because of them, or because the analysis is not the plan's own.
     """
     violations, unchecked = [], []
-    names = [*CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS]
+    names = [*CHUNK_CHECKS, "schedule-rows", *_SCHEDULE_CHECKS]
     for position, (name, check) in enumerate(CHUNK_CHECKS.items()):
         if not is_own and name not in WITHOUT_ANALYSIS:
             unchecked.append(name)
@@ -170,12 +173,12 @@ def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[
     ranks, missing = match_rows(columns, schedule)
     violations = [missing] if missing else []
     if ranks is None:
-        return violations, list(SCHEDULE_CHECKS)
+        return violations, list(_SCHEDULE_CHECKS)
     found: dict[str, Violation] = {}
     dp = columns.config.dp
     most, num_ranks = np.zeros((2, columns.num_steps), np.int64)
     for block in iter_blocks(columns, schedule, ranks):
-        for name, check in SCHEDULE_CHECKS.items():
+        for name, check in _SCHEDULE_CHECKS.items():
             complaint = check(block)
             if complaint:
                 step, dp_rank = divmod(int(block.ranks.place[complaint.rank]), dp)
@@ -189,4 +192,4 @@ def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[
     if wrong.size and "memory" not in found:
         message = f"stages hold {most[wrong[0]]} tokens of activations at most, the step says {stated[wrong[0]]}"
         found["memory"] = Violation("memory", message, int(wrong[0]), count=wrong.size)
-    return violations + [found[name] for name in SCHEDULE_CHECKS if name in found], []
+    return violations + [found[name] for name in _SCHEDULE_CHECKS if name in found], []

@@ -68,6 +68,8 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
         used += f", {ZERO[memory.sharding]}" if memory.dp > 1 and memory.sharding != "optimizer" else ""
         rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
+        if memory.host_bytes:
+            rows.append(("host memory", f"{gibibytes(memory.host_bytes)} for each GPU at most"))
     if summary.dp > 1:
         rows.append(("balance", _balance(summary)))
     if summary.num_exceeding_steps:

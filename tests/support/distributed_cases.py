@@ -20,11 +20,11 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
-from chunkplan_runtime.distributed.alignment import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
 from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Executor, Meet, meet_nobody
 from chunkplan_runtime.execution.links import Wire

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.cost.model import Sharding
-from chunkplan_runtime.distributed.alignment import paddings_of
+from chunkplan_runtime.distributed.slots import paddings_of
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64

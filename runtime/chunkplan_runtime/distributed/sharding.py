@@ -11,7 +11,7 @@ summed, not averaged.
 
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
-sharded again after. All processes then do the same in the same order, see `alignment`; one that has nothing to do in a
+sharded again after. All processes then do the same in the same order, see `slots`; one that has nothing to do in a
 slot gathers and reduces as the others do, and runs no layer (`Shards.pad`). Embeddings and head are gathered from the
 beginning of a step to its end, in which their gradients are reduced.
 """
@@ -32,9 +32,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.distributed.alignment import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.distributed.sharded_rows import give_rows, take_rows
+from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.models.model import CausalLM
