@@ -66,6 +66,8 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         )
     if memory is not None:
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
+        if memory.memory.kept_attention:
+            used += f", {gibibytes(memory.memory.kept_attention)} of it attention of what is run again"
         used += f", {ZERO[memory.sharding]}" if memory.dp > 1 and memory.sharding != "optimizer" else ""
         rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
         if memory.host_bytes:

@@ -61,14 +61,14 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert held[-1, 1].tolist() == [0, 0, 0, 0]
     assert peak_retained(chunks, actions).tolist() == [0, 8]
     for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (LAST_LAYER, 5), (KV_GRADIENTS, 13)):
-        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(6)[kind], (2, 1))))[0, 1, kind] == most
+        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (2, 1))))[0, 1, kind] == most
 
 
 @pytest.mark.parametrize(
     ("gradient_bytes", "moment"),
     [
-        (1, [10, 0, 25, 0, 0, 0]),  # two chunks, before the backward of the last one
-        (3, [5, 0, 25, 0, 5, 25]),  # as that one ends
+        (1, [10, 0, 25, 0, 0, 0, 0, 0]),  # two chunks, before the backward of the last one
+        (3, [5, 0, 25, 0, 0, 0, 5, 25]),  # as that one ends
     ],
 )
 def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient_bytes: int, moment: list[int]) -> None:
@@ -83,7 +83,7 @@ def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient
         np.array([0, len(done)]),
     )
     chunks = chunks_without_segments([0, 6], [5] * 6, [-1, *[0] * 5], [True, False, False, False, True, True])
-    token_bytes = np.array([[10.0, 0, 1, 0, 1, gradient_bytes]])
+    token_bytes = np.array([[10.0, 0, 1, 0, 0, 0, 1, gradient_bytes]])
     assert fullest_moments(chunks, actions, by_tokens(token_bytes))[0, 0].tolist() == moment
 
 

@@ -17,10 +17,10 @@ import torch
 
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.plan import PlanStep
+from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor, Meet, meet_nobody
 from chunkplan_runtime.execution.links import Wire
