@@ -148,7 +148,7 @@ def test_of_one_sequence_all_but_k_wait_with_their_attention_and_late_parts_are_
 
 
 def test_over_a_slow_link_nothing_goes_to_the_host_and_what_fits_is_timed_anew() -> None:
-    slow = replace(COST, hardware=replace(PLAIN, host_bytes=1e6))
+    slow = replace(COST, hardware=replace(PLAIN, host_bytes=1e6, memory_bytes=200 << 30))
     config = config_with()
     off = planned([65536], replace(config, keep_attention="off"), slow)
     found = planned([65536], config, slow)
@@ -192,8 +192,9 @@ def test_the_report_has_what_is_kept_on_the_gpu_and_on_the_host(tmp_path: Path) 
     cost = with_memory(COST, off.memory.total + 3 * of_chunk + 1000)
     report = plan_report(built(tmp_path, [640], cost=cost, k=1, epochs=1)).memory
     assert report is not None
-    assert (report.memory.kept_attention, report.host_bytes) == (3 * of_chunk, 6 * of_chunk)
-    assert report.memory.total == off.memory.total + 3 * of_chunk
+    # It is fullest while the last of those that wait is run again, which then has its attention no longer.
+    assert (report.memory.kept_attention, report.host_bytes) == (2 * of_chunk, 6 * of_chunk)
+    assert report.memory.total == off.memory.total + 2 * of_chunk
 
 
 def test_ranks_that_share_a_chunk_keep_alike(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_build_keeps_attention_unless_it_is_off_and_validate_accepts_it(tmp_path
 def test_a_tuning_is_no_slower_with_it_and_a_document_says_it(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, long_tail(300))
-    found = {keep: tune(lengths, options_with(keep_attention=keep, ks=(1, 4))) for keep in ("off", "auto")}
+    found = {keep: tune(lengths, options_with(keep_attention=keep, ks=(1,), chunk_sizes=(8192,))) for keep in ("off", "auto")}
     assert found["auto"].best.step_ns < found["off"].best.step_ns
     assert found["auto"].best.recompute_share < found["off"].best.recompute_share
     assert found["auto"].best.host_bytes > found["off"].best.host_bytes
