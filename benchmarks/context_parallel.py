@@ -48,10 +48,10 @@ from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline
+from chunkplan.reporting.replay import replay_step
 from chunkplan.simulation import simulate_ranks
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.profiling.replay import replay_step
-from chunkplan_runtime.profiling.timeline import StepTimeline
 
 GLOBAL_BATCH, LONGEST = 256, 65_536
 CHUNK_SIZE, K = 8192, 4
@@ -91,10 +91,9 @@ def measured_row(
     measured = [[max(times.spent.end for times in run) for run in rounds] for rounds in runs]
     predicted = [step.seconds * step.scale for step in steps]
     over = [[seconds / expected for seconds in each] for each, expected in zip(measured, predicted, strict=True)]
-    replayed = [
-        max(each.replayed.makespan for each in replay_step(load_plan(steps[1].plan), run, layout)) / 1e6
-        for run in runs[1]
-    ]
+    plan = load_plan(steps[1].plan)
+    replays = [replay_step(MeasuredStep(plan, list(run), layout.dp, planned=True)) for run in runs[1]]
+    replayed = [max(each.replayed.makespan for each in found) / 1e6 for found in replays]
     ratios = [off / auto for off, auto in zip(*measured, strict=True)]
     return {
         "s without": spread(measured[0]),

@@ -18,13 +18,14 @@ from pipeline_stages import Sleeper, weight_halves
 
 from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.measured import StepTimeline
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.execution.executor import Executor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline
+from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.sharing import blocks_on
 
 _CPU = torch.device("cpu")

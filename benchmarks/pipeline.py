@@ -35,10 +35,9 @@ from planning import print_table
 from runtime_batch import qwen2
 
 from chunkplan.planfile.chunks import chunks_of_rows
+from chunkplan.reporting.replay import Replay, replay, waiting_shares
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.profiling.replay import Replay, replay, waiting_shares
 
 PP = 4
 GLOBAL_BATCH = 32
@@ -127,8 +126,8 @@ def measure_computing(tokens: Sequence[int], repeats: int) -> list[Row]:
 
 def replays_of(runs: Sequence[Sequence[Ran]], job: Job) -> list[Replay]:
     """Replay the runs of a job, in order of makespan."""
-    works, layout = {0: (job.step, {0: 0})}, RankLayout(pp=PP)
-    replays = [each for run in runs for each in replay(works, [ran.times for ran in run], layout, "step")]
+    works = {0: (job.step, {0: 0})}
+    replays = [each for run in runs for each in replay(works, [ran.times for ran in run], 1, "step")]
     return sorted(replays, key=lambda each: each.measured.makespan)
 
 

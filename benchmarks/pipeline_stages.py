@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from chunkplan.arrays import Int64Array
 from chunkplan.layers import V_SHAPED
 from chunkplan.operations import OPS
+from chunkplan.planfile.measured import StepTimeline
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import Simulation
@@ -38,7 +39,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline
+from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.spans import Span
 
 _CPU = torch.device("cpu")

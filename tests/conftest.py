@@ -19,7 +19,7 @@ import pytest
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.plan_writer import PlanWriter
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, STEPS
+from chunkplan.planfile.schema import plan_schemas
 from tests.support.command_line import Ran, Run
 from tests.support.places import ROOT
 
@@ -166,6 +166,7 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                 for row in _chunk_rows(chunks, sequences, k)
             ]
             tables["chunks"] += rows
+            num_slots = 0
             for rank in sorted(ranks):
                 own = [row for row in rows if row["dp_rank"] == rank]
                 ops = _algorithm_2(own) if actions is None else actions
@@ -176,8 +177,10 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                         "stage": 0,
                         "actions": [{"op": op, "chunk_id": chunk, "virtual_stage": 0} for op, chunk in ops],
                         "predicted_us": 1.0,
+                        "slots": list(range(num_slots, num_slots + len(ops))),  # nobody else is in them
                     }
                 )
+                num_slots += len(ops)
             tables["steps"].append(
                 {
                     "step": step,
@@ -196,12 +199,12 @@ def handmade_plan(tmp_path_factory: pytest.TempPathFactory) -> HandmadePlan:
                     "lower_bound_us": 1.0,
                 }
             )
-        schemas = {"steps": STEPS, "chunks": CHUNKS, "schedule": SCHEDULE}
+        schemas = plan_schemas({"dp": dp})
         written = {name: pa.Table.from_pylist(rows, schemas[name]) for name, rows in tables.items()}
         chunk_size = max(row["num_tokens"] for row in tables["chunks"])
         plan = folder / "plan"
         plan.mkdir()
-        writer = PlanWriter(plan)
+        writer = PlanWriter(plan, schemas)
         writer.add(written)
         writer.finish(
             config={
@@ -270,6 +273,7 @@ def _chunk_rows(chunks: list[list[Piece]], sequences: Sequence[tuple[Any, Any]],
                 "num_target_tokens": sum(int(np.sum(sequences[i][1][start + 1 : end + 1])) for i, start, end in chunk),
                 "prefix_tokens": piece[1] if piece else 0,
                 "keeps_activations": index >= size - k,
+                "kept_attention": "",
                 "cost": 1.0,
                 "segments": [{"sequence_id": i, "start": start, "end": end} for i, start, end in chunk],
             }

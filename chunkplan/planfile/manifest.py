@@ -23,6 +23,9 @@ from chunkplan.planfile.schema import SCHEMA_VERSION
 #: The oldest version of each kind that is still read.
 _OLDEST = {"analysis": 4, "plan": 6}
 
+#: The oldest version of a plan of which the manifest is still read, to build the plan again.
+_OLDEST_TO_REBUILD = 3
+
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
 
@@ -115,7 +118,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
             f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {_OLDEST[kind]} on",
             where=str(path),
-            hint=_HINT if kind == "analysis" else _build_again(folder),
+            hint=_build_again(folder) if kind == "plan" and version >= _OLDEST_TO_REBUILD else _HINT,
         )
     mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
     if mismatch:

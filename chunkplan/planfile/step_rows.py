@@ -18,8 +18,8 @@ import pyarrow as pa
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.tables import conform, open_parquet
 
-#: The rows of a step: of every column a list with one entry a row. In a column of lists an entry is a list: of numbers, or
-#: of tuples, the fields of each struct in it.
+#: The rows of a step: of every column a list with one entry a row. In a column of lists an entry is a list of numbers,
+#: or of tuples, the fields of each struct in it.
 StepRows = dict[str, list[Any]]
 
 
@@ -76,7 +76,7 @@ _Array = npt.NDArray[Any]
 
 
 def _arrays(table: pa.Table) -> tuple[dict[str, _Array], dict[str, tuple[_Array, list[_Array]]]]:
-    """The plain columns, and those of lists: where the items of each row begin [num_rows + 1], and these or their fields."""
+    """The plain columns; of those of lists, where the items of each row begin [num_rows + 1], and their fields."""
     flat, lists = {}, {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()

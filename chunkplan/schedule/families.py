@@ -23,8 +23,9 @@ from chunkplan.schedule.actions import (
     times_of_rank,
     times_of_ranks,
 )
-from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
+from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.bounds import least_memory
+from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template

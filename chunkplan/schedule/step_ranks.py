@@ -16,7 +16,8 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
 from chunkplan.schedule.actions import Actions, join_actions
-from chunkplan.schedule.alignment import ends_in_slots, meeting_on
+from chunkplan.schedule.alignment import meeting_on
+from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.meetings import StepRanks, simulate_steps
 
 

@@ -243,6 +243,7 @@ def _stage_name(block: RankBlock, stage: int) -> str:
 
 
 def op_of_chunk(block: RankBlock, action: int) -> str:
+    """Say an action in words."""
     return f"`{_op(block, action)}` of chunk {block.chunk_id[action]}"
 
 

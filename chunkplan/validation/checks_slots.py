@@ -41,7 +41,7 @@ def check_slots(block: RankBlock) -> Complaint | None:
 
 def _check(block: RankBlock, unit: Int64Array) -> Complaint | None:
     """The same of whole steps; `unit` int64 [num_actions]: a number for the step and stage of each action."""
-    slots, within = block.slots, np.ones(unit.size, bool)
+    slots, within = block.schedule.slots[block.action_rows], np.ones(unit.size, bool)
     within[block.action_offsets[:-1]] = False
     before = np.where(within, np.roll(slots, 1), -1)
     if (found := slots <= before).any():

@@ -32,7 +32,7 @@ class ScheduleColumns:
 
     `step`, `dp_rank` and `stage` are [num_rows], and `actions` [num_rows + 1] is where those of each row begin. `op`,
     `chunk_id`, `virtual_stage` and `slots` are [num_actions]. `op` is an index into `ops`, which starts with
-    `operations.OPS` and ends with what else the file names. `slots` are -1 in rows that do not have as many as actions.
+    `operations.OPS` and ends with what else the file names. `slots` are -1 in rows that have more or fewer.
     """
 
     step: Int32Array
@@ -65,20 +65,18 @@ class ScheduleColumns:
                 name: np.concatenate([array.field(name).to_numpy() for array in flat])
                 for name in ("chunk_id", "virtual_stage")
             },
-            slots=_slots(table, per_row),
+            slots=_slots(table, per_row) if "slots" in table.column_names else np.empty(0, np.int64),
             ops=tuple(codes),
         )
 
 
 def _slots(table: pa.Table, per_row: Int64Array) -> Int64Array:
     """The slot of each action, of rows with so many of them."""
-    slots = np.full(int(per_row.sum()), -1)
-    if "slots" in table.column_names:
-        lists = table.column("slots").chunks
-        stored = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
-        flat = np.concatenate([array.flatten().to_numpy() for array in lists])
-        fits = stored == per_row
-        slots[np.repeat(fits, per_row)] = flat[np.repeat(fits, stored)]
+    slots, lists = np.full(int(per_row.sum()), -1), table.column("slots").chunks
+    stored = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
+    slots[np.repeat(stored == per_row, per_row)] = np.concatenate([array.flatten().to_numpy() for array in lists])[
+        np.repeat(stored == per_row, stored)
+    ]
     return slots
 
 
@@ -223,11 +221,6 @@ class RankBlock:
     def virtual_stage(self) -> Int32Array:
         """The virtual stage that each action names, int32 [num_actions]."""
         return self.schedule.virtual_stage[self.action_rows]
-
-    @cached_property
-    def slots(self) -> Int64Array:
-        """The slot of its stage that each action is in, -1 for none; int64 [num_actions]."""
-        return self.schedule.slots[self.action_rows]
 
     @cached_property
     def num_actions(self) -> Int64Array:

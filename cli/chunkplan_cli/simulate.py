@@ -17,6 +17,7 @@ from chunkplan_cli.completion import ranks, steps
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
 from chunkplan_cli.machine_options import files_read
 from chunkplan_cli.progress import note_compilation
+from chunkplan_cli.run_report import show_run
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class SimulateOptions(Options):
     memory_tokens: int | None = same(PlanConfig, "memory_tokens", group=_ORDER, default_words="")
 
 
+RunOption = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="In place of a plan: the largest step of this training run, as measured."),
+]
+
+
 @takes(asked=SimulateOptions, machine=(CostModel, _MACHINE))
 def simulate(
     plan: Annotated[
@@ -87,6 +94,7 @@ def simulate(
     *,
     asked: Given,
     machine: Given,
+    run: RunOption = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, which Perfetto opens.")
     ] = None,
@@ -104,13 +112,14 @@ def simulate(
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 
+    if run is not None:
+        show_run(
+            run, trace, alone=not any((plan, step is not None, rank is not None, workspace, as_json, asked, machine))
+        )
+        return
     lengths = asked.get("lengths")
     of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
     _refuse_others(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
-    if asked.get("cost") == "unit" and machine:
-        raise UsageError("--cost unit knows no model and no hardware", hint="leave it out, or what it does not know")
-    if "compare" in asked and "schedule" in asked:
-        raise UsageError("--schedule and --compare exclude each other", hint="leave one of them out")
     names = asked.get("compare", ())
     options = {name: asked[name] for name in ("virtual_stages", "memory_tokens") if name in asked}
     alone = {} if names else options | ({"schedule": asked["schedule"]} if "schedule" in asked else {})
@@ -182,6 +191,10 @@ def _refuse_others(is_plan: bool, of_plan: list[str], asked: Given, machine: Giv
         raise UsageError(
             f"{of_plan[0]} is for plans, --lengths needs none", hint=f"leave out {of_plan[0]} or --lengths"
         )
+    if asked.get("cost") == "unit" and machine:
+        raise UsageError("--cost unit knows no model and no hardware", hint="leave it out, or what it does not know")
+    if "compare" in asked and "schedule" in asked:
+        raise UsageError("--schedule and --compare exclude each other", hint="leave one of them out")
 
 
 def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -12,6 +13,7 @@ from chunkplan.domains import MOST, path, whole
 from chunkplan.options import Options, option, options_of, read_toml, same
 from chunkplan_cli.declared import OPTIONS, Given, WorkspaceOption, takes
 from chunkplan_cli.places import find_plan
+from chunkplan_cli.run_report import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
 from chunkplan_runtime.training.config import RENAMED, TrainConfig
 
@@ -78,7 +80,10 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
         "started as: "
         + shlex.join(["torchrun", "--nproc-per-node", str(count), "-m", "chunkplan_runtime.train", *arguments])
     )
-    raise typer.Exit(start(arguments, count))
+    code = start(arguments, count)
+    if code == 0 and find_spec("numba") and (config.output / MEASURED).exists():  # a run trains without it
+        show_run(config.output, config.output / TIMELINE)
+    raise typer.Exit(code)
 
 
 def _by_nproc(numbers: list[int]) -> str:

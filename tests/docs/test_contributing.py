@@ -127,6 +127,17 @@ def test_the_runtime_takes_of_the_planner_what_the_map_says(found: list[tuple[st
     assert {room for room in taken & LEVELS.keys() if LEVELS[room] < GROUND} <= said
 
 
+def test_the_runtime_plans_and_simulates_nothing() -> None:
+    """Nor does it load compiled loops; wherever an import stands."""
+    forbidden = {"schedule", "simulation", "planning", "compiled"}
+    users = {
+        f"{module} imports {imported}"
+        for module, imported in imports()
+        if room_of(module) == "runtime" and imported.split(".")[0] == "chunkplan" and room_of(imported) in forbidden
+    }
+    assert users == set()
+
+
 def test_the_planner_never_imports_torch(found: list[tuple[str, str]]) -> None:
     users = {module for module, imported in found if imported.split(".")[0] in RUNTIME_ONLY}
     assert {module for module in users if module.startswith("chunkplan.")} == set()

@@ -43,7 +43,7 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-SCREEN, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
+SCREEN, MEASURED, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
 SCRIPTS = Path(sys.executable).parent
@@ -63,7 +63,7 @@ def ran(tmp_path_factory):
     """An empty folder beside the sample data, after the commands of the page; also what training said."""
     folder = tmp_path_factory.mktemp("documented")
     (folder / "sample_data").symlink_to(ROOT / "sample_data")
-    [block] = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
+    block, shown = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     *first, training = block.replace("\\\n", " ").splitlines()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -84,7 +84,11 @@ def ran(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return folder, done.stderr
+    words = shlex.split(shown)
+    table = subprocess.run(
+        [str(SCRIPTS / words[0]), *words[1:]], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return folder, done.stderr, table.stdout
 
 
 def without_times(screen: str) -> list[str]:
@@ -97,12 +101,13 @@ def without_times(screen: str) -> list[str]:
 
 @pytest.mark.soak
 def test_the_commands_say_what_is_said(ran):
-    folder, said = ran
-    screen = SCREEN
+    folder, said, table = ran
+    screens = [SCREEN, MEASURED]
     for four, two in ON_TWO.items():
-        assert four in screen
-        screen = screen.replace(four, two)
-    assert without_times(said) == without_times(screen)
+        assert any(four in screen for screen in screens)
+        screens = [screen.replace(four, two) for screen in screens]
+    assert without_times(said) == without_times(screens[0])
+    assert without_times("\n" + table) == without_times("\n" + screens[1])
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", SCREEN)]
     assert [row["loss"] for row in lines(folder / "run" / "metrics.jsonl")] == pytest.approx(losses, rel=1e-3)
 

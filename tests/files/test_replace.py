@@ -107,7 +107,7 @@ def test_ours_is_replaced_however_damaged_it_is(copied: Path, kind: str, damage:
     elif damage == "torn":
         manifest.write_text(manifest.read_text()[:100])
     else:
-        manifest.write_text(manifest.read_text().replace('"schema_version": 5', '"schema_version": 99'))
+        manifest.write_text(manifest.read_text().replace('"schema_version": 6', '"schema_version": 99'))
     replace(copied / kind, kind)
 
 

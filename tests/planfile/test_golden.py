@@ -7,6 +7,8 @@ built before differ from those built now. That may be right, but never by accide
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,80 +29,76 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
-WRITTEN = {
-    3: "6718d933b9a563d952258c061e3149b274ef575dd4b704019d51b0461c2402ae",
-    4: "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
-    5: "5df0533014a0534bd4548d986793ea654bc09e7c6cf85b75911e14df452f2e62",
-}
+WRITTEN = {6: "010c5d26bf2399d1bfcc6040b211b65cc940dad37c7afaba2fa4058f33f301bf"}
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "one GPU": ({}, "3c384bb464811598b61c8afe5b3c50863b0c1ed26776a86b8711bc52e552e02e"),
+    "one GPU": ({}, "1c4837add6d5fbffc15736bf46924558031cb766b7cb24b9c94b425a05c167b9"),
     "1F1B": (
         {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
-        "7c8f4c747a7811e5cbfed03634aabc01ed3debdc146e28682dbe956d13de0cad",
+        "010c5d26bf2399d1bfcc6040b211b65cc940dad37c7afaba2fa4058f33f301bf",
     ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
-        "d8869bce30f8948de015d62eb9ebcb0d4e1072ea2052dca0b872c54b6cb54592",
+        "f69a7bfe13cd2732772cac82931f9f59826d91c5e9baa1e509a3ff1ba1547bdd",
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "c52e5f33609e8700d46e3da2455a0d99a228b95bc71ba700b3fc25eef8600fe3",
+        "ea30d94906fc84a8f63c5e2382df1c26ba85073b25f91467ea9e440ab0580efd",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},
-        "7fea237d7a0e053a3ba3fd7b64f0663a53cbe439de92e01d75d75c23985cb7f6",
+        "caad19e41c2e8f2568d3d82682d412d9489f81a757a2c6fe4ec6e37a2e5b37af",
     ),
-    "search": ({"pp": 2, "schedule": "search"}, "9f43e00532d8ea8fbe729c2bdcaa77b759093434da77dd6b0ad787b00f0c41f0"),
+    "search": ({"pp": 2, "schedule": "search"}, "dce4d1cceacd94938049bcaf16d48b95c8a43a43b54036f4fcf559e2e11da12c"),
     "memory": (
         {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},
-        "2c0289f6ea9d8a29d2552f272a6b45323002570c196f9ddeffdf766dd1cdd9f8",
+        "b4084de193f857bdcc03a74b88ec4f6a77e7586e9edd1ace3c89684372da9d9d",
     ),
     "auto": (
         {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
-        "a42c3a1d2c40cf56cd4733382ea28523196866302769edc4d6fac1db1acd82d0",
+        "f77b1c4c9dd7366a51a0a81e46b8ac73e19ca7d20e36add2741b76e9f39d914b",
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "898819669ffac5af02c2a4c905c70e08e79163f83e2dea3b5441ca48fa8c78b1",
+        "04a716d991407abac20d9dbae210b092a9555b1a55538e326d646edcc1244f58",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
-        "ff283810603344799a556cf697686215ddbe5f209f1e345fe72d190b44484f8c",
+        "607d66a4dd0f05d4c03f61940dc5501d9d773e1a8b014dead19cbfbde45db75b",
     ),
     "equal chunks": (
         {"dp": 3, "equal_chunks": True, "cp": "off"},
-        "8eb7fff0f55965ac999cc515153125b8b68d43734edf388a05f4e5b4ec77e235",
+        "5d0e7581c4983c2a67ba37bd88aaaf0336113ca13662889785994921dccbf3c0",
     ),
     "even parts": (
         {"split": "even", "tail_sharing": False},
-        "4fbc90b6b0ab317b638a680c8219a505e528cfe8098d4d01f5f3d93103d119aa",
+        "3461065eec692b1b0659a9e691e93647be84bfb82cc0a0f225fb142cc26c60a6",
     ),
     "searched balance": (
         {"dp": 2, "balance": "search"},
-        "ae5c9a9697baacd04a85ce06f44390e2c522f6b5840b279099b113f3ee24f012",
+        "628f51b127460b2d2446536f0e1ed58a7f51245d9ed68a57d9d4856407e0e369",
     ),
     "two epochs": (
         {"epochs": 2, "last_batch": "drop"},
-        "d284119c620cf600c01b8d1078faceddcfa542759996547c3975001a865d3606",
+        "082938a846a9d95675ef1de6b54c47f7e04074c72a288c1df34b3813213bc0b7",
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "ab173936e530e6386922caba9d0c9b7259c8f8c5bee61ba1c65a88b05c4598ff",
+        "b7c400dda6a738ce9466887fb1098f882b4902848d0d518e92eb984373c5423d",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
-        "5260fb9d07547111070006b5d4f67661c87d9621d44ab63d2d54e925fa8e0786",
+        "957541afe270372ad79267d6c219f84a85091b65d0e6327511f3f1831a057f0a",
     ),
     "shared sequences, scheduled together": (
         {"dp": 4, "pp": 2, "seed": 3},
-        "7d1662b71e6f04218a505911722c4ecd565772af972b872d47e845576dc39627",
+        "ec17c180110103a9e4d4dc8728d1fa8e0df944b902867a03fbc281cd32c72a0a",
     ),
-    "hold-out": ({"holdout": 0.2}, "73b552f2e6642237ece038675064173a267a82c27e34f96229e45af358136bec"),
+    "hold-out": ({"holdout": 0.2}, "56fffb71008a310f79369649a03525afc666eac0799c8801a62034ee8659cc4f"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
-        "42951974aa579d2801f2fcd0a379898bf9bf65a7d0105d457c6fbde5d827c44b",
+        "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
     ),
 }
 
@@ -122,7 +120,7 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
     plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
-    assert plan.content_hash == "397c49c54b881f0cfa3651c8d3e54806612ba9a49dbfb0256eefc04a9cc04a83"
+    assert plan.content_hash == "2a59eebb16299ceda403c8ccd3156ef556e73d6961b5a36c0467b0859eda15c0"
     assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
     whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config, cost=plain_cost())
@@ -135,7 +133,7 @@ def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     settings = PlanConfig(**{**SMALL, **config})
     held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
-    assert held_out.content_hash == "741a2dfcbbf3d64483f7f5596b1c8b09c28176038ab38219eb9b66631c57eda2"
+    assert held_out.content_hash == "9816eb8176c759a2fd9a291870915a5a349eafbc2b9e72495edcca5b49df75f3"
 
 
 @pytest.mark.parametrize("version", WRITTEN)
@@ -148,14 +146,12 @@ def test_a_plan_of_this_version_is_read_and_valid(version: int) -> None:
 
 
 def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
-    plan = load_plan(GOLDEN / "plan-5-shared")
+    plan = load_plan(GOLDEN / "plan-6-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
-    assert plan.content_hash == "4af84ac04a181e3796b034dcf8dc8f0b44c727303a29941b9d7de5b2aa98fe31"
+    assert plan.content_hash == "957541afe270372ad79267d6c219f84a85091b65d0e6327511f3f1831a057f0a"
     shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
-    assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {
-        *((0, 4, 4), (0, 4, 1), (2, 2, 1))
-    }
+    assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {(0, 4, 1), (2, 2, 1)}
     assert all(chunk.cp_tokens > chunk.num_tokens > 0 and chunk.kind == "dependent" for chunk in shared)
 
 
@@ -173,10 +169,10 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
     plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
-    assert plan.content_hash == "4821e25fe0fcbe38894e27f1ce70df589123de445b9bd75a2a786528e0d11842"
+    assert plan.content_hash == "fb8295cb90b59ee4bc37c4d362d9c5b76062db02492cfdc343098eb66aadb442"
 
 
-@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize("version", [4, 5, 6])
 def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
     analysis = load_analysis(GOLDEN / f"analysis-{version}")
     assert analysis.manifest["schema_version"] == version
@@ -184,12 +180,19 @@ def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
     assert validate(analysis.path).ok
 
 
-@pytest.mark.parametrize(("kind", "version"), [("plan", 1), ("plan", 2), ("analysis", 3)])
+@pytest.mark.parametrize(("kind", "version"), [*(("plan", version) for version in range(1, 6)), ("analysis", 3)])
 def test_an_older_version_is_refused_by_name(kind: str, version: int) -> None:
-    load = load_plan if kind == "plan" else load_analysis
+    load, folder = load_plan if kind == "plan" else load_analysis, GOLDEN / f"{kind}-{version}"
     with pytest.raises(DataError, match=f"written by schema version {version} .* reads .* from version") as refused:
-        load(GOLDEN / f"{kind}-{version}")
-    assert "write it again" in refused.value.hint
+        load(folder)
+    assert refused.value.exit_code == 3
+    if kind == "plan" and version >= 3:  # of which the manifest says all that a build needs
+        [command] = re.findall("`(.*?)`", refused.value.hint)
+        *words, like, option, output = shlex.split(command)
+        assert (words, Path(like), option) == (["chunkplan", "build", "--like"], folder, "--output")
+        assert not Path(output).exists() and Path(output).parent == GOLDEN
+    else:
+        assert "write it again" in refused.value.hint
 
 
 @pytest.mark.parametrize("kind", ["plan", "analysis"])

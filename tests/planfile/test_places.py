@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import chunkplan
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE
+from chunkplan.planfile.schema import CHUNKS, SLOTS
 from tests.support.command_line import Run
 
-SCHEMAS = {"chunks": CHUNKS, "schedule": SCHEDULE}
+SCHEMAS = {"chunks": CHUNKS, "schedule": SLOTS}
 Rows = list[dict[str, Any]]
 
 

@@ -95,7 +95,7 @@ def test_a_hash_sees_values_lengths_and_nulls() -> None:
         ROWS[2],
     ]
     assert content_hash(pa.Table.from_pylist(moved, TOKENS), TOKENS) != content_hash(table, TOKENS)
-    chunk = dict.fromkeys(CHUNKS.names, 0) | {"keeps_activations": True, "segments": []}
+    chunk = dict.fromkeys(CHUNKS.names, 0) | {"keeps_activations": True, "kept_attention": "", "segments": []}
     null, zero = (pa.Table.from_pylist([{**chunk, "group_id": group}], CHUNKS) for group in (None, 0))
     assert content_hash(null, CHUNKS) != content_hash(zero, CHUNKS)
 

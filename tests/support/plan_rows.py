@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
     manifest = json.loads((plan / "manifest.json").read_text())
     manifest["config"].update(config)
     stated = [step["peak_retained_tokens"] for step in rows["steps"]]
+    before = deepcopy(rows["schedule"])
     change(rows)
+    untouched = [row.get("slots") for row in rows["schedule"]] == [row["slots"] for row in before if "slots" in row]
+    if rows["schedule"] != before and (untouched or len(rows["schedule"]) != len(before)):
+        restate_slots(rows, manifest["config"])
     if stated == [step["peak_retained_tokens"] for step in rows["steps"]]:
         restate_memory(rows, manifest["config"]["virtual_stages"])
     schemas = plan_schemas(manifest["config"])
@@ -45,6 +50,59 @@ def restate_memory(rows: Rows, num_virtual: int) -> None:
     """Let steps state the memory that their stages take with what was changed."""
     for step in rows["steps"]:
         step["peak_retained_tokens"] = -(-most_tokens_held(rows, step["step"]) // num_virtual)
+
+
+def restate_slots(rows: Rows, config: dict[str, Any]) -> None:
+    """Give the actions of rows slots in an order in which they can be done, each its own or that of whom it meets."""
+    last = config["virtual_stages"] * config["pp"] - 1
+    shares = {
+        (row["step"], row["dp_rank"], row["chunk_id"]): (row["cp_first_rank"], row["cp_size"])
+        for row in rows["chunks"]
+        if row.get("cp_size", 1) > 1
+    }
+    queues = {(row["step"], row["stage"], row["dp_rank"]): row for row in rows["schedule"]}
+    for row in queues.values():
+        row["slots"] = []
+    counts: dict[tuple[int, int], int] = {}
+    sent: set[tuple[object, ...]] = set()
+
+    def head(place: tuple[int, int, int]) -> tuple[str, int, int] | None:
+        """The next action of a row, if what it waits for from another stage is there."""
+        row = queues.get(place)
+        if row is None or len(row["slots"]) == len(row["actions"]):
+            return None
+        op, chunk, virtual_stage = row["actions"][len(row["slots"])].values()
+        way = {"forward": -1, "forward_kv": -1, "backward": 1, "backward_input": 1}.get(op, 0)
+        needed = _model_stage(config, place[1], virtual_stage) + way
+        is_ready = not way or not 0 <= needed <= last or (place[0], place[2], way, needed, chunk) in sent
+        return (op, chunk, virtual_stage) if is_ready else None
+
+    moving = True
+    while moving:
+        moving = False
+        for step, stage, rank in queues:
+            while (action := head((step, stage, rank))) is not None:
+                first, size = shares.get((step, rank, action[1]), (rank, 1))
+                members = range(first, first + size) if action[0] != "backward_weight" else [rank]
+                if any(head((step, stage, each)) != action for each in members):
+                    break
+                for each in members:
+                    queues[step, stage, each]["slots"].append(counts.get((step, stage), 0))
+                    way = -1 if action[0] in ("forward", "forward_kv") else 1
+                    sent.add((step, each, way, _model_stage(config, stage, action[2]), action[1]))
+                counts[step, stage] = counts.get((step, stage), 0) + 1
+                moving = True
+    for (step, stage, _), row in queues.items():  # of what waits for ever
+        missing = len(row["actions"]) - len(row["slots"])
+        start = counts.get((step, stage), 0)
+        row["slots"] += range(start, start + missing)
+        counts[step, stage] = start + missing
+
+
+def _model_stage(config: dict[str, Any], stage: int, virtual_stage: int) -> int:
+    pp = config["pp"]
+    is_mirrored = config["schedule"] == "zero-bubble-v" and virtual_stage == 1
+    return int(virtual_stage * pp + (pp - 1 - stage if is_mirrored else stage))
 
 
 def most_tokens_held(rows: Rows, step: int) -> int:

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
 from chunkplan_runtime.distributed.sharded_rows import give_rows, take_rows
+from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.models.model import CausalLM

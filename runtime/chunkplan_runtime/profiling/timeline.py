@@ -4,52 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
+from chunkplan.planfile.measured import Spent, StepTimeline, TimedAction
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.device_waits import synchronize
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.layout import RankLayout
-
-
-class TimedAction(NamedTuple):
-    """An action of a data-parallel rank's row of the plan, in nanoseconds since the step began."""
-
-    dp_rank: int
-    op: str
-    chunk_id: int
-    start_ns: int
-    end_ns: int
-    virtual_stage: int = 0
-
-
-class Spent(NamedTuple):
-    """Seconds of a process in a step: in which actions ran, until the last one ended, and in the reduction after it."""
-
-    busy: float
-    end: float
-    reduce: float
-
-
-@dataclass(frozen=True)
-class StepTimeline:
-    """One process's actions of a step, in order, and how long the reduction of its gradients took after them."""
-
-    step: int
-    actions: list[TimedAction]
-    reduce_ns: int
-
-    @property
-    def spent(self) -> Spent:
-        """Seconds in which actions ran, until the last one ended, and of the reduction."""
-        busy = sum(action.end_ns - action.start_ns for action in self.actions)
-        end = max((action.end_ns for action in self.actions), default=0)
-        return Spent(busy / 1e9, end / 1e9, self.reduce_ns / 1e9)
-
 
 #: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
 _Mark = Any

@@ -1,14 +1,14 @@
-"""The largest step of a run on several processes, looked back on at its end: who was busy, who waited, and why."""
+"""The largest step of a run on several processes, whose times are written at its end."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from chunkplan.planfile.measured import StepTimeline, write_measured
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.profiling.timeline import StepTimeline
 
-#: Actions of a process: a trace of more takes minutes to write, and nobody could look at it.
+#: Actions of a process: nobody could look at more.
 _MOST_ACTIONS = 20_000
 
 
@@ -29,24 +29,15 @@ class LargestStep:
             self._num_tokens = step.num_tokens if self._times is not None else 0
             self._times = times
 
-    def report(self, plan: Plan, trace: Path, job: Job, *, planned: bool) -> list[str]:
-        """Write a Chrome trace of it; returns lines to print, none where there was no such step.
-
-        Training does without numba, which the planner's simulator needs; where it is missing there is no trace.
+    def write(self, plan: Plan, path: Path, job: Job, *, planned: bool) -> bool:
+        """Write what all processes measured of it (`planfile/measured.py`), if there was such a step; whether.
 
         `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
 
         Raises:
-            UsageError: the trace cannot be written.
+            UsageError: the file cannot be written.
         """
         timelines = [times for times in job.all_gather_object(self._times) if times is not None]
-        if not timelines or not job.is_main:
-            return []
-        try:
-            from chunkplan_runtime.profiling.replay import describe_replays, replay_step, write_timeline
-        except ModuleNotFoundError as error:
-            return [f"timeline  none: {error}"]
-        replays = replay_step(plan, timelines, job.layout)
-        write_timeline(trace, replays, planned=planned, content_hash=plan.content_hash)
-        lines = describe_replays(replays, job.layout, timelines[0].step, planned=planned)
-        return [*lines, f"timeline  {trace}"]
+        if timelines and job.is_main:
+            write_measured(path, plan, timelines, job.layout.dp, planned=planned)
+        return bool(timelines)

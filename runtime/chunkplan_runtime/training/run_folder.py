@@ -77,9 +77,9 @@ class RunFolder:
         return self.path / "sequences.jsonl"
 
     @property
-    def timeline(self) -> Path:
-        """A Chrome trace of the largest step, of a run on several processes."""
-        return self.path / "timeline.json"
+    def measured(self) -> Path:
+        """When processes did each action of the largest step, of a run on several of them."""
+        return self.path / "measured.json"
 
     @property
     def final(self) -> Path:

@@ -16,11 +16,12 @@ from typing import TypeVar, cast
 import torch
 
 from chunkplan.cost.model import Sharding
+from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Executor, Meet, meet_nobody
 from chunkplan_runtime.execution.links import Wire
@@ -29,7 +30,7 @@ from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
-from chunkplan_runtime.profiling.timeline import ActionClock, Spent, StepTimeline
+from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.learning_rate import learning_rate_factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -103,8 +104,9 @@ class TrainingRun:
             say(f"stopped   by a callback, after {self.callbacks.state.global_step:,} of {self.num_steps:,} steps")
         if self.job.groups is not None:
             planned = self.comparison.times
-            for line in self.largest.report(self.data.plan, self.folder.timeline, self.job, planned=planned):
-                say(line)
+            if self.largest.write(self.data.plan, self.folder.measured, self.job, planned=planned):
+                run = shlex.quote(str(self.folder.path))
+                say(f"measured  {self.folder.measured}: `chunkplan simulate --run {run}` shows it")
         if self.config.keeps_best:
             self._take_best()
         self.callbacks.call("on_train_end")

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from chunkplan import PlanConfig, build, load_plan, simulate_plan
+from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, OPS
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline, TimedAction, read_measured, write_measured
 from chunkplan.planfile.plan import Action, Plan
+from chunkplan.reporting.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Executor
@@ -26,8 +29,7 @@ from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.profiling.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
-from chunkplan_runtime.profiling.timeline import ActionClock, StepTimeline, TimedAction, stage_rows
+from chunkplan_runtime.profiling.timeline import ActionClock, stage_rows
 from tests.support.analyses import write_analysis
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.shared_plans import build_blocks
@@ -73,6 +75,10 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
                     work.append((stage, dp_rank, action.op, action.chunk_id, ns))
         times.append(played_through(work, layout.pp))
     return [times[rank % layout.dp][rank // layout.dp] for rank in range(layout.world_size)]
+
+
+def replayed(plan: Plan, times: list[StepTimeline], layout: RankLayout) -> list[Replay]:
+    return replay_step(MeasuredStep(plan, times, layout.dp, planned=True))
 
 
 def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimeline]:
@@ -145,7 +151,7 @@ def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(
     plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=4, schedule=schedule)
     layout = RankLayout(dp=dp, pp=4)
     times = planned_times(plan, layout)
-    replays = replay_step(plan, times, layout)
+    replays = replayed(plan, times, layout)
     assert [each.pipeline for each in replays] == list(range(dp))
     for each in replays:
         assert np.array_equal(each.measured.ends, each.replayed.ends)
@@ -158,12 +164,12 @@ def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(
 
 
 def test_the_plan_of_one_rank_is_what_the_simulator_says_of_it(plan: Plan) -> None:
-    for each in replay_step(plan, planned_times(plan, RankLayout(dp=2, pp=4)), RankLayout(dp=2, pp=4)):
+    for each in replayed(plan, planned_times(plan, RankLayout(dp=2, pp=4)), RankLayout(dp=2, pp=4)):
         assert np.array_equal(each.planned.ends, simulate_plan(plan, rank=each.pipeline).ends)
 
 
 def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> None:
-    [found] = replay_step(plan, planned_times(plan, RankLayout(dp=1, pp=4)), RankLayout(dp=1, pp=4))
+    [found] = replayed(plan, planned_times(plan, RankLayout(dp=1, pp=4)), RankLayout(dp=1, pp=4))
     alone = [simulate_plan(plan, rank=rank) for rank in range(2)]
     assert [chunk.chunk_id for chunk in found.planned.chunks] == list(range(sum(len(each.chunks) for each in alone)))
     groups = [{chunk.group_id for chunk in each.chunks} - {None} for each in (*alone, found.planned)]
@@ -198,7 +204,7 @@ def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path: 
                 waited += met - start if number < num_met else 0
                 clock[rank] = (met if number < num_met else start) + (rank + 1) * ns
                 timed[rank].append(TimedAction(rank, OPS[op], chunk_id, start, clock[rank]))
-    found = replay_step(plan, [StepTimeline(0, each, 0) for each in timed], layout)
+    found = replayed(plan, [StepTimeline(0, each, 0) for each in timed], layout)
     for rank, each in enumerate(found):
         busy = (rank + 1) * sum(ns for _, _, ns in queues[rank])
         for shown in (each.measured, each.replayed):
@@ -208,21 +214,13 @@ def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path: 
     assert [each.replayed.waiting_for_ranks_per_stage for each in found] == [[waited / 1000], [0]]
 
 
-@pytest.mark.parametrize(
-    "plan_dp, blocks",
-    [(2, {300: (0, 2), 50: (0, 2)}), (8, {300: (0, 8), 200: (4, 4), 50: (4, 2)})],
-    ids=["a rank each", "four ranks each"],
-)
-def test_pipelines_that_share_sequences_are_replayed_as_they_were(
-    tmp_path: Path, plan_dp: int, blocks: dict[int, tuple[int, ...]]
-) -> None:
+def test_pipelines_that_share_sequences_are_replayed_as_they_were(tmp_path: Path) -> None:
     """All but one process come late to their first chunk."""
-    plan, layout = build_blocks(tmp_path, blocks, dp=plan_dp, pp=2), RankLayout(dp=2, pp=2)
+    plan, layout = build_blocks(tmp_path, {300: (0, 2), 50: (0, 2)}, dp=2, pp=2), RankLayout(dp=2, pp=2)
     # The plan's own times are replayed whatever was measured.
     nothing = [StepTimeline(0, [], 0)] * layout.world_size
-    planned = [each.planned for each in replay_step(plan, nothing, layout)]
-    if plan_dp == 2:
-        assert all(np.array_equal(each.ends, simulate_plan(plan, rank=each.rank).ends) for each in planned)
+    planned = [each.planned for each in replayed(plan, nothing, layout)]
+    assert all(np.array_equal(each.ends, simulate_plan(plan, rank=each.rank).ends) for each in planned)
     times, late = [], 777
     for rank in range(layout.world_size):
         stage, each = rank // layout.dp, planned[rank % layout.dp]
@@ -231,11 +229,11 @@ def test_pipelines_that_share_sequences_are_replayed_as_they_were(
         starts[0] -= late if rank == 0 else 0
         columns = (each.actions.ops[own], each.actions.chunk_ids[own], starts, each.ends[own] + late)
         actions = [
-            TimedAction(each.rank * plan_dp // layout.dp, OPS[op], *rest)
+            TimedAction(each.rank, OPS[op], *rest)
             for op, *rest in zip(*(column.tolist() for column in columns), strict=True)
         ]
         times.append(StepTimeline(0, actions, 0))
-    for each, wanted in zip(replay_step(plan, times, layout), planned, strict=True):
+    for each, wanted in zip(replayed(plan, times, layout), planned, strict=True):
         assert np.array_equal(each.measured.ends, wanted.ends + late)
         assert np.array_equal(each.measured.starts, wanted.starts + late)
         assert each.replayed.makespan <= wanted.makespan  # which has links
@@ -250,7 +248,7 @@ def test_actions_of_virtual_stages_are_replayed_each_with_its_own_times(analysis
         columns = (planned.actions.ops[own], planned.actions.chunk_ids[own], planned.starts[own], planned.ends[own])
         rows = zip(*(column.tolist() for column in (*columns, planned.actions.virtual_stages[own])), strict=True)
         times.append(StepTimeline(0, [TimedAction(0, OPS[op], *rest) for op, *rest in rows], 0))
-    [found] = replay_step(plan, times, one_pipeline(plan))
+    [found] = replayed(plan, times, one_pipeline(plan))
     assert np.array_equal(found.measured.ends, planned.ends)
     assert np.array_equal(found.measured.starts, planned.starts)
     assert np.array_equal(found.replayed.ends - found.replayed.starts, planned.ends - planned.starts)
@@ -264,7 +262,7 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
         replace(times, actions=[later(each) for each in times.actions])
         for times in planned_times(plan, RankLayout(dp=1, pp=4))
     ]
-    replays = replay_step(plan, late, RankLayout(dp=1, pp=4))
+    replays = replayed(plan, late, RankLayout(dp=1, pp=4))
     write_timeline(tmp_path / "timeline.json", replays, planned=True, content_hash=plan.content_hash)
     document = json.loads((tmp_path / "timeline.json").read_text())
     assert document["otherData"] == {"plan": plan.content_hash}
@@ -280,24 +278,55 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
     assert measured == sorted(starts)
 
 
+def test_what_a_run_writes_is_what_is_read(plan: Plan, tmp_path: Path) -> None:
+    path, times = tmp_path / "measured.json", planned_times(plan, RankLayout(dp=2, pp=4))
+    write_measured(path, plan, times, 2, planned=False)
+    found = read_measured(path)
+    assert (found.plan.content_hash, found.times, found.dp, found.planned) == (plan.content_hash, times, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda document: document["processes"][3]["actions"].pop(), "process 3 does not do"),
+        (lambda document: document["processes"][3]["actions"][0].update(op="dance"), "process 3 does not do"),
+        (lambda document: document["processes"][3]["actions"][0].update(end_ns=-1), "end_ns"),
+        (lambda document: document["processes"].pop(), "not of the plan"),
+        (lambda document: document.update(content_hash="0"), "not of the plan"),
+        (lambda document: document.pop("dp"), "dp"),
+        (lambda document: document.update(dp=3), "not of the plan"),
+    ],
+)
+def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: Any, message: str) -> None:
+    path = tmp_path / "measured.json"
+    write_measured(path, plan, planned_times(plan, RankLayout(dp=2, pp=4)), 2, planned=True)
+    document = json.loads(path.read_text())
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match=message):
+        read_measured(path)
+    with pytest.raises(UsageError, match="there is no"):
+        read_measured(tmp_path / "none.json")
+
+
 def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
     layout = RankLayout(dp=2, pp=4)
 
     def lines(slow_rank: int) -> list[str]:
-        replays = replay_step(plan, planned_times(plan, layout, slow_rank), layout)
-        return describe_replays(replays, layout, 0, planned=True)
+        replays = replayed(plan, planned_times(plan, layout, slow_rank), layout)
+        return describe_replays(replays, layout.dp, 0, planned=True)
 
     assert not any("slow:" in line for line in lines(-1))
     assert "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
     assert "pipeline 1, the slowest of 2" in lines(5)[0]
     assert all(len(line) <= 80 for line in lines(5))
-    assert describe_replays([], layout, 0, planned=True) == []
+    assert describe_replays([], layout.dp, 0, planned=True) == []
 
 
 def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan: Plan, tmp_path: Path) -> None:
     layout = RankLayout(dp=2, pp=4)
-    replays = replay_step(plan, planned_times(plan, layout, 5), layout)
-    lines = describe_replays(replays, layout, 0, planned=False)
+    replays = replayed(plan, planned_times(plan, layout, 5), layout)
+    lines = describe_replays(replays, layout.dp, 0, planned=False)
     assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
     assert not any(word in " ".join(lines) for word in ("plan", "slow:"))
     assert all(len(line) <= 80 for line in lines)
@@ -334,7 +363,7 @@ def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(
     layout = RankLayout(dp=1, pp=2)
     found = pool.run(2, run_timed, plan=plan.path, config=tmp_path / "config.json")
     times = [each for each, _ in found]
-    [played] = replay_step(plan, times, layout)
+    [played] = replayed(plan, times, layout)
     for stage, each in enumerate(times):
         assert busy_ns(played, stage) == sum(one.end_ns - one.start_ns for one in each.actions)
         assert all(one.start_ns >= 0 for one in each.actions)

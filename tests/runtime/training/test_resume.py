@@ -35,7 +35,8 @@ from tests.support.training_checks import (
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0", "-m"]
 
 #: What a machine that only trains need not have, and what training must not need.
-ABSENT = ["polars", "ortools", "msgspec", "typer", "rich", "numba", "chunkplan.planning", "chunkplan.intake"]
+ABSENT = ["polars", "ortools", "msgspec", "typer", "rich", "numba", "chunkplan.intake"]
+ABSENT += ["chunkplan.planning", "chunkplan.schedule", "chunkplan.simulation"]
 
 
 @pytest.fixture(scope="module")

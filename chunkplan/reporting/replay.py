@@ -1,6 +1,6 @@
 """A step as it was measured, beside what the simulator makes of it: from the measured times, and from the plan's.
 
-Imports the planner's compiled simulator: import it where it is needed, not at the start of a run.
+Processes of a run write what they measured (`planfile/measured.py`); what it shows is worked out here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows
-from chunkplan.planfile.plan import Chunk, Plan, PlanStep
+from chunkplan.planfile.measured import MeasuredStep, StepTimeline, ranks_of
 from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -31,10 +32,6 @@ from chunkplan.schedule.meetings import StepRanks, simulate_steps
 from chunkplan.schedule.simulated import PathAction, Simulation
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
-from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.profiling.timeline import StepTimeline
-from chunkplan_runtime.sharing import block_of
 
 #: A process that takes so many times as long for its planned work as the others do is named.
 _SLOW = 1.25
@@ -64,57 +61,45 @@ class Replay:
     planned: Simulation
 
 
-def replay_step(plan: Plan, times_by_rank: Sequence[StepTimeline], layout: RankLayout) -> list[Replay]:
-    """Replay a step of `plan` that all processes have timed, for every pipeline that had work.
+def replay_step(measured: MeasuredStep) -> list[Replay]:
+    """Replay a step that all processes have timed, for every pipeline that had work.
 
     Raises:
         DataError: the plan is damaged.
     """
-    step = times_by_rank[0].step
+    plan, step = measured.plan, measured.times[0].step
     described = next(plan.iter_steps(step))
     works: dict[int, _Work] = {}
-    for pipeline, own in enumerate(layout.rows(plan.config.dp)):
-        planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own if (rank, 0) in described.actions}
+    for pipeline in range(measured.dp):
+        own = [rank for rank in ranks_of(pipeline, measured.dp, plan.config.dp) if (rank, 0) in described.actions]
+        planned = {rank: simulate_plan(plan, step, rank=rank) for rank in own}
         if planned:
-            title = f"step {step}, pipeline {pipeline}"
-            is_joined = len(own) > 1 and is_shared(described)
-            works[pipeline] = (
-                _joined(plan, described, own, planned, title) if is_joined else _one_after_another(planned, title)
-            )
-    return replay(works, times_by_rank, layout, f"step {step}", plan.config.dp // layout.dp)
+            works[pipeline] = _one_after_another(planned, f"step {step}, pipeline {pipeline}")
+    return replay(works, measured.times, measured.dp, f"step {step}")
 
 
 #: A simulation of all that a pipeline does, and by data-parallel rank where its chunks begin in it.
 _Work = tuple[Simulation, Mapping[int, int]]
 
 
-def replay(
-    works: Mapping[int, _Work],
-    times_by_rank: Sequence[StepTimeline],
-    layout: RankLayout,
-    step: str,
-    num_ranks: int = 1,
-) -> list[Replay]:
-    """Replay pipelines, ascending, that did `works` at the same time; `step` says in a title what that was.
+def replay(works: Mapping[int, _Work], times_by_rank: Sequence[StepTimeline], dp: int, step: str) -> list[Replay]:
+    """Replay those of `dp` pipelines, ascending, that did `works` at the same time; `step` says in a title what it was.
 
-    `num_ranks`: how many data-parallel ranks of the plan each of them runs.
+    Pipelines that share chunks run one data-parallel rank each.
     """
-    planned = _played_together({pipeline: work for pipeline, (work, _) in works.items()}, layout, num_ranks)
-    timed = {
-        pipeline: _timed(work, [times_by_rank[layout.rank_of(stage, pipeline)] for stage in range(layout.pp)], layout)
-        for pipeline, work in works.items()
-    }
-    model_stages = np.array([layout.model_stages(stage) for stage in range(layout.pp)])  # [pp, virtual_stages]
+    if not works:
+        return []
+    planned = _played_together({pipeline: work for pipeline, (work, _) in works.items()}, dp)
+    timed = {pipeline: _timed(work, times_by_rank[pipeline::dp]) for pipeline, work in works.items()}
     measured_of, with_times = {}, {}
     for pipeline, (starts, ends) in timed.items():
         work, _ = works[pipeline]
         durations = ends - starts
         for chunk in work.chunks:
-            block = block_of(chunk).on_processes(num_ranks)
-            if block.size > 1:  # until all are there, those who are wait
+            if chunk.cp_size > 1:  # until all are there, those who are wait
                 at = chunk.chunk_id
-                # [num_ops, num_model_stages]
-                there = np.max([timed[each][0][:, :, at] for each in block.ranks], axis=0)
+                block = range(chunk.cp_first_rank, chunk.cp_first_rank + chunk.cp_size)
+                there = np.max([timed[each][0][:, :, at] for each in block], axis=0)  # [num_ops, num_model_stages]
                 durations[:, :, at] = np.maximum(ends[:, :, at] - there, 0)
         # The first forward of a chunk that is recomputed did less than one that counts as useful.
         recomputed = durations[FORWARD] == 0
@@ -122,9 +107,8 @@ def replay(
         durations[BACKWARD] += durations[BACKWARD_INPUT] + durations[BACKWARD_WEIGHT]  # of a chunk it is whole or split
         times = work.times._replace(durations=durations, link=np.zeros_like(work.times.link))
         with_times[pipeline] = replace(work, title=f"{step}, pipeline {pipeline}, replayed", times=times)
-        places = model_stages[work.stage_of, work.actions.virtual_stages]
-        measured_of[pipeline] = ends[work.actions.ops, places, work.actions.chunk_ids]
-    replayed = _played_together(with_times, layout, num_ranks)
+        measured_of[pipeline] = ends[work.actions.ops, work.model_stages, work.actions.chunk_ids]
+    replayed = _played_together(with_times, dp)
     found = []
     for pipeline, each in replayed.items():
         values = {entry.name: getattr(each, entry.name) for entry in fields(each)}
@@ -134,47 +118,41 @@ def replay(
     return found
 
 
-def _timed(work: _Work, times_by_stage: Sequence[StepTimeline], layout: RankLayout) -> tuple[Int64Array, Int64Array]:
+def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Array, Int64Array]:
     """When each op of each chunk began and ended: [num_ops, num_model_stages, num_chunks], 0 where there is none."""
     simulation, first_chunks = work
     starts, ends = np.zeros_like(simulation.times.durations), np.zeros_like(simulation.times.durations)
     for stage, times in enumerate(times_by_stage):
         chunk_ids = [first_chunks[action.dp_rank] + action.chunk_id for action in times.actions]
         ops = [OPS.index(action.op) for action in times.actions]
-        model_stages = [layout.model_stages(stage)[action.virtual_stage] for action in times.actions]
+        model_stages = [
+            model_stage_of(stage, action.virtual_stage, simulation.pp, simulation.v_shaped) for action in times.actions
+        ]
         starts[ops, model_stages, chunk_ids] = [action.start_ns for action in times.actions]
         ends[ops, model_stages, chunk_ids] = [action.end_ns for action in times.actions]
     return starts, ends
 
 
-def _played_together(works: Mapping[int, Simulation], layout: RankLayout, num_ranks: int) -> dict[int, Simulation]:
+def _played_together(works: Mapping[int, Simulation], dp: int) -> dict[int, Simulation]:
     """What pipelines do, each with its times, where they begin together what they share."""
-    nothing = Actions(
-        np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(layout.pp + 1, np.int64)
-    )
-    rows = [
-        [_on_processes(chunk, num_ranks) for chunk in works[each].chunks] if each in works else []
-        for each in range(layout.dp)
-    ]
+    first = next(iter(works.values()))
+    pp = first.pp
+    nothing = Actions(np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(pp + 1, np.int64))
+    rows = [works[each].chunks if each in works else () for each in range(dp)]
     chunks = chunks_of_rows([chunk for own in rows for chunk in own])
     chunks = chunks._replace(rank_chunks=offsets_of([len(own) for own in rows]))
-    actions = join_actions([works[each].actions if each in works else nothing for each in range(layout.dp)])
+    actions = join_actions([works[each].actions if each in works else nothing for each in range(dp)])
     times = ChunkTimes(
         np.concatenate([work.times.durations for work in works.values()], axis=2),
         np.concatenate([work.times.link for work in works.values()]),
     )
-    ends = simulate_steps(chunks, actions, times, layout.dp, layout.pp, layout.v_shaped)
+    ends = simulate_steps(chunks, actions, times, dp, pp, first.v_shaped)
     step = StepRanks(chunks, times, actions, ends) if (chunks.cp_size > 1).any() else None
-    bounds = actions.stages[:: layout.pp]  # where the actions of each pipeline begin
+    bounds = actions.stages[::pp]  # where the actions of each pipeline begin
     return {
         pipeline: replace(work, ends=ends[bounds[pipeline] : bounds[pipeline + 1]], step=step, rank=pipeline)
         for pipeline, work in works.items()
     }
-
-
-def _on_processes(chunk: Chunk, num_ranks: int) -> Chunk:
-    block = block_of(chunk).on_processes(num_ranks)
-    return replace(chunk, cp_first_rank=block.first, cp_size=block.size)
 
 
 def waiting_shares(simulation: Simulation) -> list[float]:
@@ -197,7 +175,7 @@ def _shown(replay: Replay, planned: bool) -> list[Simulation]:
     return [replay.measured, replay.replayed, *([replay.planned] if planned else [])]
 
 
-def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *, planned: bool) -> list[str]:
+def describe_replays(replays: Sequence[Replay], dp: int, step: int, *, planned: bool) -> list[str]:
     """Lines of a table for a terminal: of the pipeline that took longest, and of a process that is slower than others.
 
     `step` is the one that was measured. `planned`: the plan's times are of this model and these devices; without,
@@ -208,7 +186,7 @@ def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *
     slowest = max(replays, key=lambda each: each.measured.makespan)
     shown = _shown(slowest, planned)
     shares = [waiting_shares(simulation) for simulation in shown]
-    which = f", pipeline {slowest.pipeline}, the slowest of {layout.dp}" if layout.dp > 1 else ""
+    which = f", pipeline {slowest.pipeline}, the slowest of {dp}" if dp > 1 else ""
     lines = [
         f"step {step}{which}: what share of the time each stage waited,",
         f"as measured, {'' if planned else 'and '}in a simulation with the measured times of its actions",
@@ -216,59 +194,40 @@ def describe_replays(replays: Sequence[Replay], layout: RankLayout, step: int, *
         "",
         "stage  process      busy    measured   simulated" + ("     planned" if planned else ""),
     ]
-    for stage in range(layout.pp):
-        rank = layout.rank_of(stage, slowest.pipeline)
+    for stage in range(slowest.measured.pp):
+        rank = stage * dp + slowest.pipeline
         busy = _busy_seconds(slowest.measured, stage)
         lines.append(
             "  ".join([f"{stage:5d}  {rank:7d}  {busy:6.2f} s", *(f"{share[stage]:10.1%}" for share in shares)])
         )
     spans = "  ".join(f"{each.makespan / 1e6:8.2f} s" for each in shown)
     lines.append(f"{'done after':24}  {spans}")
-    if layout.dp > 1:
+    if dp > 1:
         ends = [each.measured.makespan / 1e6 for each in replays]
         lines.append(f"pipelines were done after {min(ends):.2f} to {max(ends):.2f} s")
-    return lines + (_describe_slow(replays, layout) if planned else [])
+    return lines + (_describe_slow(replays, dp) if planned else [])
 
 
-def _describe_slow(replays: Sequence[Replay], layout: RankLayout) -> list[str]:
+def _describe_slow(replays: Sequence[Replay], dp: int) -> list[str]:
     """Lines about the process that takes longest for what is planned for it, where it sticks out."""
     slowness = {
-        layout.rank_of(stage, each.pipeline): _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)
+        stage * dp + each.pipeline: _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)
         for each in replays
-        for stage in range(layout.pp)
+        for stage in range(each.measured.pp)
     }
     slowest = max(slowness, key=lambda rank: slowness[rank])
     others = [value for rank, value in slowness.items() if rank != slowest]
     if not others or slowness[slowest] < _SLOW * statistics.median(others):
         return []
     times = slowness[slowest] / statistics.median(others)
-    who = layout.describe(slowest)
+    pp = replays[0].measured.pp
+    place = f"stage {slowest // dp} of pipeline {slowest % dp}" if pp > 1 else "data parallel"
+    who = f"process {slowest} of {dp * pp} ({place})"
     return ["", f"{who} is slow: {times:.1f} times as long", "as the others for the same planned work"]
 
 
 def _busy_seconds(simulation: Simulation, stage: int) -> float:
     return simulation.busy_per_stage[stage] * simulation.makespan / 1e6
-
-
-def _joined(
-    plan: Plan, step: PlanStep, ranks: range, planned: Mapping[int, Simulation], title: str
-) -> tuple[Simulation, dict[int, int]]:
-    """What a pipeline does with the chunks of several ranks where some of them are shared, see `feed.joined`."""
-    chunks = join_chunks(step, ranks)
-    pieces = [[(planned[rank].times, chunk.chunk_id) for rank, chunk in each] for each in pieces_of(step, ranks)]
-    times = ChunkTimes(
-        np.stack([np.sum([own.durations[:, :, at] for own, at in each], axis=0) for each in pieces], axis=2),
-        np.array([sum(own.link[at] for own, at in each) for each in pieces]),
-    )
-    stages = [schedule_chunks(chunks, plan, stage) for stage in range(plan.config.pp)]
-    flat = [action for stage in stages for action in stage]
-    actions = Actions(
-        np.array([OPS.index(action.op) for action in flat], np.int8),
-        np.array([action.chunk_id for action in flat], np.int32),
-        np.zeros(len(flat), np.int32),
-        offsets_of([len(stage) for stage in stages]),
-    )
-    return _all_of(planned, title, chunks_of_rows(chunks), times, actions), {ranks[0]: 0}
 
 
 def _all_of(
