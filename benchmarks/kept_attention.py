@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from chunkplan.planning.method import Dataset, Planned, plan_block
 PROFILES = ("h100", "a100", "rtx4090")
 LENGTHS = tuple(1 << power for power in range(15, 21))
 KS = (1, 2, 4)
+SCHEDULES = ("1f1b", "auto", "zero-bubble", "zero-bubble-v")
 
 Row = dict[str, Any]
 
@@ -67,29 +69,27 @@ def measure_sequences(profile: str) -> list[Row]:
     return rows
 
 
-def measure_stages(path: Path, num_steps: int, settings: list[str], schedules: list[str]) -> list[Row]:
-    """Plan steps of these lengths on 8 stages by each schedule, with each (ChunkSize, K)."""
+def measure_stages(path: Path, hardware: Sequence[str], num_steps: int) -> list[Row]:
+    """Plan steps of these lengths on 8 stages by each schedule, with each profile."""
     lengths = pq.read_table(path).column(0).to_numpy().astype(np.int64)
     rows = []
-    for setting in settings:
-        chunk_size, k = map(int, setting.split(","))
-        for schedule in schedules:
-            row: Row = {"lengths": path.stem, "ChunkSize": chunk_size, "K": k, "schedule": schedule}
+    for profile, split, schedule in product(hardware, ("full", "cost"), SCHEDULES):
+        row: Row = {"profile": profile, "parts of equal": "time" if split == "cost" else "length", "schedule": schedule}
+        for keep in ("off", "auto"):
             config = PlanConfig(
-                chunk_size=chunk_size,
-                k=k,
+                chunk_size=3072,
+                k=16,
                 pp=8,
-                cp="off",
                 schedule=schedule,
                 virtual_stages=2 if schedule in VIRTUAL else 1,
+                split=split,
+                keep_attention=keep,
             )
-            for keep in ("off", "auto"):
-                planned = plan(
-                    lengths[: num_steps * config.global_batch], replace(config, keep_attention=keep), CostModel()
-                )
-                predicted, bound = sums(planned, "predicted_us", "lower_bound_us")
-                row[f"over work, {keep}"] = round(predicted / bound, 3)
-            rows.append(row)
+            cost = CostModel(hardware=load_hardware(profile))
+            planned = plan(lengths[: num_steps * config.global_batch], config, cost)
+            predicted, bound = sums(planned, "predicted_us", "lower_bound_us")
+            row[f"over work, {keep}"] = round(predicted / bound, 3)
+        rows.append(row)
     return rows
 
 
@@ -98,13 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--settings", nargs="+", default=["3072,16"], help="ChunkSize,K on stages")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "auto", "zero-bubble", "zero-bubble-v"])
+    parser.add_argument("--hardware", nargs="+", default=["h100"], help="profiles of the GPUs of the stages")
     options = parser.parse_args()
     print(machine())
     print_table("sequences", (row for profile in PROFILES for row in measure_sequences(profile)))
     if options.lengths:
-        print_table("stages", measure_stages(options.lengths, options.steps, options.settings, options.schedules))
+        print_table("stages", measure_stages(options.lengths, options.hardware, options.steps))
 
 
 if __name__ == "__main__":

@@ -126,12 +126,13 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
             first_action = actions.stages[rank * pp + stage]
             held = stage_holdings(chunks, kv, actions, rank, stage, pp)
             has_gradients = np.zeros(chunks.rank_chunks[rank + 1] - first_chunk, np.bool_)
-            num_gradients, most = np.int64(0), -1.0
+            num_gradients, on_host, most = np.int64(0), np.int64(0), -1.0
             for action in range(held.shape[0]):
                 op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
                 is_backward = op in (BACKWARD, BACKWARD_INPUT)
                 is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
                 moment[:LAST_LAYER] = held[action, START]
+                on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
                 for is_end in range(1 + is_first):
                     if is_end:
                         in_group = _mark_group(kv[:, first_chunk:], chunk, has_gradients)
@@ -146,7 +147,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
                         moments[rank, stage] = moment
                 moment[LAST_LAYER] = 0
                 num_gradients -= held[action, START, KV] - held[action, END, KV]
-            moments[rank, stage, ATTENTION_ON_HOST] = np.max(held[:, START, ATTENTION_ON_HOST])
+            moments[rank, stage, ATTENTION_ON_HOST] = on_host
     return moments
 
 
