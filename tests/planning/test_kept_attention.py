@@ -229,7 +229,8 @@ def test_build_keeps_attention_unless_it_is_off_and_validate_accepts_it(tmp_path
 def test_a_tuning_is_no_slower_with_it_and_a_document_says_it(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, long_tail(300))
-    found = {keep: tune(lengths, options_with(keep_attention=keep, ks=(1,), chunk_sizes=(8192,))) for keep in ("off", "auto")}
+    tried = {"ks": (1,), "chunk_sizes": (8192,)}
+    found = {keep: tune(lengths, options_with(keep_attention=keep, **tried)) for keep in ("off", "auto")}
     assert found["auto"].best.step_ns < found["off"].best.step_ns
     assert found["auto"].best.recompute_share < found["off"].best.recompute_share
     assert found["auto"].best.host_bytes > found["off"].best.host_bytes
