@@ -104,7 +104,10 @@ def read_measured(path: Path) -> MeasuredStep:
     try:
         document = read_json(path, hint=_HINT)
     except FileNotFoundError as error:
-        raise UsageError(f"there is no {path}", hint="a run on several processes leaves one in its folder") from error
+        raise UsageError(
+            f"a run without measured times: {path} is not there",
+            hint="a run on several processes leaves it in its folder",
+        ) from error
     if found := find_mismatch(document, _FILE):
         raise DataError(found, where=str(path), hint=_HINT)
     plan, dp, step = load_plan(document["plan"]), document["dp"], document["step"]

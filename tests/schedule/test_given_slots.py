@@ -11,6 +11,7 @@ from chunkplan.schedule.actions import model_stages_of
 from chunkplan.schedule.alignment import meeting_of
 from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.meetings import simulate_steps
+from chunkplan.schedule.quick_slots import quick_slots
 from tests.schedule.test_alignment import Step, _needed, random_step
 
 
@@ -27,6 +28,45 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
         assert (alone >= 0).all() and (alone <= sums).all() and (sums <= ends).all()
         assert np.array_equal(alone, simulate_steps(*given, step.dp, step.pp, step.v_shaped))
         assert [sums[action] for action in range(sums.size)] == list(_sums_in_slots(step, chosen.before))
+
+
+def test_slots_that_cost_nothing_are_those_of_the_simple_rule() -> None:
+    """On one stage without playing event by event; and nobody waits for ever in them, on any pipeline."""
+    for seed in range(60):
+        step = random_step(seed)
+        given = step.chunks, step.actions, step.times
+        slots = quick_slots(*given, meeting_of("weights"), step.dp, step.pp, step.v_shaped)
+        ends = ends_in_slots(*given, meeting_of("weights"), slots, step.dp, step.pp, step.v_shaped)
+        assert (ends >= 0).all()
+        stage = np.repeat(np.arange(step.dp * step.pp) % step.pp, np.diff(step.actions.stages))
+        for number in range(step.pp):
+            assert np.array_equal(np.unique(slots[stage == number]), np.arange(slots[stage == number].max() + 1))
+        assert ends.max(initial=0) >= step.aligned("weights").ends.max(initial=0), "the best of some rules is taken"
+        if step.pp == 1 and not (step.chunks.cp_size > 1).any():
+            assert slots.tolist() == _most_left_first(step)
+
+
+def _most_left_first(step: Step) -> list[int]:
+    """On one stage: a slot is for the next op of the rank with most left to do, and all whose next op is alike join."""
+    queues = [list(step.row(rank, 0)) for rank in range(step.dp)]
+    lasts = [
+        int(
+            step.times.durations[
+                step.actions.ops[each], 0, step.chunks.rank_chunks[rank] + step.actions.chunk_ids[each]
+            ]
+        )
+        for rank, queue in enumerate(queues)
+        for each in queue
+    ]
+    meeting, slots, over = meeting_of("weights"), [-1] * len(lasts), 0
+    while any(queues):
+        longest = max((queue for queue in queues if queue), key=lambda queue: sum(lasts[each] for each in queue))
+        op = meeting[step.actions.ops[longest[0]]]
+        for queue in queues:
+            if queue and meeting[step.actions.ops[queue[0]]] == op:
+                slots[queue.pop(0)] = over
+        over += 1
+    return slots
 
 
 def _sums_in_slots(step: Step, slots: np.ndarray) -> Iterator[int]:

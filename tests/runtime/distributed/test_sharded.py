@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.model_config import read_model_config
-from chunkplan.operations import OPS
+from chunkplan.operations import MEETINGS
 from chunkplan.planfile.load import load_plan
-from chunkplan.schedule.alignment import align, meeting_of
-from chunkplan.schedule.step_ranks import simulate_together, times_of
 from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
@@ -111,20 +108,20 @@ def test_processes_send_the_bytes_that_predicted_times_are_of(
     opened = load_plan(settings["plan"])
     dp, pp = opened.config.dp, opened.config.pp
     cost = CostModel(shape=read_model_config(settings["config"]), precision="fp32", sharding=sharding)
-    step = simulate_together(opened, next(opened.iter_steps()))
-    planned = replace(opened.cost, sharding=sharding)
-    meeting = meeting_of(sharding)
-    times = times_of(step.chunks, planned, opened.config)
-    slots = align(step.chunks, step.actions, times, meeting, dp, pp, opened.config.v_shaped)
+    step, meetings = next(opened.iter_steps()), MEETINGS[sharding]
     rates, layers = cost.rates_on(dp), opened.config.layers(cost.shape.num_layers)
     norms = 2 * cost.shape.hidden_size * 4 * (dp - 1) / dp
     ring = cost.hardware.ring_bytes(dp, 1)
     gathered, reduced = ((each - cost.hardware.link_ns) * ring / 1e9 + norms for each in (rates.gather, rates.reduce))
     for number, process in enumerate(found):
         stage = number // dp
-        own = slice(*slots.stages[stage : stage + 2])
-        ops = [OPS[op] for op in slots.ops[own]]
-        counts = [layers[virtual_stage * pp + stage] for virtual_stage in slots.virtual_stages[own]]
+        slots = {
+            slot: (meetings[action.op], layers[action.virtual_stage * pp + stage])
+            for rank in range(dp)
+            for action, slot in zip(step.actions[rank, stage], step.slots[rank, stage], strict=True)
+            if action.op in meetings
+        }
+        ops, counts = zip(*slots.values(), strict=True)
         gathers = sum(n for op, n in zip(ops, counts, strict=True) if op != "backward_weight")
         reductions = sum(n for op, n in zip(ops, counts, strict=True) if op in ("backward", "backward_weight"))
         of_layers = cost.shape.layer_parameters + 2 * cost.shape.hidden_size

@@ -149,7 +149,7 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
         same_run(tmp_path / "one", output)
         assert f"{size} processes" in said and "stage  process" in said
         assert ("others by --stage-layers" in said) == ("--stage-layers" in how), "which no plan is timed with"
-        assert json.loads((output / "timeline.json").read_text())["traceEvents"]
+        assert json.loads((output / "measured.json").read_text())["processes"]
         rows = lines(output / "metrics.jsonl")[-1]["processes"]
         assert [row["process"] for row in rows] == list(range(size))
         assert all(row["busy_seconds"] > 0 and 0 <= row["bubble"] < 1 for row in rows)

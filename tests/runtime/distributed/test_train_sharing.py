@@ -88,7 +88,7 @@ def test_every_layout_that_shares_sequences_trains_as_one_process_does(
         losses = {(row["step"], row["sequence_id"]): row["loss"] for row in found}
         assert losses == pytest.approx({(row["step"], row["sequence_id"]): row["loss"] for row in of_each}, rel=1e-12)
         assert ("for shared sequences; made in" in said) == ((size, plan) not in [(1, "eight"), (2, "pipes")])
-        assert size == 1 or json.loads((output / "timeline.json").read_text())["traceEvents"]
+        assert size == 1 or json.loads((output / "measured.json").read_text())["processes"]
         assert hidden_files(output) == []
 
 

@@ -56,7 +56,7 @@ def test_a_run_on_virtual_stages_is_that_of_one_process_and_goes_on_bit_for_bit(
     arguments = options(made, tmp_path / "run", *how, *more, plan=plan)
     assert "2 pipeline stages of 2 virtual stages)" in all_well(pool, size, arguments)
     same_run(tmp_path / "one", tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "run" / "measured.json").read_text())["processes"]
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "final")
     for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:

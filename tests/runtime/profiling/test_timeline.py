@@ -31,6 +31,7 @@ from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.profiling.timeline import ActionClock, stage_rows
 from tests.support.analyses import write_analysis
+from tests.support.command_line import Run
 from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.shared_plans import build_blocks
 
@@ -285,6 +286,20 @@ def test_what_a_run_writes_is_what_is_read(plan: Plan, tmp_path: Path) -> None:
     assert (found.plan.content_hash, found.times, found.dp, found.planned) == (plan.content_hash, times, 2, False)
 
 
+def test_simulate_shows_what_a_run_has_measured(plan: Plan, tmp_path: Path, command: Run) -> None:
+    """In place of a plan and of all that is asked of one; a trace is written beside."""
+    run, trace = tmp_path / "run", tmp_path / "trace.json"
+    run.mkdir()
+    write_measured(run / "measured.json", plan, planned_times(plan, RankLayout(dp=2, pp=4), 5), 2, planned=True)
+    ran = command("simulate", "--run", run, "--trace", trace)
+    assert ran.code == 0 and "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in ran.out
+    assert json.loads(trace.read_text())["otherData"] == {"plan": plan.content_hash}
+    for words in (("--step", 0), ("--rank", 1), (plan.path,), ("--lengths", "9,8"), ("--json",)):
+        ran = command("simulate", *words, "--run", run)
+        assert ran.code == 2 and "hint: beside it give --trace alone" in ran.err
+    assert command("simulate", "--run", tmp_path).code == 2
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -305,7 +320,7 @@ def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: An
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match=message):
         read_measured(path)
-    with pytest.raises(UsageError, match="there is no"):
+    with pytest.raises(UsageError, match="a run without measured times"):
         read_measured(tmp_path / "none.json")
 
 

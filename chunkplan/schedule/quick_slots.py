@@ -1,0 +1,80 @@
+"""Slots by one simple rule: for plans whose times do not depend on them, as their ranks share neither weights nor sums.
+
+Whoever trains may share more than the plan counts with, so that such plans have slots too. They have to be right, and
+they have to cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.cost.durations import ChunkTimes
+from chunkplan.planfile.chunks import Chunks, chunks_of_ranks
+from chunkplan.schedule.actions import Actions, Int8Array, actions_of_rank, times_of_ranks
+from chunkplan.schedule.alignment import _LONGEST, _begin, _play, _step
+
+
+def quick_slots(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool
+) -> Int64Array:
+    """The slot of each action on its stage, int64 [num_actions]: always for what the rank does that has most left.
+
+    The arguments are those of `align_steps`; `meeting`, in which every op needs a slot.
+    """
+    slots = np.empty(actions.ops.size, np.int64)
+    is_done = _on_one_stage(chunks, actions, times, meeting, dp, slots)
+    for number in np.flatnonzero(~is_done).tolist():
+        first = number * dp
+        of_step = chunks_of_ranks(chunks, first, first + dp), actions_of_rank(actions, first // dp, dp * pp)
+        step = _step(*of_step, times_of_ranks(chunks, times, first, first + dp), meeting, pp, v_shaped)
+        _play(step, now := _begin(step, pp), pp, _LONGEST, 0)
+        slots[slice(*actions.stages[[first * pp, (first + dp) * pp]])] = now.before
+    return slots
+
+
+@compiled
+def _on_one_stage(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, slots: Int64Array
+) -> BoolArray:
+    """Write the slots of steps in which ranks meet for nothing else: then all of them go from slot to slot at once.
+
+    Returns:
+        bool [num_steps], which steps these are: on one stage, without a chunk that ranks share.
+    """
+    is_done = np.zeros((chunks.rank_chunks.size - 1) // dp, np.bool_)
+    for step in range(is_done.size if times.durations.shape[1] == 1 else 0):
+        first, last = step * dp, (step + 1) * dp
+        is_done[step] = not np.any(chunks.cp_size[chunks.rank_chunks[first] : chunks.rank_chunks[last]] > 1)
+        if is_done[step]:
+            _most_left_first(chunks, actions, times, meeting, first, dp, slots)
+    return is_done
+
+
+@compiled
+def _most_left_first(
+    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, first: int, dp: int, slots: Int64Array
+) -> None:
+    action, left = actions.stages[first : first + dp].copy(), np.zeros(dp, np.int64)
+    for row in range(dp):
+        base = chunks.rank_chunks[first + row]
+        for each in range(action[row], actions.stages[first + row + 1]):
+            left[row] += times.durations[actions.ops[each], 0, base + actions.chunk_ids[each]]
+    slot = 0
+    while True:
+        best = -1
+        for row in range(dp):
+            if action[row] < actions.stages[first + row + 1] and (best < 0 or left[row] > left[best]):
+                best = row
+        if best < 0:
+            break
+        op = meeting[actions.ops[action[best]]]
+        for row in range(dp):
+            each = action[row]
+            if each < actions.stages[first + row + 1] and meeting[actions.ops[each]] == op:
+                chunk = chunks.rank_chunks[first + row] + actions.chunk_ids[each]
+                left[row] -= times.durations[actions.ops[each], 0, chunk]
+                slots[each] = slot
+                action[row] += 1
+        slot += 1
