@@ -100,7 +100,10 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
         "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
     ),
-    "kept attention": ({"dp": 2, "pp": 2, "keep_attention": "auto"}, "HASH"),
+    "kept attention": (
+        {"dp": 2, "pp": 2, "keep_attention": "auto"},
+        "43c4d3e92b70609f5074dfaadc60169bfca6c2eb37857f2c332e62d05b5d1950",
+    ),
 }
 
 
