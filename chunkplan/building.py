@@ -30,7 +30,8 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import batch_sizes
-from chunkplan.planning.method import Dataset, held_bytes_of
+from chunkplan.planning.memory import held_bytes_of
+from chunkplan.planning.method import Dataset
 from chunkplan.planning.pipeline import plan_steps
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import TargetMask, count_parts
@@ -47,7 +48,7 @@ Progress = Callable[[int, int], None]
 class BuiltPlan:
     """A plan's manifest, its table `steps`, and its `chunk_frame` with the columns that a summary looks at.
 
-    `moments` int64 [pp, 6]: what each stage holds when that takes most memory of all steps and ranks, see
+    `moments` int64 [pp, 8]: what each stage holds when that takes most memory of all steps and ranks, see
     `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
     """
 

@@ -11,6 +11,11 @@ OPS = ("forward", "forward_kv", "recompute", "backward", "backward_input", "back
 FORWARDS = ("forward", "forward_kv")
 BACKWARDS = ("backward", "backward_input")
 
+#: Where a chunk that goes `forward_kv` first keeps what attention gave then, for its `recompute`: nowhere, on the GPU,
+#: or in host memory. Arrays have the places of these.
+KEPT_ATTENTION = ("", "gpu", "host")
+NOT_KEPT, ON_GPU, ON_HOST = range(3)
+
 #: By what ranks share beside optimizer states, the op of the slot in which all of a stage meet for an op: where it is
 #: weights, all that goes through layers fetches them, a `forward` from the first to the last, a `backward_input` from
 #: the last to the first; a `backward` sums gradients besides, as a `backward_weight` does without fetching. Where it is

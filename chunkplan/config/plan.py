@@ -26,6 +26,7 @@ from chunkplan.options import Options, option
 Split = Literal["full", "even", "cost", "none"]
 Balance = Literal["spread", "search"]
 LastBatch = Literal["keep", "drop"]
+KeepAttention = Literal["auto", "off"]
 Part = Literal["train", "eval"]
 
 #: An epoch takes a sequence at most so many times.
@@ -51,7 +52,7 @@ _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stage
 
 
 #: What is no entry of a manifest, as plans before version 5 have none of the name.
-_NOTHING: dict[str, object] = {"cp": "off", "stage_layers": None}
+_NOTHING: dict[str, object] = {"cp": "off", "stage_layers": None, "keep_attention": "off"}
 
 
 def _may_share(config: PlanConfig) -> bool:
@@ -81,6 +82,13 @@ class PlanConfig(Options):
     )
     k_by_length: KByLength | None = option(
         K_BY_LENGTH, "K of longer sequences: pairs of tokens and K.", group=_CHUNKS, default=None, flag=""
+    )
+    keep_attention: KeepAttention = option(
+        one_of("auto", "off", metavar="WHEN"),
+        "Keep what attention gave in chunks that are run again, on the GPU or the host: auto (where it fits and pays) "
+        "or off.",
+        group=_CHUNKS,
+        default="auto",
     )
     global_batch: int = option(whole(1, MOST), "Sequences a step.", group=_DATA, default=256)
     epochs: int = option(whole(1, MOST), "Passes over the data.", group=_DATA, default=1)
@@ -268,7 +276,7 @@ class PlanConfig(Options):
         return tuple(sizes)
 
     def entries(self) -> dict[str, object]:
-        """The configuration as manifests and hashes have it: without `cp` and `stage_layers` where they say nothing."""
+        """The configuration as manifests and hashes have it: without entries of `_NOTHING` that say nothing."""
         return {name: value for name, value in asdict(self).items() if name not in _NOTHING or value != _NOTHING[name]}
 
     @classmethod

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
 from chunkplan.cost.rates import Again, Rates
-from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.shape import Layer, ModelShape
 from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
@@ -21,6 +21,9 @@ from chunkplan.errors import UsageError
 #: runs again in the backward what it does not hold: more than those before it, but for the last one.
 Checkpointing = Literal["none", "keep-products", "keep-projections", "keep-attention", "full", "offload"]
 CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+
+#: The log-sum-exp of attention is in float32.
+LSE_BYTES = 4
 
 #: Layers that have a level, as they are written.
 _RUN = re.compile(rf"({'|'.join(CHECKPOINTINGS)}):([1-9][0-9]{{0,5}})")
@@ -105,19 +108,27 @@ def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list
 class HostLink(NamedTuple):
     """Nanoseconds that the link to host memory takes for a token of a layer on average, one way.
 
-    Of its `hidden` state, of what pages keep of it (`kv`), and of that and its gradients.
+    Of its `hidden` state, of what pages keep of it (`kv`), of that and its gradients, and of what attention gave.
     """
 
     hidden: float
     kv: float
     with_gradients: float
+    attention: float
 
 
 def host_link(shape: ModelShape, host_bytes: float, num_bytes: int) -> HostLink:
     """What the link of all GPUs of a stage takes, of `host_bytes` a second; `num_bytes` a number, 4 a gradient."""
     kept = shape.mean(lambda layer: layer.cached_width)
-    sizes = shape.hidden_size * num_bytes, kept * num_bytes, kept * (num_bytes + GRADIENT_BYTES)
+    attention = shape.mean(lambda layer: attention_bytes(layer, num_bytes))
+    sizes = shape.hidden_size * num_bytes, kept * num_bytes, kept * (num_bytes + GRADIENT_BYTES), attention
     return HostLink(*(size / host_bytes * 1e9 for size in sizes))
+
+
+def attention_bytes(layer: Layer, num_bytes: int) -> int:
+    """What attention gives of a token in a layer, with `num_bytes` a number: its output, and the LSE of each head; 0
+    where a layer has none."""
+    return (layer.output_width * num_bytes + LSE_BYTES * layer.num_query_heads) if layer.cached_width else 0
 
 
 def with_again(
@@ -132,12 +143,13 @@ def with_again(
 ) -> Rates:
     """`rates` of a forward, with what a backward runs again where layers have `levels`; see `_again_of`.
 
-    `link`: to host memory, over which inputs of layers go, and with `kv_offload` keys and values.
+    `link`: to host memory, over which inputs of layers go, what attention gave, and with `kv_offload` keys and values.
     """
+    kv = (link.kv, link.with_gradients) if kv_offload else (0.0, 0.0)
+    rates = rates._replace(host_kv=kv, host_attention=link.attention)
     of_level = {level: _again_of(level, shape, rates, product, ramp, copies) for level in dict.fromkeys(levels)}
     if "offload" in of_level:
         of_level["offload"] = of_level["offload"]._replace(host=link.hidden)
-        rates = rates._replace(host_kv=(link.kv, link.with_gradients) if kv_offload else (0.0, 0.0))
     if len(of_level) == 1:
         return rates._replace(again=of_level[levels[0]])
     of_layers = tuple(of_level[level] for level in levels)

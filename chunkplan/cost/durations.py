@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.arrays import Int8Array, Int64Array, IntArray
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import FULL, Sight
 from chunkplan.layers import split_layers
-from chunkplan.operations import BACKWARDS, OPS
+from chunkplan.operations import BACKWARDS, NOT_KEPT, ON_HOST, OPS
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -97,9 +97,11 @@ def chunk_times(
     rates: Rates,
     layers: Sequence[int],
     exchange: ExchangeTimes | None = None,
+    kept_attention: Int8Array | None = None,
 ) -> ChunkTimes:
     """The times of chunks; the arguments are those of `durations`."""
-    return ChunkTimes(durations(num_tokens, attention_pairs, rates, layers, exchange), link_times(num_tokens, rates))
+    found = durations(num_tokens, attention_pairs, rates, layers, exchange, kept_attention)
+    return ChunkTimes(found, link_times(num_tokens, rates))
 
 
 def durations(
@@ -108,6 +110,7 @@ def durations(
     rates: Rates,
     layers: Sequence[int],
     exchange: ExchangeTimes | None = None,
+    kept_attention: Int8Array | None = None,
 ) -> Int64Array:
     """Time of each action, int64 [num_ops, num_model_stages, n], by the code of its op (its place in `operations.OPS`).
 
@@ -115,28 +118,34 @@ def durations(
         num_tokens, attention_pairs: [n], of each chunk, sums over its segments.
         layers: of each model stage; the last one has the vocabulary head too.
         exchange: of chunks that ranks share; None where there are none.
+        kept_attention: int8 [n], places in `KEPT_ATTENTION`; None: no chunk keeps any.
 
     A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
     is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
     of the weights of layers; that of the head comes with the loss, whose logits nobody keeps, that of embeddings at
     the end. Frozen weights have none, see `Rates`. Where weights are sharded, all but the latter fetches them; where
     gradients are, what makes them reduces them: both over one link, one after another. Inputs of layers that lie in
-    host memory are sent and fetched over a link of their own. As this goes on beside the work of the layer before or
+    host memory are sent and fetched over a link of their own. So is attention that is kept there: sent in `forward_kv`,
+    and fetched in `recompute`, which then runs all but that. As this goes on beside the work of the layer before or
     after, layers take no less than it does; head and embeddings hide nothing of it. Nor does any of this take less than
     the host does to launch its kernels, which it does while the GPU is busy with earlier ones.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)
     seen = seen_pairs(rates, tokens, attention_pairs)
+    if kept_attention is None:
+        kept_attention = np.zeros(num_tokens.size, np.int8)
+    is_kept = kept_attention != NOT_KEPT  # [n]
     for model_stage, num_layers in enumerate(layers):
         linear = num_layers * (rates.token * tokens + rates.chunk)
         layer_forward = linear + num_layers * rates.pair * seen + num_layers * rates.mask * tokens
         of_attention = num_layers * rates.backward.pair * seen + num_layers * rates.backward.token * tokens
         first = sum(layers[:model_stage])
         run_again = rates.again_within(first, first + num_layers)
-        waits_forward = waits_backward = np.zeros_like(tokens)
+        waits_forward = waits_backward = waits_for_heads = np.zeros_like(tokens)
         if exchange is not None:
             waits_forward = num_layers * exchange.forward
+            waits_for_heads = num_layers * exchange.by_heads
             waits_backward = num_layers * exchange.with_again(run_again)
         is_last = model_stage == len(layers) - 1
         head, frozen_head = (rates.head * tokens, rates.frozen_head * tokens) if is_last else (0.0, 0.0)
@@ -152,7 +161,7 @@ def durations(
         by_op = {
             "forward": layer_forward + head,
             "forward_kv": layer_forward,
-            "recompute": layer_forward + head,
+            "recompute": np.where(is_kept, linear + waits_for_heads, layer_forward) + head,
             "backward": backward,
             "backward_input": backward - weights,
             "backward_weight": weights,
@@ -160,7 +169,7 @@ def durations(
         least = {"backward": rates.gather + rates.reduce, "backward_weight": rates.reduce}
         of_ends = dict.fromkeys(("forward", "recompute"), head)
         of_ends |= dict.fromkeys(("backward", "backward_input"), 2 * head - frozen_head + end_sums)
-        on_link = _host_link_ns(tokens, attention_pairs, rates, run_again)
+        on_link = _host_link_ns(tokens, attention_pairs, rates, run_again, kept_attention)
         for op, nanoseconds in by_op.items():
             sent = num_layers * np.maximum(least.get(op, rates.gather), on_link.get(op, 0.0)) + of_ends.get(op, 0.0)
             launched = _LAUNCHED.get(op, 1.0) * rates.launch + (run_again.launch if op in BACKWARDS else 0.0)
@@ -181,18 +190,29 @@ def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64A
 
 
 def _host_link_ns(
-    tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: Again
+    tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: Again, kept_attention: Int8Array
 ) -> dict[str, Float64Array]:
-    """What the link to host memory is busy for a layer, by op, where inputs of layers lie there: [n] each.
+    """What the link to host memory is busy for a layer, by op, where inputs of layers or attention lie there: [n] each.
 
     Offloaded keys and values come over the same link: those of the prefix, which the attention pairs tell of a chunk
-    that is one part of a sequence.
+    that is one part of a sequence. A recompute that does not run attention needs none of them. Where nothing else is on
+    the link, attention hides them.
     """
-    if not again.host:
+    on_host = kept_attention == ON_HOST  # [n]
+    if not again.host and not on_host.any():
         return {}
     prefix = _before(tokens, attention_pairs) / 2
-    forward, backward = (again.host * tokens + of_prefix * prefix for of_prefix in rates.host_kv)
-    return {"forward": forward, "recompute": forward, "backward": backward, "backward_input": backward}
+    of_attention = np.where(on_host, rates.host_attention * tokens, 0.0)
+    inputs, (kv, with_gradients) = again.host * tokens, (each * prefix for each in rates.host_kv)
+    kept = inputs + of_attention
+    found = {
+        "forward_kv": np.where(on_host, of_attention + kv, 0.0),
+        "recompute": np.where(kept_attention == NOT_KEPT, inputs + kv if again.host else 0.0, kept),
+    }
+    if again.host:
+        backward = inputs + with_gradients
+        found |= {"forward": inputs + kv, "backward": backward, "backward_input": backward}
+    return found
 
 
 def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array) -> Int64Array:
@@ -213,11 +233,16 @@ def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
     return attention_pairs_of(num_tokens, np.zeros_like(num_tokens), cost.shape.sights)
 
 
-def recompute_ns(cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray) -> Int64Array:
+def recompute_ns(
+    cost: CostModel, num_tokens: IntArray, prefix_tokens: IntArray, *, keeps_attention: bool = False
+) -> Int64Array:
     """Time of what is recomputed of segments whose chunks keep no activations, without overhead; both [n].
 
-    That is a forward through all layers: the head is left out the first time, see `durations`.
+    That is a forward through all layers, but for attention where chunks keep that: the head is left out the first time,
+    see `durations`.
     """
+    if keeps_attention:
+        return whole_ns(cost.shape.num_layers * cost.rates.token * num_tokens.astype(np.float64))
     pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)
     tokens = num_tokens.astype(np.float64)
     forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, pairs))

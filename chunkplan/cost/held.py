@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from chunkplan.cost.activations import Run, activation_bytes_per_token, pending_bytes_per_token
+from chunkplan.cost.checkpointing import attention_bytes
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer, Layers
@@ -28,7 +29,9 @@ class Held(NamedTuple):
     `activations`: whose activations are there, counted once for each virtual stage that has them. `inputs`: of chunks
     whose KV and input alone are held, counted likewise. `kv`: of split sequences whose keys and values are held; a
     layer with a window keeps all of them too, and a recurrent one a state for each ChunkSize of them. `pending`:
-    between the halves of their backward. `last_layer`: of whose activations one layer's are left. `kv_gradients`: those
+    between the halves of their backward. `attention`: of chunks that keep it on the GPU until their recompute, counted
+    likewise. `attention_on_host`: the same in host memory, the most at any moment, as no GPU's memory depends on it.
+    `last_layer`: of whose activations one layer's are left. `kv_gradients`: those
     of `kv` for which all layers have gradients; for the others one layer is counted, as when the first backward of a
     sequence begins.
     """
@@ -37,6 +40,8 @@ class Held(NamedTuple):
     inputs: int = 0
     kv: int = 0
     pending: int = 0
+    attention: int = 0
+    attention_on_host: int = 0
     last_layer: int = 0
     kv_gradients: int = 0
 
@@ -54,13 +59,15 @@ class TokenBytes(NamedTuple):
     inputs: float
     kv: float
     pending: float
+    attention: float
+    attention_on_host: float
     last_layer: float
 
 
 class HeldBytes(NamedTuple):
     """By how much what stages hold differs between moments, in bytes on a GPU.
 
-    `tokens` [pp, 5]: of a token of each kind, see `TokenBytes`. `gradients` [pp, n, 3] of keys and values: of n kinds
+    `tokens` [pp, 7]: of a token of each kind, see `TokenBytes`. `gradients` [pp, n, 3] of keys and values: of n kinds
     of layers `KeyGradients`, in bytes. What k tokens of keys and values bring with them in the layer at work: `pages`
     [pp, n, 2], of any kind a + b min(k, `page_tokens`) with a and b, where that is above 0; and `exchanged` [3], c, or
     where that is more d for each of the first `chunk_size` and e for each of as many more.
@@ -97,8 +104,16 @@ def token_bytes(
         inputs=cost.shape.hidden_size * cost.num_bytes / cost.tp,
         kv=kv + state_bytes(cost, on_stage) / chunk_size,
         pending=pending,
+        attention=max(kept_attention_bytes(cost, own)),
+        attention_on_host=0.0,
         last_layer=max(activation_bytes_per_token(cost, layer, level) for (layer, level, _), *_ in own),
     )
+
+
+def kept_attention_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> list[float]:
+    """What keeping attention of a token takes on a GPU, of each virtual stage with the layers `own`."""
+    sizes = ([count * attention_bytes(layer, cost.num_bytes) for layer, _, count in layers] for layers in own)
+    return [sum(each) / cost.tp for each in sizes]
 
 
 class KeyGradients(NamedTuple):

@@ -63,6 +63,7 @@ class StageMemory:
     optimizer: int
     activations: int
     stage_inputs: int
+    kept_attention: int
     kv: int
     kv_gradients: int
     exchanged: int
@@ -116,6 +117,7 @@ def stage_memory(
             optimizer=own.optimizer,
             activations=ceil(activations + own.working_bytes) + ceil(tokens.pending * of_token.pending),
             stage_inputs=ceil(tokens.inputs * of_token.inputs),
+            kept_attention=ceil(tokens.attention * of_token.attention),
             kv=ceil(kv_elements * cost.num_bytes + of_states),
             kv_gradients=ceil(gradients * kv_gradient_bytes + _of_page(own.pages, tokens.kv, chunk_size)),
             exchanged=ceil(_exchanged(cost, chunk_size, tokens.kv, shared_by, kv_gradient_bytes)),

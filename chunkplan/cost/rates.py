@@ -80,8 +80,9 @@ class Rates(NamedTuple):
     `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes
     where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
     go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
-    values of a token of the prefix takes in a forward, and with gradients in a backward, where these share the link to
-    host memory with inputs of layers (`Again.host`); else nothing.
+    values of a token of the prefix takes in a forward, and with gradients in a backward, where these lie in host
+    memory. They share the link with inputs of layers (`Again.host`), and with what attention gave, of which sending or
+    fetching a token takes `host_attention`.
     """
 
     token: float
@@ -99,6 +100,7 @@ class Rates(NamedTuple):
     weight_half: LayerTime | None = None
     again_of_layers: tuple[Again, ...] = ()
     host_kv: tuple[float, float] = (0.0, 0.0)
+    host_attention: float = 0.0
     mask: float = 0.0
     ramp_queries: float = 0.0
     attention_backward: AttentionTime | None = None
@@ -120,6 +122,11 @@ class Rates(NamedTuple):
     def again_within(self, start: int, stop: int) -> Again:
         """What is run again of a layer from `start` on and before `stop`, on average."""
         return Again.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
+
+    @property
+    def hides_attention(self) -> bool:
+        """Whether sending and fetching attention, beside keys and values in host memory, holds no layer up."""
+        return self.host_attention <= self.token and self.host_kv[0] <= 2 * self.pair
 
     @property
     def trained_head(self) -> float:

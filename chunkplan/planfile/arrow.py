@@ -28,6 +28,16 @@ def words_to_arrow(words: Sequence[str]) -> pa.StringArray:
     return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
 
 
+def codes_of(column: pa.ChunkedArray, words: Sequence[str]) -> npt.NDArray[np.int8]:
+    """The place of each word of a dictionary-encoded column in `words`, -1 where it is none of them."""
+    place = {word: code for code, word in enumerate(words)}
+    codes = [np.empty(0, np.int8)]
+    for array in column.chunks:
+        known = np.array([place.get(word, -1) for word in array.dictionary.to_pylist()], np.int8)
+        codes.append(known[to_numpy(array.indices)])
+    return np.concatenate(codes)
+
+
 def to_numpy(array: pa.Array) -> npt.NDArray[Any]:
     """The numbers or booleans (these are copied) of an Arrow array; what is null is anything."""
     data = array.buffers()[1] or b""

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL, Sight
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
+from chunkplan.planfile.arrow import codes_of, to_numpy
 from chunkplan.planfile.plan import Chunk, Segment
 from chunkplan.planfile.schema import CP_COLUMNS
 
@@ -28,8 +29,9 @@ class Chunks(NamedTuple):
 
     `rank_chunks` int64 [num_ranks + 1]: where the chunks of each rank of each step begin. Per chunk [n]: group_id (-1
     for standalone), group_index, group_size, num_tokens, num_target_tokens, prefix_tokens int32, keeps_activations
-    bool, cost float32 (predicted microseconds); cp_first_rank, cp_size, cp_heads, cp_tokens int32, which say nothing
-    where cp_size is 1; attention_pairs float64 (see `attention_pairs_of`; of a shared chunk the rank's share of them).
+    bool, kept_attention int8 (its place in `KEPT_ATTENTION`), cost float32 (predicted microseconds); cp_first_rank,
+    cp_size, cp_heads, cp_tokens int32, which say nothing where cp_size is 1; attention_pairs float64 (see
+    `attention_pairs_of`; of a shared chunk the rank's share of them).
     `segments` int64 [n + 1]: where the segments of each chunk begin. Per segment: sequence_id int64, start, end int32.
     """
 
@@ -41,6 +43,7 @@ class Chunks(NamedTuple):
     num_target_tokens: Int32Array
     prefix_tokens: Int32Array
     keeps_activations: BoolArray
+    kept_attention: Int8Array
     cost: Float32Array
     cp_first_rank: Int32Array
     cp_size: Int32Array
@@ -65,6 +68,7 @@ def empty_chunks(num_ranks: int, num_chunks: int, num_segments: int) -> Chunks:
         num_target_tokens=np.zeros(num_chunks, np.int32),
         prefix_tokens=np.zeros(num_chunks, np.int32),
         keeps_activations=np.ones(num_chunks, np.bool_),
+        kept_attention=np.zeros(num_chunks, np.int8),
         cost=np.zeros(num_chunks, np.float32),
         cp_first_rank=np.zeros(num_chunks, np.int32),
         cp_size=np.ones(num_chunks, np.int32),
@@ -97,6 +101,7 @@ def chunks_of_ranks(chunks: Chunks, first: int, last: int) -> Chunks:
         num_target_tokens=chunks.num_target_tokens[start:stop],
         prefix_tokens=chunks.prefix_tokens[start:stop],
         keeps_activations=chunks.keeps_activations[start:stop],
+        kept_attention=chunks.kept_attention[start:stop],
         cost=chunks.cost[start:stop],
         cp_first_rank=chunks.cp_first_rank[start:stop],
         cp_size=chunks.cp_size[start:stop],
@@ -108,6 +113,14 @@ def chunks_of_ranks(chunks: Chunks, first: int, last: int) -> Chunks:
         start=chunks.start,
         end=chunks.end,
     )
+
+
+def chunks_of_rows_at(chunks: Chunks, rows: Int64Array) -> Chunks:
+    """The chunks `rows` [m] by themselves, as if of one rank: without segments."""
+    found = empty_chunks(1, rows.size, 0)
+    for name in (*_COUNTS, *CP_COLUMNS, "group_id", "keeps_activations", "kept_attention", "cost", "attention_pairs"):
+        getattr(found, name)[:] = getattr(chunks, name)[rows]
+    return found
 
 
 def chunks_without_segments(
@@ -139,11 +152,12 @@ def read_chunks(table: pa.Table, sights: Sequence[Sight] = FULL) -> Chunks:
     columns = {
         name: np.array(to_numpy(table.column(name).combine_chunks()))
         for name in Chunks._fields
-        if name in table.column_names and name not in ("segments", "group_id")
+        if name in table.column_names and name not in ("segments", "group_id", "kept_attention")
     }
     read = empty_chunks(0, table.num_rows, 0)._replace(
         rank_chunks=np.concatenate([[0], np.flatnonzero(is_next) + 1, [table.num_rows]]),
         group_id=np.array(to_numpy(table.column("group_id").combine_chunks().fill_null(-1))),
+        kept_attention=np.maximum(codes_of(table.column("kept_attention"), KEPT_ATTENTION), NOT_KEPT),
         segments=segments,
         sequence_id=sequence_id,
         start=start,
@@ -162,6 +176,7 @@ def chunks_of_rows(rows: Sequence[Chunk], sights: Sequence[Sight] = FULL) -> Chu
         rank_chunks=np.array([0, len(rows)], np.int64),
         group_id=np.array([-1 if row.group_id is None else row.group_id for row in rows], np.int32),
         keeps_activations=np.array([row.keeps_activations for row in rows], np.bool_),
+        kept_attention=np.array([_KEPT.get(row.kept_attention, NOT_KEPT) for row in rows], np.int8),
         cost=np.array([row.cost for row in rows], np.float32),
         segments=segments,
         sequence_id=np.array([each.sequence_id for each in flat], np.int64),
@@ -181,7 +196,8 @@ def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
     group_id = [None if group < 0 else group for group in chunks.group_id.tolist()]
     columns = (getattr(chunks, name).tolist() for name in (*_COUNTS, "keeps_activations", "cost"))
     shares = (getattr(chunks, name).tolist() for name in CP_COLUMNS)
-    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, *shares, strict=True)))
+    kept = [KEPT_ATTENTION[code] for code in chunks.kept_attention.tolist()]
+    return tuple(starmap(Chunk, zip(range(len(by_chunk)), group_id, *columns, by_chunk, *shares, kept, strict=True)))
 
 
 def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
@@ -196,6 +212,9 @@ def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
         of_all[rows] = of_shared
     return exchange
 
+
+#: What a plan says that nobody knows is none, which `validate` refuses.
+_KEPT = {word: code for code, word in enumerate(KEPT_ATTENTION)}
 
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
 

@@ -149,8 +149,8 @@ ANALYSIS: Expected = {
     "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
-#: Missing where they say nothing, as in plans before version 5.
-_NEW = ("cp", "stage_layers")
+#: Missing where they say nothing, as in plans that were made before there were these.
+_NEW = ("cp", "stage_layers", "keep_attention")
 _PLAN_CONFIG = {f"{name}?" if name in _NEW else name: entry for name, entry in entries_of(PlanConfig).items()}
 _SELECTED: dict[str, Domain] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
 PLAN: Expected = {

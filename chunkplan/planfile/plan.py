@@ -52,7 +52,8 @@ class Chunk:
     `group_id` is None for a standalone chunk. A zero-loss chunk has no segments. `cost` is in microseconds. Where
     `cp_size` ranks from `cp_first_rank` on share a chunk of `cp_tokens` tokens, its segments are the rank's slices of
     it: `cp_heads` ranks at a time share the heads, and these groups of ranks its pages. Where `cp_size` is 1 the other
-    three say nothing.
+    three say nothing. `kept_attention`: where it keeps what attention gave in its first forward, one of
+    `operations.KEPT_ATTENTION`.
     """
 
     chunk_id: int

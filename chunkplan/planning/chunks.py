@@ -312,9 +312,17 @@ def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[Ch
     """
     layers = config.layers(cost.shape.num_layers)
     exchange = exchange_of(chunks, cost)
-    times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(config.dp), layers, exchange)
+    times = chunk_times(
+        chunks.num_tokens,
+        chunks.attention_pairs,
+        cost.rates_on(config.dp),
+        layers,
+        exchange,
+        chunks.kept_attention,
+    )
     by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]
-    recompute = np.where(chunks.keeps_activations, 0, by_op["forward_kv"])  # [num_chunks]
+    twice = by_op["forward_kv"] + by_op["recompute"] - by_op["forward"]
+    recompute = np.where(chunks.keeps_activations, 0, twice)  # [num_chunks]
     cost_ns = by_op["forward"] + by_op["backward"] + recompute  # [num_chunks]
     chunks.cost[:] = cost_ns / 1e3
     return times, cost_ns, recompute

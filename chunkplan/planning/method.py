@@ -13,6 +13,7 @@ In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 5. *Order.* Stages do the forward and the backward of every chunk in an order in which a stage never holds the
    activations of more than K chunks of a group. The others go forward for their keys and values alone, and once more,
    the *recompute*, before their backward: Algorithm 2 on one stage, state-aware 1F1B on more (`chunkplan/schedule/`).
+   Where that pays, the recompute takes what attention gave from the first forward (`kept_attention.py`).
 6. *Prediction.* What each step takes, in time and in memory, follows from the cost model (`chunkplan/cost/`), and goes
    into the plan's tables (`tables.py`).
 """
@@ -20,25 +21,27 @@ In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
-from chunkplan.cost.held import HeldBytes
-from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
+from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
+from chunkplan.planning.memory import held_bytes_of
 from chunkplan.planning.ranks import Rules, place_steps
 from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine_packing
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.alignment import meeting_of, meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
@@ -58,7 +61,7 @@ class Dataset:
 class Planned:
     """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
 
-    `chunks`: those of the table. `moments` int64 [pp, 6]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    `chunks`: those of the table. `moments` int64 [pp, 8]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
     step x dp + rank.
     """
 
@@ -79,6 +82,12 @@ def plan_block(
     """
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
     scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
+    if keep_on_gpu(chunked.chunks, scheduled.actions, config, cost).size:
+        times, cost_ns, recompute_ns = time_chunks(chunked.chunks, config, cost)
+        is_same = np.array_equal(times.durations, chunked.times.durations)  # the link to the host held up nothing
+        chunked = replace(chunked, times=times, cost_ns=cost_ns, recompute_ns=recompute_ns)
+        if not is_same:
+            scheduled = schedule_block(block, chunked, config, cost, is_cancelled, scheduled.actions)
     return predict_block(block, dataset, config, cost, chunked, scheduled)
 
 
@@ -122,6 +131,7 @@ def chunk_block(
     add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
     add_slices(chunks, config.dp, dataset.mask)
     chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
+    keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns)
 
@@ -132,8 +142,11 @@ def schedule_block(
     config: PlanConfig,
     cost: CostModel,
     is_cancelled: Callable[[], bool] = lambda: False,
+    actions: Actions | None = None,
 ) -> Scheduled:
     """Order: what the stages of all ranks of a block do with their chunks, one action after another, and when.
+
+    `actions`: an order that there is already.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
@@ -154,6 +167,7 @@ def schedule_block(
         config.dp,
         is_cancelled,
         meeting_on(cost, config.dp),
+        actions,
     )
 
 
@@ -196,15 +210,3 @@ def predict_block(
         ),
     }
     return Planned(tables, chunked.chunks, moments, block.first_step * config.dp + ranks)
-
-
-def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
-    """What stages hold with a configuration, see `HeldBytes`."""
-    return held_bytes(
-        cost,
-        config.pp,
-        config.layers(cost.shape.num_layers),
-        config.chunk_size,
-        shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
-    )

@@ -118,7 +118,7 @@ def _shared_times(
     index = np.arange(stops.size) - np.repeat(starts[:-1], num_parts)  # [num_parts]
     begins = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
     k = most_kept(tokens, config.k, config.k_by_length)
-    forwards = 1 + (index < np.repeat(num_parts - k, num_parts))  # [num_parts]
+    is_again = index < np.repeat(num_parts - k, num_parts)  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
     pairs = seen_pairs(rates, own / size, attention_pairs_of(own, begins, cost.shape.sights) / size)
@@ -129,10 +129,12 @@ def _shared_times(
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
         exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
-        forward = num_layers * (own_forward + exchange.forward)
+        forward = again = num_layers * (own_forward + exchange.forward)
+        if config.keep_attention != "off":
+            again = num_layers * (rates.token * own / size + rates.chunk + exchange.by_heads)
         backward = num_layers * (own_backward + exchange.with_again(rates.again))
         head = rates.trained_head * own / size + rates.sums.of_chunk(num_layers)
-        times = sum_runs(whole_ns(forwards * forward + backward + head), starts)
+        times = sum_runs(whole_ns(forward + is_again * again + backward + head), starts)
         by_heads[times < best] = heads
         best = np.minimum(best, times)
     least = np.minimum.reduceat(own, starts[:-1]) if own.size else own

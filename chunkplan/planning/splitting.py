@@ -37,7 +37,9 @@ def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, share
     pairs = attention_pairs_of(part_tokens, starts, cost.shape.sights)
     seen = seen_pairs(cost.rates, part_tokens.astype(np.float64), pairs)
     part_ns = work_ns(cost, part_tokens, seen) + cost.chunk_ns
-    part_ns[~keeps] += recompute_ns(cost, part_tokens[~keeps], starts[~keeps]) + cost.chunk_overhead_ns
+    kept = config.keep_attention != "off"
+    again = recompute_ns(cost, part_tokens[~keeps], starts[~keeps], keeps_attention=kept)
+    part_ns[~keeps] += again + cost.chunk_overhead_ns
     work[split] = sum_runs(part_ns, offsets_of(num_parts))
     is_shared = shares.size > 1
     work[is_shared] = shares.work[is_shared]

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import UsageError
-from chunkplan.operations import OPS
+from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
@@ -113,7 +113,7 @@ def chunks_table(schema: pa.Schema, first_step: int, dp: int, chunks: Chunks) ->
         num_target_tokens=chunks.num_target_tokens,
         prefix_tokens=chunks.prefix_tokens,
         keeps_activations=chunks.keeps_activations,
-        kept_attention=_words(np.zeros(rank.size, np.int8), [""]),
+        kept_attention=_words(chunks.kept_attention, KEPT_ATTENTION),
         cost=chunks.cost,
         segments=_lists(
             kind, chunks.segments, [to_arrow(chunks.sequence_id), to_arrow(chunks.start), to_arrow(chunks.end)]

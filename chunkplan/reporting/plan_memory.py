@@ -19,10 +19,10 @@ from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.method import held_bytes_of
+from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
-from chunkplan.tuning.trial import longest_of, memory_of_stages
+from chunkplan.tuning.trial import longest_of
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
 
@@ -30,7 +30,8 @@ from chunkplan.validation.schedule_columns import ScheduleColumns
 class PlanMemory:
     """What a GPU of the fullest stage holds at its fullest moment, and which that is.
 
-    `sharding`: which of optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
+    `host_bytes`: what a GPU keeps in host memory at most, of the stage that keeps most there. `sharding`: which of
+    optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
     `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it; none where
     what else is in a step decides.
     """
@@ -42,6 +43,7 @@ class PlanMemory:
     sharding: Sharding
     memory: StageMemory
     gpu_bytes: int
+    host_bytes: int
     longest: tuple[LongestSequence, ...]
 
     @property
@@ -75,7 +77,7 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
 
 
 def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: CostModel) -> PlanMemory:
-    """The memory of a plan whose stages hold `moments` int64 [pp, 6] at most, on `ranks`, as `BuiltPlan` has them."""
+    """The memory of a plan whose stages hold `moments` int64 [pp, 8] at most, on `ranks`, as `BuiltPlan` has them."""
     memory = memory_of_stages(config, cost, moments)
     stage = max(range(config.pp), key=lambda stage: memory[stage].total)
     gpu_bytes = cost.hardware.memory_bytes
@@ -87,12 +89,13 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
         sharding=cost.sharding,
         memory=memory[stage],
         gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes_of(config, cost, moments),
         longest=longest_of(config, cost, memory[stage], gpu_bytes),
     )
 
 
 def _fullest_moments(plan: Plan, chunks: Chunks, config: PlanConfig, held: HeldBytes) -> tuple[Int64Array, Int64Array]:
-    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 6], and step * dp + rank of
+    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 8], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
     return fullest(fullest_moments(chunks, actions, held), held)

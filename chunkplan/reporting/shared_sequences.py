@@ -10,6 +10,7 @@ import polars as pl
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
+from chunkplan.operations import NOT_KEPT
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.summary import alone_us
@@ -141,6 +142,7 @@ def exchange_us(chunks: Chunks, cost: CostModel) -> Float64Array:
     found = exchange_of(chunks, cost)
     if found is None:
         return np.zeros(chunks.num_tokens.size)
-    forwards = np.where(chunks.keeps_activations, 1, 2)
-    exchange: Float64Array = cost.shape.num_layers * (forwards * found.forward + found.backward) / 1e3
+    again = np.where(chunks.kept_attention != NOT_KEPT, found.by_heads, found.forward)
+    forwards = found.forward + np.where(chunks.keeps_activations, 0.0, again)
+    exchange: Float64Array = cost.shape.num_layers * (forwards + found.backward) / 1e3
     return exchange

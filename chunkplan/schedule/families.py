@@ -79,6 +79,7 @@ def schedule_ranks(
     dp: int = 1,
     is_cancelled: Callable[[], bool] = lambda: False,
     meeting: Int8Array | None = None,
+    actions: Actions | None = None,
 ) -> Scheduled:
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
 
@@ -91,6 +92,7 @@ def schedule_ranks(
         is_cancelled: asked before each rank, where ranks are searched one by one.
         meeting: which ops the ranks of a step meet for, see `meeting_of`, None: for none. When actions end is then what
             their slots say; their order is the same.
+        actions: an order that there is already, which is timed.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still a rank to search.
@@ -99,7 +101,9 @@ def schedule_ranks(
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
-    if schedule in _TEMPLATES:
+    if actions is not None:
+        ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
+    elif schedule in _TEMPLATES:
         actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
         found = []

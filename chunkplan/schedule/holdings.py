@@ -1,4 +1,4 @@
-"""What a stage holds after each of its actions: activations, inputs of chunks, KV, what halves of backwards wait with.
+"""What a stage holds after each of its actions: activations, inputs and attention of chunks, KV, halves of backwards.
 
 `CHANGES` says what every op adds and releases; peaks of memory and the counters of a trace are read off it.
 """
@@ -9,35 +9,36 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
+from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import HeldBytes
-from chunkplan.operations import OPS
+from chunkplan.operations import ON_GPU, ON_HOST, OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, end_of_unit
 
 #: What is held, in tokens, in the order of `cost.held.Held`: those whose activations are; those of saved inputs; those
 #: whose keys and values are; those between the halves of their backward. The latter have what their weight half needs
-#: in place of their activations, and count as tokens whose activations are held besides. In `fullest_moments` alone:
-#: tokens of a chunk of whose activations only one layer's are left, and those for whose keys and values all layers have
-#: gradients.
-ACTIVATIONS, INPUTS, KV, PENDING, LAST_LAYER, KV_GRADIENTS = range(6)
+#: in place of their activations, and count as tokens whose activations are held besides. Then those whose attention is
+#: kept, on the GPU and in host memory. In `fullest_moments` alone: tokens of a chunk of whose activations only one
+#: layer's are left, and those for whose keys and values all layers have gradients.
+ACTIVATIONS, INPUTS, KV, PENDING, ATTENTION, ATTENTION_ON_HOST, LAST_LAYER, KV_GRADIENTS = range(8)
 
 #: When it changes.
 START, END = range(2)
 
 _CHANGES = {
-    # op: activations, inputs, KV, pending, from the start of the action on; and from its end on
-    "forward": ((1, 0, 1, 0), (0, 0, 0, 0)),
-    "forward_kv": ((0, 1, 1, 0), (0, 0, 0, 0)),
-    "recompute": ((1, -1, 0, 0), (0, 0, 0, 0)),
-    "backward": ((0, 0, 0, 0), (-1, 0, -1, 0)),
-    "backward_input": ((0, 0, 0, 1), (0, 0, -1, 0)),
-    "backward_weight": ((0, 0, 0, 0), (-1, 0, 0, -1)),
+    # op: activations, inputs, KV, pending, attention, from the start of the action on; and from its end on
+    "forward": ((1, 0, 1, 0, 0), (0, 0, 0, 0, 0)),
+    "forward_kv": ((0, 1, 1, 0, 1), (0, 0, 0, 0, 0)),
+    "recompute": ((1, -1, 0, 0, -1), (0, 0, 0, 0, 0)),
+    "backward": ((0, 0, 0, 0, 0), (-1, 0, -1, 0, 0)),
+    "backward_input": ((0, 0, 0, 1, 0), (0, 0, -1, 0, 0)),
+    "backward_weight": ((0, 0, 0, 0, 0), (-1, 0, 0, -1, 0)),
 }
 
-#: int64 [num_ops, 2, 4], by code of the op, `START` or `END`, and what is held: whether its chunk's tokens come (1) or
+#: int64 [num_ops, 2, 5], by code of the op, `START` or `END`, and what is held: whether its chunk's tokens come (1) or
 #: go (-1). Inputs are not saved on model stage 0, which needs but the token ids. Keys and values are counted for parts
 #: of split sequences alone, once whatever the virtual stages; those of a group go together, with the backward of its
-#: first chunk, which is the last to be done.
+#: first chunk, which is the last to be done. Attention is that of chunks that keep it.
 CHANGES = np.array([_CHANGES[op] for op in OPS], np.int64)
 
 
@@ -63,14 +64,15 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
 def stage_holdings(
     chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
 ) -> Int64Array:
-    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 4], see `CHANGES`.
+    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 6], see `CHANGES`.
 
-    A chunk's activations and its input count for each virtual stage that holds them. `kv`: the `kv_tokens` of `chunks`.
+    A chunk's activations, its input and its attention count for each virtual stage that holds them. `kv`: the
+    `kv_tokens` of `chunks`.
     """
     row = rank * num_stages + stage
     start, stop = actions.stages[row], actions.stages[row + 1]
-    held = np.empty((stop - start, 2, 4), np.int64)  # [actions of the stage, 2, 4]
-    num_activations = num_inputs = num_kv = num_pending = np.int64(0)
+    held = np.empty((stop - start, 2, 6), np.int64)  # [actions of the stage, 2, 6]
+    num_activations = num_inputs = num_kv = num_pending = on_gpu = on_host = np.int64(0)
     for action in range(start, stop):
         op, chunk = actions.ops[action], chunks.rank_chunks[rank] + actions.chunk_ids[action]
         virtual_stage, tokens = actions.virtual_stages[action], np.int64(chunks.num_tokens[chunk])
@@ -81,10 +83,14 @@ def stage_holdings(
             if virtual_stage == 0:
                 num_kv += CHANGES[op, when, KV] * kv[when, chunk]
             num_pending += CHANGES[op, when, PENDING] * tokens
+            on_gpu += CHANGES[op, when, ATTENTION] * tokens * (chunks.kept_attention[chunk] == ON_GPU)
+            on_host += CHANGES[op, when, ATTENTION] * tokens * (chunks.kept_attention[chunk] == ON_HOST)
             held[action - start, when, ACTIVATIONS] = num_activations
             held[action - start, when, INPUTS] = num_inputs
             held[action - start, when, KV] = num_kv
             held[action - start, when, PENDING] = num_pending
+            held[action - start, when, ATTENTION] = on_gpu
+            held[action - start, when, ATTENTION_ON_HOST] = on_host
     return held
 
 
@@ -103,7 +109,7 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 @compiled
 def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> Int64Array:
-    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 6].
+    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 8].
 
     The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
     back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
@@ -112,20 +118,21 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, held_bytes.tokens.shape[0]
     kv = kv_tokens(chunks)
-    moments = np.zeros((num_ranks, pp, 6), np.int64)
-    moment = np.zeros(6, np.int64)
+    moments = np.zeros((num_ranks, pp, 8), np.int64)
+    moment = np.zeros(8, np.int64)
     for rank in range(num_ranks):
         first_chunk = chunks.rank_chunks[rank]
         for stage in range(pp):
             first_action = actions.stages[rank * pp + stage]
             held = stage_holdings(chunks, kv, actions, rank, stage, pp)
             has_gradients = np.zeros(chunks.rank_chunks[rank + 1] - first_chunk, np.bool_)
-            num_gradients, most = np.int64(0), -1.0
+            num_gradients, on_host, most = np.int64(0), np.int64(0), -1.0
             for action in range(held.shape[0]):
                 op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
                 is_backward = op in (BACKWARD, BACKWARD_INPUT)
                 is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
-                moment[:4] = held[action, START]
+                moment[:LAST_LAYER] = held[action, START]
+                on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
                 for is_end in range(1 + is_first):
                     if is_end:
                         in_group = _mark_group(kv[:, first_chunk:], chunk, has_gradients)
@@ -140,6 +147,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
                         moments[rank, stage] = moment
                 moment[LAST_LAYER] = 0
                 num_gradients -= held[action, START, KV] - held[action, END, KV]
+            moments[rank, stage, ATTENTION_ON_HOST] = on_host
     return moments
 
 
@@ -167,28 +175,30 @@ def _with_keys(num_keys: int, held_bytes: HeldBytes, stage: int) -> float:
     return float(of_page + max(held_bytes.exchanged[0], by_pages))
 
 
-@compiled
 def fullest(moments: Int64Array, held_bytes: HeldBytes) -> tuple[Int64Array, Int64Array]:
-    """Of `moments` int64 [n, pp, 6], see `fullest_moments`, the one that takes most bytes on each stage.
+    """Of `moments` int64 [n, pp, 8], see `fullest_moments`, the one that takes most bytes on each stage.
 
-    Returns it, int64 [pp, 6], and which of the n it is, int64 [pp].
+    Returns it, int64 [pp, 8], and which of the n it is, int64 [pp].
     """
-    pp = moments.shape[1]
-    found, place = np.zeros((pp, 6), np.int64), np.zeros(pp, np.int64)
-    for stage in range(pp):
-        most = -1.0
-        for each in range(moments.shape[0]):
-            num_bytes = _bytes_at(moments[each, stage], held_bytes, stage)
-            if num_bytes > most:
-                most = num_bytes
-                place[stage] = each
-        found[stage] = moments[place[stage], stage]
+    place = bytes_of(moments, held_bytes).argmax(axis=0)  # [pp]
+    found = moments[place, np.arange(place.size)]
+    found[:, ATTENTION_ON_HOST] = moments[:, :, ATTENTION_ON_HOST].max(axis=0)
     return found, place
 
 
 @compiled
+def bytes_of(moments: Int64Array, held_bytes: HeldBytes) -> Float64Array:
+    """What each of `moments` int64 [n, pp, 8] takes on its stage, beside what that holds at every moment: [n, pp]."""
+    found = np.empty(moments.shape[:2])
+    for each in range(moments.shape[0]):
+        for stage in range(moments.shape[1]):
+            found[each, stage] = _bytes_at(moments[each, stage], held_bytes, stage)
+    return found
+
+
+@compiled
 def _bytes_at(moment: Int64Array, held_bytes: HeldBytes, stage: int) -> float:
-    """What `moment` [6] takes on a stage."""
+    """What `moment` [8] takes on a stage, see `bytes_of`."""
     num_bytes = _with_keys(moment[KV], held_bytes, stage)
     for kind in range(held_bytes.tokens.shape[1]):
         num_bytes += moment[kind] * held_bytes.tokens[stage, kind]

@@ -59,8 +59,8 @@ def _check_groups(chunks: Chunks, place: str) -> None:
     on_first = chunks.rank_chunks[np.where(is_block, first, 0)] + number
     is_block &= on_first < chunks.rank_chunks[np.where(is_block, first, 0) + 1]
     on_first = np.where(is_block, on_first, 0)
-    same = (first, size, heads, chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index, chunks.keeps_activations)
-    for column in same:
+    columns = (chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index, chunks.keeps_activations)
+    for column in (first, size, heads, *columns, chunks.kept_attention):
         is_block &= column[on_first] == column
     wrong = np.flatnonzero(shared & ~is_block)
     if wrong.size:
@@ -118,4 +118,4 @@ def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with
     rates = UNIT if cost is None else cost.rates_on(config.dp)
     layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
     exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
-    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange)
+    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange, chunks.kept_attention)

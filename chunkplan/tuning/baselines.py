@@ -13,18 +13,19 @@ from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
+from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.cost.shape import Sight
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
+from chunkplan.planning.memory import memory_of_stages
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.tuning.grid import Progress
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import memory_of_stages
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -192,7 +193,7 @@ def _run(
 def _simulate(
     steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
-    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 6].
+    """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 8].
 
     Groups of `cp` ranks share every micro-batch evenly: one rank of each is simulated.
     """
@@ -213,7 +214,7 @@ def _simulate(
     scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str, num_groups, meeting=meeting)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
-    moments = np.stack([retained, *[0 * retained] * 5], axis=1)
+    moments = np.stack([retained, *[0 * retained] * (len(Held._fields) - 1)], axis=1)
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
 
 

@@ -111,6 +111,7 @@ def _options_entry(options: TuneOptions) -> OptionsEntry:
         "ks": list(options.ks),
         "schedules": None if options.schedules is None else list(options.schedules),
         "cp": options.cp,
+        "keep_attention": options.keep_attention,
     }
 
 
@@ -152,6 +153,8 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         entry["stage_layers"] = config.stage_layers
     if config.split != "full":
         entry["split"] = config.split
+    if config.keep_attention != "off":
+        entry["keep_attention"] = config.keep_attention
     return entry
 
 
@@ -230,6 +233,7 @@ def read_tuning(path: Path) -> Tuned:
             cp=chosen.get("cp", "off"),
             stage_layers=None if "stage_layers" not in chosen else tuple(chosen["stage_layers"]),
             split=chosen.get("split", "full"),
+            keep_attention=chosen.get("keep_attention", "off"),
             global_batch=options["global_batch"],
             seed=options["seed"],
         )

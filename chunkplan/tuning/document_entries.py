@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NotRequired, TypedDict, final
 
-from chunkplan.config.plan import PlanConfig, Split
+from chunkplan.config.plan import KeepAttention, PlanConfig, Split
 from chunkplan.cost.model import SHARDINGS, Sharding
 from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, Expected, one_of, or_null, whole
 from chunkplan.options import entries_of
@@ -33,6 +33,7 @@ class PlanEntries(TypedDict):
     cp: NotRequired[str | int]  # missing where no sequence may be shared
     stage_layers: NotRequired[Sequence[int]]  # missing where they are as even as they come
     split: NotRequired[Split]  # missing where long sequences are cut at ChunkSize ("full")
+    keep_attention: NotRequired[KeepAttention]  # missing where none is kept ("off")
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
@@ -108,6 +109,7 @@ class OptionsEntry(TypedDict):
     ks: NotRequired[list[int]]
     schedules: NotRequired[list[str] | None]
     cp: NotRequired[str | int]
+    keep_attention: NotRequired[str]
 
 
 class DataEntry(TypedDict):
@@ -196,7 +198,7 @@ _OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": w
 _CHOICE = {
     **_OUTCOME,
     **{
-        f"{name}?" if name in ("cp", "stage_layers", "split") else name: expected
+        f"{name}?" if name in ("cp", "stage_layers", "split", "keep_attention") else name: expected
         for name, expected in entries_of(PlanConfig).items()
         if name in PLAN_ENTRIES
     },

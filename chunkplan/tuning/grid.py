@@ -195,8 +195,9 @@ def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample) -> Choice:
 def _choice(outcome: Outcome, memory: MemorySaving, options: TuneOptions, sample: Sample) -> Choice:
     cost = replace(outcome.cost, kv_offload=memory.kv_offload)
     needed = outcome.memory(cost)
-    if needed.total <= options.gpu_memory and cost.rates != outcome.cost.rates:
-        # Keys and values share the link to the host with inputs of layers.
+    shares_link = "offload" in cost.levels or not cost.rates.hides_attention
+    if needed.total <= options.gpu_memory and cost.rates != outcome.cost.rates and shares_link:
+        # Keys and values share the link to the host with inputs of layers, and with attention.
         outcome = try_out(sample, outcome.config, cost)
         needed = outcome.memory(cost)
     seconds = outcome.step_ns / 1e9

@@ -32,12 +32,12 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
-from chunkplan.planning.method import held_bytes_of
+from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
 from chunkplan.tuning.levels import fits
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, memory_of_stages, try_out
+from chunkplan.tuning.trial import Outcome, try_out
 
 #: How often a mixture is made again where what it holds does not fit.
 _ROUNDS = 4
@@ -96,7 +96,7 @@ def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: 
 
 
 def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int, sample: Sample) -> str | None:
-    """The levels of all layers that fit `moments` int64 [n, pp, 6] of stages and run least again; None: none fit.
+    """The levels of all layers that fit `moments` int64 [n, pp, 8] of stages and run least again; None: none fit.
 
     Of the layers of a stage, those with the strongest levels come first: a backward comes to them last, when what the
     others held is free. `sample`: what chunks are like.
@@ -190,7 +190,7 @@ def fitted(
 ) -> list[Outcome] | None:
     """Try levels layer by layer on `samples` until they fit all of these; None where none is found.
 
-    `moments` int64 [n, pp, 6]: what stages hold in trials with other levels. `cost` says all but the levels.
+    `moments` int64 [n, pp, 8]: what stages hold in trials with other levels. `cost` says all but the levels.
     """
     for _ in range(_ROUNDS):
         levels = mixture(config, cost, moments, gpu_memory, samples[0])

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, PlanConfig
+from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, KeepAttention, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.hardware import Hardware
@@ -147,6 +147,7 @@ class TuneOptions(Options):
         default_words=None,
         depends=None,
     )
+    keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
 
     def check_together(self) -> None:
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""
@@ -241,6 +242,7 @@ class TuneOptions(Options):
             pp=layout.pp,
             schedule=schedule,
             seed=self.seed,
+            keep_attention=self.keep_attention,
         )
 
     @property

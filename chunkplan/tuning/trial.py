@@ -10,17 +10,16 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.held import Held
-from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.longest import LongestSequence, longest_sequences
-from chunkplan.cost.memory import StageMemory, split_gradient_bytes, stage_memory
+from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.planning.method import Dataset, chunk_block, held_bytes_of, schedule_block
+from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
+from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
-from chunkplan.schedule.holdings import KV, fullest, fullest_moments
+from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
 
@@ -30,7 +29,7 @@ class Outcome:
 
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
-    step, over all stages. `moments` int64 [2, num_steps, pp, 6]: what each stage holds at its fullest moment on any
+    step, over all stages. `moments` int64 [2, num_steps, pp, 8]: what each stage holds at its fullest moment on any
     rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded. `retained`
     int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
     """
@@ -52,14 +51,8 @@ class Outcome:
 
     def host_bytes(self, cost: CostModel) -> int:
         """Host memory of a GPU of the stage that takes most; `cost` as in `memory`."""
-        of_stages = stage_host_bytes(
-            cost,
-            layers=self.config.layers(cost.shape.num_layers),
-            retained_tokens=self.retained.tolist(),
-            kv_tokens=self.moments[0, :, :, KV].max(axis=0).tolist(),
-            v_shaped=self.config.v_shaped,
-        )
-        return max(of_stages)
+        most = self.moments[0].max(axis=0)
+        return host_bytes_of(self.config, cost, most, self.retained)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
@@ -68,26 +61,6 @@ class Outcome:
 
 def _total(memory: StageMemory) -> int:
     return memory.total
-
-
-def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
-    """Memory of each stage that holds `moments` int64 [pp, 6], see `fullest_moments`."""
-    stages = stage_memory(
-        cost,
-        dp=config.dp,
-        layers=config.layers(cost.shape.num_layers),
-        held=[Held(*moment) for moment in moments.tolist()],
-        chunk_size=config.chunk_size,
-        shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
-    )
-    if not config.splits_backwards:
-        return stages
-    layers = config.layers(cost.shape.num_layers)
-    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
-    return tuple(
-        replace(each, gradients=each.gradients + gradients) for each, gradients in zip(stages, whole, strict=True)
-    )
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
@@ -148,10 +121,11 @@ def try_out(
 def _moments(
     chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
 ) -> Int64Array:
-    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 6]."""
+    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 8]."""
     of_held = held_bytes_of(config, replace(cost, kv_offload=offloaded))
     moments = fullest_moments(chunked.chunks, scheduled.actions, of_held)
-    return np.stack([fullest(of_step, of_held)[0] for of_step in moments.reshape(-1, config.dp, config.pp, 6)])
+    of_steps = moments.reshape(-1, *moments[: config.dp].shape)
+    return np.stack([fullest(of_step, of_held)[0] for of_step in of_steps])
 
 
 def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:

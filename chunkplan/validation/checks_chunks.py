@@ -8,6 +8,7 @@ import numpy as np
 
 from chunkplan.arrays import sum_runs
 from chunkplan.errors import UsageError
+from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
 from chunkplan.planning.selection import check_selection
 from chunkplan.validation.checks_sequences import check_groups, check_one_place, check_prefix, check_tokens_once
 from chunkplan.validation.checks_sharing import check_cp_groups, check_cp_order, check_cp_slices
@@ -93,15 +94,41 @@ def check_chunk_size(columns: ChunkColumns) -> Violation | None:
     )
 
 
+def check_kept_attention(columns: ChunkColumns) -> Violation | None:
+    """Attention is kept somewhere known, by chunks alone that are run again, alike on all ranks that share one."""
+    kept, shared = columns.chunks["kept_attention"], columns.shared
+    words = ", ".join(f'"{word}"' for word in KEPT_ATTENTION)
+    found = columns.at("kept-attention", lambda row: f"kept_attention is none of {words}", kept < 0)
+    found = found or columns.at(
+        "kept-attention",
+        lambda row: f'kept_attention is "{KEPT_ATTENTION[kept[row]]}", and the chunk keeps its activations',
+        (kept != NOT_KEPT) & columns.chunks["keeps_activations"],
+    )
+    if found or columns.config.keep_attention == "off":
+        what = 'kept_attention is not "", and keep_attention is off'
+        return found or columns.at("kept-attention", lambda row: what, kept != NOT_KEPT)
+    other = np.arange(columns.num_chunks)
+    other[shared] = columns.leader
+
+    def differ(row: int) -> str:
+        own, first = (KEPT_ATTENTION[kept[each]] for each in (row, other[row]))
+        return f'kept_attention is "{own}", but "{first}" on rank {columns.chunks["cp_first_rank"][row]} of the block'
+
+    return columns.at("kept-attention", differ, kept != kept[other])
+
+
 #: Run in this order. The checks after one of `STRUCTURAL` rely on it and say nothing sensible where it fails.
 #: `WITHOUT_ANALYSIS` look at the plan alone.
 STRUCTURAL = frozenset({"chunk-ids", "cp-groups", "batch-sizes", "tokens-once"})
-WITHOUT_ANALYSIS = frozenset({"chunk-ids", "cp-groups", "cp-slices", "cp-order", "equal-chunks", "chunk-size"})
+WITHOUT_ANALYSIS = frozenset(
+    {"chunk-ids", "cp-groups", "cp-slices", "cp-order", "kept-attention", "equal-chunks", "chunk-size"}
+)
 CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Violation | None]] = {
     "chunk-ids": check_chunk_ids,
     "cp-groups": check_cp_groups,
     "cp-slices": check_cp_slices,
     "cp-order": check_cp_order,
+    "kept-attention": check_kept_attention,
     "batch-sizes": check_steps,
     "equal-chunks": check_equal_chunks,
     "chunk-size": check_chunk_size,

@@ -17,7 +17,9 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of, sum_runs
 from chunkplan.config.plan import PlanConfig
+from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.arrow import codes_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.planning.selection import expected_copies
 from chunkplan.validation.violation import Violation
@@ -38,7 +40,8 @@ class ChunkColumns:
 
     Arrays of `steps` are [num_steps], those of `chunks` [num_chunks]. `segments` [num_chunks + 1] is where the segments
     of each chunk begin; `sequence_id`, `start` and `end` are [num_segments]. A group_id that is null is -1 here, and
-    `is_grouped` [num_chunks] false. What is derived is computed once, when it is asked for.
+    `is_grouped` [num_chunks] false; kept_attention is its place in `KEPT_ATTENTION`, -1 where it is no word of these.
+    What is derived is computed once, when it is asked for.
     """
 
     plan: Plan
@@ -64,8 +67,9 @@ class ChunkColumns:
             chunks={
                 name: (column.fill_null(-1) if name == "group_id" else column).to_numpy()
                 for name, column in zip(chunks.column_names, chunks.columns, strict=True)
-                if name != "segments"
-            },
+                if name not in ("segments", "kept_attention")
+            }
+            | {"kept_attention": codes_of(chunks.column("kept_attention"), KEPT_ATTENTION)},
             is_grouped=chunks.column("group_id").is_valid().to_numpy(),
             segments=offsets_of(per_chunk),
             **{

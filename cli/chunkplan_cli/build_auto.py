@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TRIED = {"chunk_size": "chunk_sizes", "k": "ks", "schedule": "schedules"}
 
 #: Options of a plan that a tuning has too.
-_SHARED = ("dp", "cp", "pp", "global_batch", "seed")
+_SHARED = ("dp", "cp", "pp", "global_batch", "seed", "keep_attention")
 
 
 def choose(

@@ -66,8 +66,12 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
         )
     if memory is not None:
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
+        if memory.memory.kept_attention:
+            used += f", {gibibytes(memory.memory.kept_attention)} of it attention of what is run again"
         used += f", {ZERO[memory.sharding]}" if memory.dp > 1 and memory.sharding != "optimizer" else ""
         rows.append(("GPU memory", used + ("" if memory.fits else ": does not fit")))
+        if memory.host_bytes:
+            rows.append(("host memory", f"{gibibytes(memory.host_bytes)} for each GPU at most"))
     if summary.dp > 1:
         rows.append(("balance", _balance(summary)))
     if summary.num_exceeding_steps:

@@ -158,7 +158,7 @@ def _verdict(tuning: Tuning) -> Table:
     rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
     if choice.host_bytes:
-        rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU"))
+        rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU{_on_host(choice)}"))
     if by_layer := _level_words(choice):
         rows.append(("checkpointing", by_layer))
     rows.append(("longest sequence", _longest_words(tuning)))
@@ -174,6 +174,14 @@ def _verdict(tuning: Tuning) -> Table:
     for name, words in rows:
         grid.add_row(Text(name, style="dim"), Text(words, style="bold" if name in ("setting", "gain") else ""))
     return grid
+
+
+def _on_host(choice: Choice) -> str:
+    """Say what is in host memory."""
+    words = ["keys and values"] if choice.cost.kv_offload else []
+    words += ["inputs of layers"] if "offload" in choice.cost.levels else []
+    words += ["attention of what is run again"] if choice.config.keep_attention != "off" else []
+    return f": {', '.join(words)}" if words else ""
 
 
 def _gain_words(tuning: Tuning) -> str:

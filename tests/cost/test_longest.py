@@ -23,7 +23,7 @@ GIB = 1 << 30
 def memory_of(folder: Path, longest: int, cost: CostModel, **config: Any) -> PlanMemory:
     """Of a plan of one step with a sequence of `longest` tokens and 63 of 1,000."""
     np.save(folder / "lengths.npy", np.array([longest, *[1000] * 63], np.int32))
-    given = {"chunk_size": 4096, "k": 1, "global_batch": 64, **config}
+    given = {"chunk_size": 4096, "k": 1, "global_batch": 64, "keep_attention": "off", **config}
     plan = chunkplan.build(folder / "lengths.npy", folder / "plan", chunkplan.PlanConfig(**given), cost=cost)
     memory = chunkplan.plan_report(plan).memory
     assert memory is not None

@@ -25,7 +25,7 @@ from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers
-from chunkplan.tuning.trial import memory_of_stages
+from chunkplan.planning.memory import memory_of_stages
 
 GIB = 1 << 30
 A100 = load_hardware("a100")

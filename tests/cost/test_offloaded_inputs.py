@@ -90,7 +90,7 @@ def test_a_token_in_flight_takes_what_lies_around_the_layers():
 
 
 def test_the_host_has_the_inputs_of_all_tokens_in_flight_and_keys_and_values():
-    tokens = {"retained_tokens": [40, 30, 20, 10], "kv_tokens": [100, 100, 100, 100]}
+    tokens = {"retained_tokens": [40, 30, 20, 10], "kv_tokens": [100, 100, 100, 100], "attention_tokens": [0] * 4}
     of_layer = 7 * INPUT
     assert stage_host_bytes(FULL, layers=LAYERS, **tokens) == (0, 0, 0, 0)
     assert stage_host_bytes(OFFLOAD, layers=LAYERS, **tokens) == tuple(of_layer * n for n in (40, 30, 20, 10))
@@ -98,6 +98,9 @@ def test_the_host_has_the_inputs_of_all_tokens_in_flight_and_keys_and_values():
     both = replace(OFFLOAD, kv_offload=True)
     assert stage_host_bytes(both, layers=LAYERS, **tokens) == tuple(of_layer * n + kv for n in (40, 30, 20, 10))
     assert stage_host_bytes(replace(FULL, kv_offload=True), layers=LAYERS, **tokens) == (kv,) * 4
+    kept = tokens | {"attention_tokens": [50] * 4}
+    of_attention = 7 * 50 * (3584 * 2 + 28 * 4)
+    assert stage_host_bytes(FULL, layers=LAYERS, **kept) == (of_attention,) * 4
     mixed = plain_cost(checkpointing="offload:5,full:23")
     assert stage_host_bytes(mixed, layers=LAYERS, **tokens) == (5 * INPUT * 40, 0, 0, 0)
     halves = {name: each[:2] for name, each in tokens.items()}

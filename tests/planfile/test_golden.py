@@ -26,7 +26,7 @@ from tests.support.plain import plain_cost
 
 ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784c"
 
-SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16}
+SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16, "keep_attention": "off"}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
 WRITTEN = {6: "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f"}
@@ -99,6 +99,10 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
         "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
+    ),
+    "kept attention": (
+        {"dp": 2, "pp": 2, "keep_attention": "auto"},
+        "43c4d3e92b70609f5074dfaadc60169bfca6c2eb37857f2c332e62d05b5d1950",
     ),
 }
 

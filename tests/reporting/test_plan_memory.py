@@ -18,8 +18,8 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, plain_layer
 from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planning.memory import memory_of_stages
 from chunkplan.reporting.plan_report import plan_report
-from chunkplan.tuning.trial import memory_of_stages
 from tests.support.small_plans import CONFIGS, LENGTHS, built
 
 #: With as many heads of keys as of queries, and an MLP so narrow that attention needs most in a backward.
@@ -83,7 +83,9 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
         is_first_part = action.virtual_stage == 0
         held["activations"] += chunk.num_tokens * (action.op in ("forward", "recompute"))
         saves = stage > 0 or not is_first_part
-        held["inputs"] += chunk.num_tokens * saves * ((action.op == "forward_kv") - (action.op == "recompute"))
+        waits = chunk.num_tokens * ((action.op == "forward_kv") - (action.op == "recompute"))
+        held["inputs"] += saves * waits
+        held["attention"] += (chunk.kept_attention == "gpu") * waits
         if action.op in ("forward", "forward_kv") and is_first_part and chunk.group_id is not None:
             held["kv"] += chunk.num_tokens
         held["pending"] += chunk.num_tokens * (action.op == "backward_input")

@@ -35,10 +35,11 @@ def test_whatever_a_chunk_goes_through_nothing_of_it_is_held_at_the_end(
     forward: tuple[str, ...], backward: tuple[str, ...]
 ) -> None:
     life = [OPS.index(op) for op in (*forward, *backward)]
-    held = CHANGES[life].reshape(-1, 4).cumsum(axis=0)
-    assert held[-1].tolist() == [0, 0, 0, 0]
+    held = CHANGES[life].reshape(-1, 5).cumsum(axis=0)
+    assert not held[-1].any()
     assert held.min() == 0
-    assert held.max(axis=0).tolist() == [1, int(forward[0] == "forward_kv"), 1, int(len(backward) == 2)]
+    waits = int(forward[0] == "forward_kv")
+    assert held.max(axis=0).tolist() == [1, waits, 1, int(len(backward) == 2), waits]
     assert np.all(held[:, PENDING] <= held[:, ACTIVATIONS])
 
 
@@ -58,17 +59,17 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert held[:, START, ACTIVATIONS].tolist() == [3, 3, 0, 5, 5, 8, 8]
     assert held[:, START, INPUTS].tolist() == [0, 0, 8, 8, 8, 0, 0]
     assert held[:, START, KV].tolist() == [0, 0, 8, 13, 13, 13, 13]
-    assert held[-1, 1].tolist() == [0, 0, 0, 0]
+    assert not held[-1, 1].any()
     assert peak_retained(chunks, actions).tolist() == [0, 8]
     for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (LAST_LAYER, 5), (KV_GRADIENTS, 13)):
-        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(6)[kind], (2, 1))))[0, 1, kind] == most
+        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (2, 1))))[0, 1, kind] == most
 
 
 @pytest.mark.parametrize(
     ("gradient_bytes", "moment"),
     [
-        (1, [10, 0, 25, 0, 0, 0]),  # two chunks, before the backward of the last one
-        (3, [5, 0, 25, 0, 5, 25]),  # as that one ends
+        (1, [10, 0, 25, 0, 0, 0, 0, 0]),  # two chunks, before the backward of the last one
+        (3, [5, 0, 25, 0, 0, 0, 5, 25]),  # as that one ends
     ],
 )
 def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient_bytes: int, moment: list[int]) -> None:
@@ -83,7 +84,7 @@ def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient
         np.array([0, len(done)]),
     )
     chunks = chunks_without_segments([0, 6], [5] * 6, [-1, *[0] * 5], [True, False, False, False, True, True])
-    token_bytes = np.array([[10.0, 0, 1, 0, 1, gradient_bytes]])
+    token_bytes = np.array([[10.0, 0, 1, 0, 0, 0, 1, gradient_bytes]])
     assert fullest_moments(chunks, actions, by_tokens(token_bytes))[0, 0].tolist() == moment
 
 

@@ -34,10 +34,10 @@ def built(folder: Path, lengths: Any, cost: CostModel | None = None, **config: A
 
 
 def by_tokens(tokens: Any) -> HeldBytes:
-    """What stages hold, if each token of a kind takes as much: `tokens` [pp, 6]."""
+    """What stages hold, if each token of a kind takes as much: `tokens` [pp, 8]."""
     each = np.asarray(tokens, np.float64)
-    gradients = np.stack([each[:, 5], np.zeros(len(each)), np.full(len(each), np.inf)], axis=1)[:, None]
-    return HeldBytes(each[:, :5].copy(), gradients, np.zeros((len(each), 1, 2)), 1, np.zeros(3), 1)
+    gradients = np.stack([each[:, 7], np.zeros(len(each)), np.full(len(each), np.inf)], axis=1)[:, None]
+    return HeldBytes(each[:, :7].copy(), gradients, np.zeros((len(each), 1, 2)), 1, np.zeros(3), 1)
 
 
 def with_late_rank(plan: Plan) -> PlanStep:

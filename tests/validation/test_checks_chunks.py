@@ -45,7 +45,17 @@ def token_count_wrong(rows: Rows) -> None:
     rows["chunks"][0]["num_tokens"] += 1
 
 
+def attention_kept_nowhere_known(rows: Rows) -> None:
+    find(rows, keeps_activations=False)["kept_attention"] = "disk"
+
+
+def attention_kept_beside_activations(rows: Rows) -> None:
+    find(rows, keeps_activations=True)["kept_attention"] = "host"
+
+
 CASES: dict[str, Case] = {
+    "attention kept nowhere known": ("kept-attention", attention_kept_nowhere_known, None),
+    "attention kept beside activations": ("kept-attention", attention_kept_beside_activations, None),
     "rows unsorted": ("chunk-ids", rows_unsorted, (0, 1, 0)),
     "sequences misstated": ("batch-sizes", sequences_misstated, (1, None, None)),
     "an empty segment": ("chunk-size", empty_segment, (0, 1, 0)),
@@ -116,3 +126,23 @@ def test_equal_chunks_are_checked_where_the_plan_promises_them(
         if not valid:
             [violation] = result.violations
             assert (violation.invariant, violation.step, violation.dp_rank) == ("equal-chunks", 0, 1)
+
+
+def test_attention_is_kept_where_the_plan_may_keep_it_and_alike_on_all_ranks_of_a_block(
+    plan: Path, shared_plan: Path
+) -> None:
+    def keep_all(rows: Rows) -> None:
+        for row in rows["chunks"]:
+            row["kept_attention"] = "" if row["keeps_activations"] else "host"
+
+    def keep_one(rows: Rows) -> None:
+        find(rows, keeps_activations=False, cp_size=8, dp_rank=1)["kept_attention"] = "host"
+
+    tamper(plan, keep_all)
+    assert validate(plan).ok
+    tamper(plan, lambda rows: None, keep_attention="off")
+    [found] = validate(plan).violations
+    assert found.invariant == "kept-attention" and "keep_attention is off" in found.message
+    tamper(shared_plan, keep_one)
+    [found] = validate(shared_plan).violations
+    assert found.invariant == "kept-attention" and 'is "host", but "gpu"' in found.message

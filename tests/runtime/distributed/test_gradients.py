@@ -409,7 +409,7 @@ def predicted_tokens(step: PlanStep, pp: int) -> list[list[int]]:
     )
     chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(6)[kind], (pp, 1))))[0, :, kind].tolist()
+        fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (pp, 1))))[0, :, kind].tolist()
         for kind in range(4)
     ]
     assert by_kind[0] == peak_retained(chunks, actions).tolist()

@@ -1,0 +1,129 @@
+"""Chooses which chunks keep what attention gave, from their first forward for their recompute: on the GPU, or the host.
+
+A chunk of which nothing but keys and values is kept runs attention twice, and the further into its sequence it is, the
+longer that takes; output and log-sum-exp, which is all that its backward needs of it, take as many bytes wherever it
+is. With them the recompute runs everything but attention.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.compiled import compiled
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import durations
+from chunkplan.cost.model import CostModel
+from chunkplan.operations import ON_GPU, ON_HOST
+from chunkplan.planfile.chunks import Chunks, chunks_of_rows_at, exchange_of
+from chunkplan.planning.memory import held_bytes_of, memory_of_stages
+from chunkplan.schedule.actions import FORWARD_KV, RECOMPUTE, Actions
+from chunkplan.schedule.holdings import ATTENTION, bytes_of, fullest, fullest_moments
+
+#: Bytes by which sums of rounded parts may be off.
+_ROUNDED = 64
+
+
+def keep_on_host(chunks: Chunks, config: PlanConfig, cost: CostModel) -> None:
+    """Have chunks keep attention in host memory where that pays: writes `chunks.kept_attention`.
+
+    What attention gives is sent to the host while the first forward runs other layers and fetched while the recompute
+    does, over one link for either direction, which it shares with inputs of layers and offloaded keys and values: what
+    the link takes longer than the layers, an action takes longer. It pays where the recompute takes less time so, and
+    neither action more, on any model stage: then no order of actions takes longer. (All ranks that share a chunk do
+    alike.)
+    """
+    rows = np.flatnonzero(~chunks.keeps_activations & (config.keep_attention != "off"))
+    if rows.size:
+        chunks.kept_attention[rows[_pays(chunks, rows, ON_HOST, config, cost)]] = ON_HOST
+
+
+def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: CostModel) -> Int64Array:
+    """Have chunks keep attention on the GPU as far as that fits, in the order of `actions`: writes `kept_attention`.
+
+    Those with most attention for each token come first, which has as many bytes in all. One keeps it where every stage,
+    of every rank that shares the chunk, has room for it from the first forward to the recompute beside what others keep
+    then, if what else it holds were as much as at its fullest moment. Where keys and values lie in host memory, for
+    want of room, none does. Returns the chunks, int64 [num_kept].
+    """
+    rows = np.flatnonzero(~chunks.keeps_activations & (config.keep_attention != "off") & (not cost.kv_offload))
+    if rows.size:
+        rows = rows[_pays(chunks, rows, ON_GPU, config, cost)]
+    if not rows.size:
+        return rows
+    held = held_bytes_of(config, cost)
+    moments = fullest_moments(chunks, actions, held)  # [num_ranks, pp, 8]
+    most, _ = fullest(moments, held)
+    totals = np.array([stage.total for stage in memory_of_stages(config, cost, most)])  # [pp]
+    others = totals - bytes_of(most[None], held)[0] + bytes_of(moments, held)  # [num_ranks, pp]
+    room = (cost.hardware.memory_bytes - _ROUNDED - others) // np.maximum(held.tokens[:, ATTENTION], 1e-9)
+    first = first_of_block(chunks, config.dp)
+    order = rows[first[rows] == rows]
+    order = order[np.argsort(-chunks.attention_pairs[order] / chunks.num_tokens[order], kind="stable")]
+    kept = np.flatnonzero(_fill_room(chunks, actions, order, np.minimum(room, 2.0**62).astype(np.int64), config.dp))
+    chunks.kept_attention[kept] = ON_GPU
+    return kept
+
+
+def first_of_block(chunks: Chunks, dp: int) -> Int64Array:
+    """Of each chunk the same one on the first of the ranks that share it, itself where none do; int64 [num_chunks]."""
+    own = np.arange(chunks.num_tokens.size)
+    rank = np.repeat(np.arange(chunks.rank_chunks.size - 1), np.diff(chunks.rank_chunks))
+    first_rank = np.where(chunks.cp_size > 1, rank // dp * dp + chunks.cp_first_rank, rank)
+    return own - chunks.rank_chunks[rank] + chunks.rank_chunks[first_rank]
+
+
+def _pays(chunks: Chunks, rows: Int64Array, where: int, config: PlanConfig, cost: CostModel) -> BoolArray:
+    """Whether keeping attention there makes an action with each of the chunks `rows` shorter, and none longer: on all
+    ranks that share it; bool [n]."""
+    own = chunks_of_rows_at(chunks, rows)
+    before, after = (
+        durations(
+            own.num_tokens,
+            own.attention_pairs,
+            cost.rates_on(config.dp),
+            config.layers(cost.shape.num_layers),
+            exchange_of(own, cost),
+            kept,
+        )
+        for kept in (own.kept_attention, np.full(rows.size, where, np.int8))
+    )
+    pays = (after <= before).all(axis=(0, 1)) & ((after < before).any(axis=(0, 1)) | (own.kept_attention != 0))
+    first = first_of_block(chunks, config.dp)[rows]
+    agreed = np.ones(chunks.num_tokens.size, np.bool_)
+    agreed[first[~pays]] = False
+    return agreed[first]
+
+
+@compiled
+def _fill_room(chunks: Chunks, actions: Actions, order: Int64Array, room: Int64Array, dp: int) -> BoolArray:
+    """Whether each chunk keeps attention on the GPU, bool [num_chunks]: those of `order` for whose tokens there is
+    `room`, int64 [num_ranks, pp], beside what has been given to others."""
+    num_ranks, pp = room.shape
+    num_parts = np.max(actions.virtual_stages) + 1
+    begins = np.zeros((chunks.num_tokens.size, num_parts * pp), np.int64)
+    ends = np.zeros((chunks.num_tokens.size, num_parts * pp), np.int64)
+    for row in range(num_ranks * pp):
+        for action in range(actions.stages[row], actions.stages[row + 1]):
+            chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids[action]
+            part = actions.virtual_stages[action] * pp + row % pp
+            if actions.ops[action] == FORWARD_KV:
+                begins[chunk, part] = action
+            elif actions.ops[action] == RECOMPUTE:
+                ends[chunk, part] = action
+    given = np.zeros(actions.ops.size, np.int64)
+    is_kept = np.zeros(chunks.num_tokens.size, np.bool_)
+    for first in order:
+        first_rank = np.searchsorted(chunks.rank_chunks, first, side="right") - 1
+        fits, number = True, first - chunks.rank_chunks[first_rank]
+        for give in (1, -1):
+            for rank in range(first_rank, first_rank + chunks.cp_size[first]):
+                chunk = chunks.rank_chunks[rank] + number
+                is_kept[chunk] = give > 0
+                for part in range(num_parts * pp):
+                    for action in range(begins[chunk, part], ends[chunk, part]):
+                        given[action] += give * chunks.num_tokens[chunk]
+                        fits = fits and (give < 0 or given[action] <= room[rank, part % pp])
+            if fits:
+                break
+    return is_kept
