@@ -62,6 +62,9 @@ from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_templa
 #: No more memory than state-aware 1F1B takes.
 AS_TEMPLATE = -1
 
+#: Where state-aware 1F1B is as near to the lower bound of a step, one part in so many, nothing else is tried.
+_NEAR = 50
+
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 20_000
 
@@ -136,11 +139,13 @@ def auto(
     while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
-        new, state = _changed(chunks, answer, pp, state)
+        in_vain += 1
+        new, is_other, state = _changed(chunks, answer, pp, state)
+        if not is_other:
+            continue
         limits.idle[:] = most_end - work - after
         end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
-        in_vain += 1
         if end >= 0:
             now, answer = end, new
             if end < best:
@@ -148,6 +153,65 @@ def auto(
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
         history[turn] = min(history[turn], now)
     return actions, best
+
+
+@compiled
+def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool) -> Actions:
+    """The order of all ranks of a step, [num_ranks * pp] stages: the rank that is done last counts.
+
+    Ranks that share chunks are scheduled together. Others are one by one, the one with the most to do first: none need
+    be done sooner than the slowest before it, or than the bound of the step, and those that are alike are looked at
+    once. Groups of different ranks have different numbers.
+    """
+    num_ranks = chunks.rank_chunks.size - 1
+    actions, _, _, end = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    bounds = np.empty(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+        bounds[rank] = order_bound(own[0], own[1], pp, splits_backward)
+    enough = int(bounds.max())
+    if np.any(chunks.cp_size > 1):
+        enough = order_bound(chunks, times, pp, splits_backward)
+    if end <= enough + enough // _NEAR:
+        return actions
+    if np.any(chunks.cp_size > 1):
+        return auto(chunks, times, pp, memory_tokens, 0, splits_backward)[0]
+    slowest_first = np.argsort(-bounds, kind="mergesort")
+    for place, rank in enumerate(slowest_first):
+        twin = _twin(chunks, times, rank, slowest_first[:place])
+        to = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
+        if twin >= 0:
+            of = slice(actions.stages[twin * pp], actions.stages[(twin + 1) * pp])
+            actions.ops[to], actions.chunk_ids[to] = actions.ops[of], actions.chunk_ids[of]
+            continue
+        rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+        found, end = auto(rank_chunks, rank_times, pp, memory_tokens, enough, splits_backward)
+        actions.ops[to], actions.chunk_ids[to] = found.ops, found.chunk_ids
+        enough = max(enough, end)
+    return actions
+
+
+@compiled
+def _twin(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
+    """The first of some ranks whose chunks are those of `rank`, which are of the same kinds and take as long, or -1."""
+    start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    for other in others:
+        shift = chunks.rank_chunks[other] - start
+        is_twin = chunks.rank_chunks[other + 1] - shift == stop
+        chunk = start
+        while is_twin and chunk < stop:
+            twin = chunk + shift
+            is_twin = chunks.num_tokens[chunk] == chunks.num_tokens[twin]
+            is_twin &= chunks.keeps_activations[chunk] == chunks.keeps_activations[twin]
+            is_twin &= (chunks.group_id[chunk] < 0) == (chunks.group_id[twin] < 0)
+            if chunk > start and chunks.group_id[chunk] >= 0:
+                same = chunks.group_id[chunk] == chunks.group_id[chunk - 1]
+                is_twin &= same == (chunks.group_id[twin] == chunks.group_id[twin - 1])
+            is_twin &= np.all(times.durations[:, :, chunk] == times.durations[:, :, twin])
+            chunk += 1
+        if is_twin:
+            return int(other)
+    return -1
 
 
 @compiled
@@ -236,27 +300,34 @@ def _orders(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
 
 
 @compiled
-def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, int]:
-    """Another answer, with one thing changed on one rank, and the state of the random numbers; shared chunks stay."""
+def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, bool, int]:
+    """Another answer, with one thing changed on one rank, whether it is one, and the state of the random numbers.
+
+    Shared chunks stay.
+    """
     order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
     new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
     state, rank = draw(state, chunks.rank_chunks.size - 1)
     base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     if base == end:
-        return new, state
+        return new, False, state
+    rows = slice(rank * pp, (rank + 1) * pp)
     own = Answer(
         Order(order.forwards[base:end] - base, order.backwards[base:end] - base),
-        new.ahead[rank * pp : (rank + 1) * pp],
-        new.forward_first[rank * pp : (rank + 1) * pp],
+        new.ahead[rows],
+        new.forward_first[rows],
     )
     state = change(chunks.group_id[base:end], own, state)
+    is_other = np.any(new.ahead[rows] != answer.ahead[rows])
+    is_other |= np.any(new.forward_first[rows] != answer.forward_first[rows])
     stop = base + np.sum(chunks.cp_size[base:end] > 1)
     forwards, backwards = own.order.forwards + base, own.order.backwards + base
     if np.all(forwards[: stop - base] == order.forwards[base:stop]) and np.all(
         backwards[: stop - base] == order.backwards[base:stop]
     ):
+        is_other |= np.any(forwards != order.forwards[base:end]) or np.any(backwards != order.backwards[base:end])
         order.forwards[base:end], order.backwards[base:end] = forwards, backwards
-    return new, state
+    return new, bool(is_other), state
 
 
 @compiled
