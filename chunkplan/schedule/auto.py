@@ -66,10 +66,10 @@ AS_TEMPLATE = -1
 _NEAR = 50
 
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
-_ACTIONS = 20_000
+_ACTIONS = 8_000
 
 #: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
-_IN_VAIN = 256
+_IN_VAIN = 128
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
@@ -99,7 +99,8 @@ def auto(
     n, num_rows = chunks.keeps_activations.size, (chunks.rank_chunks.size - 1) * pp
     if not n:
         return empty_actions(chunks.keeps_activations, pp, pp, splits_backward), 0
-    actions, memory, kv_limit, best = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    actions, memory, kv_limit, ends = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    best = int(np.max(ends))
     jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
     work, after, bound = _rows(chunks, times, jobs, pp, splits_backward)
     good = max(bound + bound // _GAP, enough)
@@ -159,25 +160,20 @@ def auto(
 def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool) -> Actions:
     """The order of all ranks of a step, [num_ranks * pp] stages: the rank that is done last counts.
 
-    Ranks that share chunks are scheduled together. Others are one by one, the one with the most to do first: none need
-    be done sooner than the slowest before it, or than the bound of the step, and those that are alike are looked at
-    once. Groups of different ranks have different numbers.
+    Ranks that share chunks are scheduled together. Others are one by one, the slowest of state-aware 1F1B first: none
+    need be done sooner than those before it could be, or than the bound of the step, and of those that are alike one is
+    looked at. Groups of different ranks have different numbers.
     """
-    num_ranks = chunks.rank_chunks.size - 1
-    actions, _, _, end = _as_template(chunks, times, pp, memory_tokens, splits_backward)
-    bounds = np.empty(num_ranks, np.int64)
-    for rank in range(num_ranks):
-        own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-        bounds[rank] = order_bound(own[0], own[1], pp, splits_backward)
-    enough = int(bounds.max())
-    if np.any(chunks.cp_size > 1):
-        enough = order_bound(chunks, times, pp, splits_backward)
-    if end <= enough + enough // _NEAR:
+    actions, _, _, ends = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    enough = order_bound(chunks, times, pp, splits_backward)
+    if np.max(ends) <= enough + enough // _NEAR:
         return actions
     if np.any(chunks.cp_size > 1):
         return auto(chunks, times, pp, memory_tokens, 0, splits_backward)[0]
-    slowest_first = np.argsort(-bounds, kind="mergesort")
+    slowest_first = np.argsort(-ends, kind="mergesort")
     for place, rank in enumerate(slowest_first):
+        if ends[rank] <= enough:
+            break
         twin = _twin(chunks, times, rank, slowest_first[:place])
         to = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
         if twin >= 0:
@@ -224,10 +220,9 @@ def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: boo
 @compiled
 def _as_template(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
-) -> tuple[Actions, int, int, int]:
-    """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when it is done.
-
-    That is later than anything where it holds too much.
+) -> tuple[Actions, int, int, Int64Array]:
+    """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when each rank is
+    done, [num_ranks]: later than anything where one holds too much.
     """
     num_ranks = chunks.rank_chunks.size - 1
     actions, ends, retained = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
@@ -244,8 +239,11 @@ def _as_template(
             kv_limit = max(kv_limit, held[action, START, KV])
     memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
     kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
-    best = np.int64(np.max(ends)) if of_template <= memory else np.iinfo(np.int64).max
-    return actions, int(memory), int(kv_limit), int(best)
+    rank_ends = np.full(num_ranks, np.iinfo(np.int64).max)
+    if of_template <= memory:
+        for rank in range(num_ranks):
+            rank_ends[rank] = np.max(ends[actions.stages[rank * pp] : actions.stages[(rank + 1) * pp]])
+    return actions, int(memory), int(kv_limit), rank_ends
 
 
 @compiled
