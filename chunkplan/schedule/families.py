@@ -138,7 +138,8 @@ def _of_step(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, ranks: range, splits: bool
 ) -> Actions:
     """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
-    from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
+    from chunkplan.schedule.auto import AS_TEMPLATE
+    from chunkplan.schedule.auto_step import auto_step
 
     memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
     step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
