@@ -236,9 +236,9 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
         found, first, is_late, least = 0, 0, True, np.int64(0)
         for index in range(sizes.size):
             size = sizes[index]
-            block, before = 0, np.max(loads[:size])
+            block, before = 0, _most(loads, 0, size)
             for rank in range(size, dp, size):
-                load = np.max(loads[rank : rank + size])
+                load = _most(loads, rank, size)
                 if load < before:
                     block, before = rank, load
             end = before + step.times[index, job]
@@ -248,6 +248,15 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
                 found, first, is_late, least = index, block, late, value
         choice[job] = found
         loads[first : first + sizes[found]] += step.times[found, job]
+
+
+@compiled
+def _most(loads: Int64Array, first: int, size: int) -> int:
+    """The most of some loads, of which there are few: numpy would take longer."""
+    most = loads[first]
+    for rank in range(first + 1, first + size):
+        most = max(most, loads[rank])
+    return most
 
 
 @compiled
