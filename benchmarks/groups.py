@@ -156,7 +156,7 @@ def measure_ten_million(folder: Path) -> list[Row]:
         found: Row = {"--cp": cp}
         for name, command in commands.items():
             run(command)
-            seconds, num_bytes = run(command)
+            seconds, num_bytes, _ = run(command)
             found |= {f"{name} s": f"{seconds:.2f}", f"{name} GB": f"{num_bytes / 1e9:.2f}"}
         rows.append(found)
     return rows

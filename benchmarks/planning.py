@@ -46,9 +46,9 @@ def measure_plan(sizes: list[int], folder: Path) -> list[Row]:
         build = ["build", source, *options, "--output", folder / "plan"]
         validate = ["validate", folder / "plan"]
         run(build)
-        build_seconds, build_bytes = run(build)
+        build_seconds, build_bytes, _ = run(build)
         run(validate)
-        validate_seconds, validate_bytes = run(validate)
+        validate_seconds, validate_bytes, _ = run(validate)
         rows.append(
             {
                 "sequences": size,
@@ -75,15 +75,32 @@ def trl_seconds(size: int) -> float | None:
     return time.perf_counter() - started
 
 
-def run(arguments: list[Any]) -> tuple[float, int]:
-    """Measure seconds and peak bytes of a `chunkplan` command, which uses threads and no further processes."""
+def measure_layouts(sizes: list[int], folder: Path) -> list[Row]:
+    """Measure `chunkplan build` of several layouts: on a shared machine, compare processor seconds."""
+    rows = []
+    for size in sizes:
+        source = write_lengths(folder / f"{size}.parquet", lengths("long-tail", size, cap=None))
+        for layout in ("--dp 8 --cp off", "--dp 8", "--dp 8 --pp 4", "--dp 8 --pp 4 --cp off"):
+            options = ["--chunk-size", "8192", "--k", "4", *layout.split()]
+            build = ["build", source, *options, "--output", folder / "plan"]
+            run(build)
+            seconds, _, processor = run(build)
+            rows.append({"sequences": size, "layout": layout, "build s": round(seconds, 1)})
+            rows[-1]["of a processor"] = round(processor, 1)
+    return rows
+
+
+def run(arguments: list[Any]) -> tuple[float, int, float]:
+    """Measure a `chunkplan` command, which uses threads and no further processes: seconds, peak bytes, and seconds of
+    all processors."""
     command = [sys.executable, "-m", "chunkplan_cli.main", *map(str, arguments)]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
-    return time.perf_counter() - started, usage.ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    num_bytes = usage.ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    return time.perf_counter() - started, num_bytes, usage.ru_utime + usage.ru_stime
 
 
 def measure_balance(distributions: dict[str, np.ndarray], folder: Path) -> list[Row]:
@@ -188,7 +205,7 @@ def print_table(title: str, rows: Iterable[Row]) -> None:
 def main() -> None:
     """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["plan", "balance", "certificates"])
+    parser.add_argument("--only", choices=["plan", "layouts", "balance", "certificates"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--steps-of", type=int, default=1_000_000, help="synthetic sequences for balance")
     parser.add_argument("--real", type=Path, nargs="*", default=[], help=".parquet files with a column of lengths")
@@ -197,6 +214,7 @@ def main() -> None:
     real = {path.stem: pq.read_table(path).column(0).to_numpy() for path in options.real}
     parts: dict[str, Callable[[Path], list[Row]]] = {
         "plan": lambda folder: measure_plan(options.sizes, folder),
+        "layouts": lambda folder: measure_layouts(options.sizes, folder),
         "balance": lambda folder: measure_balance(
             {"long-tail": lengths("long-tail", options.steps_of, cap=None), **real}, folder
         ),
@@ -211,6 +229,7 @@ def main() -> None:
 
 TITLES = {
     "plan": "Whole plan: read, batch, balance, pack, certify, write (global batch 256, dp 8, C 8192)",
+    "layouts": "Layouts (long-tail lengths, global batch 256, C 8192, K 4)",
     "balance": "Balance (global batch 256)",
     "certificates": "Steps proved to have the fewest chunks (dp 1, no tail sharing, global batch 256)",
 }

@@ -52,8 +52,12 @@ class Pace:
     #: A rate is told after so many seconds and so much of the work, or after so many seconds whatever is done.
     _SECONDS, _SHARE, _ANY_SHARE_SECONDS = 10.0, 0.05, 120.0
 
-    def __init__(self) -> None:
-        """Begin without any report."""
+    #: Of work whose parts are alike it is told after so many seconds from the beginning.
+    ALIKE_SECONDS = 5.0
+
+    def __init__(self, began: float | None = None) -> None:
+        """Begin without any report; `began`: when, in seconds, of work whose parts are alike."""
+        self._began = began
         self._first: tuple[float, int] | None = None
         self._later: deque[tuple[float, int]] = deque()
 
@@ -71,8 +75,14 @@ class Pace:
         if now >= self._later[-1][0] + 0.1:
             self._later.append((now, done))
         elapsed = now - began
-        is_enough = elapsed >= self._SECONDS and done - done_then >= self._SHARE * total
-        if not (is_enough or elapsed >= self._ANY_SHARE_SECONDS) or done <= done_since:
+        if self._began is not None:
+            is_enough = now - self._began >= self.ALIKE_SECONDS
+            if done_since == done:  # nothing since the first report
+                since, done_since = self._began, 0
+        else:
+            is_enough = elapsed >= self._SECONDS and done - done_then >= self._SHARE * total
+            is_enough |= elapsed >= self._ANY_SHARE_SECONDS
+        if not is_enough or done <= done_since:
             return None
         return (done - done_since) / (now - since)
 

@@ -16,9 +16,10 @@ from chunkplan.config.plan import PlanConfig
 _KEYS = 1 << 16
 
 #: Sequences and steps of a block, at most, unless a single step has more: (step, tokens, position) of each sequence
-#: then fits 63 bits. Larger blocks waste less time between them; small ones do where each step takes long.
-BLOCK_SEQUENCES, BLOCK_STEPS = 1 << 18, 1 << 13
-SLOW_BLOCK_SEQUENCES = 1 << 12
+#: then fits 63 bits; and steps times ranks times stages. Larger blocks waste less time between them; small ones do
+#: where each step takes long, and progress is told block by block.
+BLOCK_SEQUENCES, BLOCK_STEPS, BLOCK_STAGES = 1 << 18, 1 << 13, 1 << 13
+SLOW_BLOCK_SEQUENCES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def step_blocks(copies: Callable[[int], Int32Array], config: PlanConfig) -> Iter
     """The steps of all epochs, as many together as fit a block. No step spans two epochs."""
     is_slow = config.balance == "search" or config.packing not in ("auto", "bfd")
     most_sequences = SLOW_BLOCK_SEQUENCES if is_slow else BLOCK_SEQUENCES
-    per_block = min(max(1, most_sequences // config.global_batch), BLOCK_STEPS)
+    most_steps = 1 if config.schedule == "search" else min(BLOCK_STAGES // (config.dp * config.pp), BLOCK_STEPS)
+    per_block = max(1, min(most_sequences // config.global_batch, most_steps))
     first_step = 0
     for epoch in range(config.epochs):
         order = epoch_order(copies(epoch), config.seed, epoch)

@@ -21,14 +21,16 @@ from chunkplan.planning.splitting import TargetMask, count_part_targets
 class ChunkedBlock:
     """The sequences of some steps, each in its place, and the chunks that they make.
 
-    `step_starts` int64 [num_steps + 1]: where the sequences of each step begin; `ids` int32 [num_sequences]; `times`:
-    those of the plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of everything done with each
-    chunk on all model stages, and of what of it is recomputing. `bound_ns` int64 [num_steps]: see `share_sequences`;
+    `step_starts` int64 [num_steps + 1]: where the sequences of each step begin; `ids` int32, `necessary_ns` int64
+    [num_sequences]: what each takes whole, forward and backward, without what chunks cost beside; `times`: those of the
+    plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of everything done with each chunk on all
+    model stages, and of what of it is recomputing. `bound_ns` int64 [num_steps]: see `share_sequences`;
     None where no sequence may be shared.
     """
 
     step_starts: Int64Array
     ids: Int32Array
+    necessary_ns: Int64Array
     sequences: Sequences
     placement: Placement
     chunks: Chunks

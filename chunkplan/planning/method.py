@@ -105,7 +105,8 @@ def chunk_block(
     """
     step_starts = offsets_of(block.sizes)  # [num_steps + 1]
     ids, tokens = longest_first(block, dataset.num_tokens)  # [num_sequences] both
-    sequences = cut_sequences(tokens, config, cost)
+    necessary_ns = work_ns(cost, tokens, whole_pairs(cost, tokens))  # [num_sequences]
+    sequences = cut_sequences(tokens, necessary_ns, config, cost)
 
     rules = Rules(
         dp=config.dp,
@@ -116,8 +117,8 @@ def chunk_block(
     )
     bound_ns = None
     if config.cp != "off":
-        shares, bound_ns = share_sequences(step_starts, sequences, config, cost)
-        sequences = cut_sequences(tokens, config, cost, shares)
+        shares, bound_ns = share_sequences(step_starts, sequences, necessary_ns, config, cost)
+        sequences = cut_sequences(tokens, necessary_ns, config, cost, shares)
     placement = place_steps(step_starts, sequences, rules)
     if config.balance == "search":
         refine_assignment(step_starts, sequences, rules, placement, is_cancelled, equal_chunks=config.equal_chunks)
@@ -133,7 +134,9 @@ def chunk_block(
     chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
-    return ChunkedBlock(step_starts, ids, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns)
+    return ChunkedBlock(
+        step_starts, ids, necessary_ns, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns
+    )
 
 
 def schedule_block(
@@ -180,7 +183,7 @@ def predict_block(
     scheduled: Scheduled,
 ) -> Planned:
     """Prediction: the time of each step on its ranks, what each stage holds at most, and the rows that say so."""
-    tokens, rank_chunks = chunked.sequences.tokens, chunked.chunks.rank_chunks
+    rank_chunks = chunked.chunks.rank_chunks
     steps = steps_table(
         block.first_step,
         block.epoch,
@@ -192,7 +195,6 @@ def predict_block(
             retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
             recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
         ),
-        necessary_ns=work_ns(cost, tokens, whole_pairs(cost, tokens)),  # [num_sequences]
         chunk_ns=cost.chunk_ns,
         pp=config.pp,
     )

@@ -16,7 +16,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns, whole_pairs, work_ns
+from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
@@ -43,9 +43,11 @@ _TRIED, _ROUNDS = 24, 24
 
 
 def share_sequences(
-    step_starts: Int64Array, sequences: Sequences, config: PlanConfig, cost: CostModel
+    step_starts: Int64Array, sequences: Sequences, necessary_ns: Int64Array, config: PlanConfig, cost: CostModel
 ) -> tuple[Shares, Int64Array]:
     """How ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
+
+    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside.
 
     Returns with it a time in ns, int64 [num_steps], within which no plan has the slowest rank done, however sequences
     are shared, by the sizes of `config` and in chunks of ChunkSize: the larger of two. Ranks do what there is at least
@@ -63,7 +65,7 @@ def share_sequences(
     times = np.empty((sizes.size, large.size), np.int64)  # [num_sizes, m]
     heads = np.ones((sizes.size, large.size), np.int64)  # [num_sizes, m]
     times[0] = alone[large]
-    work = work_ns(cost, sequences.tokens, whole_pairs(cost, sequences.tokens))  # [n]
+    work = necessary_ns.copy()  # [n]
     work[large] = sequences.work[large] - num_parts[large] * chunk_ns  # as it is cut: with what is recomputed of it
     for index, size in enumerate(sizes[1:].tolist(), 1):
         times[index], heads[index], num_chunks = _shared_times(sequences.tokens[large], size, config, cost)
@@ -236,9 +238,9 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
         found, first, is_late, least = 0, 0, True, np.int64(0)
         for index in range(sizes.size):
             size = sizes[index]
-            block, before = 0, np.max(loads[:size])
+            block, before = 0, _most(loads, 0, size)
             for rank in range(size, dp, size):
-                load = np.max(loads[rank : rank + size])
+                load = _most(loads, rank, size)
                 if load < before:
                     block, before = rank, load
             end = before + step.times[index, job]
@@ -248,6 +250,15 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
                 found, first, is_late, least = index, block, late, value
         choice[job] = found
         loads[first : first + sizes[found]] += step.times[found, job]
+
+
+@compiled
+def _most(loads: Int64Array, first: int, size: int) -> int:
+    """The most of some loads, of which there are few: numpy would take longer."""
+    most = loads[first]
+    for rank in range(first + 1, first + size):
+        most = max(most, loads[rank])
+    return most
 
 
 @compiled
@@ -261,10 +272,16 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
             return
         found, to = -1, 0
         least = best - step.bound // (4 * _WORTH)
+        total = step.rest
+        for job in range(choice.size):
+            total += step.sizes[choice[job]] * step.times[choice[job], job]
         for job in range(min(choice.size, _TRIED)):
             before = choice[job]
+            others = total - step.sizes[before] * step.times[before, job]
             for index in range(step.sizes.size):
                 if index == before or step.times[index, job] >= best:
+                    continue
+                if (others + step.sizes[index] * step.times[index, job]) // step.dp >= least:
                     continue
                 choice[job] = index
                 slowest = _place(step, choice, first_rank, least)
@@ -299,28 +316,36 @@ def _place(step: Step, choice: Int64Array, first_rank: Int64Array, enough: int) 
             if index == 0 and step.is_short[job]:
                 packed[first] += step.times[0, job]
     level = max(int(loads.max()), (int(loads.sum()) + step.rest) // step.dp)
-    return level if level >= enough else _fill_up(step, loads, packed, level)
+    return level if level >= enough else _fill_up(step, loads, packed, level, enough)
 
 
 @compiled
-def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int) -> int:
+def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
     """When all ranks are done that have `loads` [dp] and fill up with the rest, the last chunks of which are not full.
 
-    `packed` [dp]: what of the loads is packed with the rest.
+    `packed` [dp]: what of the loads is packed with the rest. `enough` where they are not done before it.
     """
-    linear = 1 - step.chunk_ns / step.full_chunk
     low, high = level, level + step.chunk_ns
+    if enough <= high and not _fits(step, loads, packed, enough - 1):
+        return enough
     while high - low > step.bound // (4 * _WORTH):
         middle = (low + high) // 2
-        room = 0.0
-        is_late = False
-        for rank in range(step.dp):
-            num_full, left = divmod(middle - loads[rank] + packed[rank], step.full_chunk)
-            own = num_full * step.full_chunk + max(0, left - step.chunk_ns) / linear - packed[rank]
-            is_late = is_late or own < 0
-            room += own
-        if is_late or room < step.rest:
-            low = middle
-        else:
+        if _fits(step, loads, packed, middle):
             high = middle
+        else:
+            low = middle
     return high
+
+
+@compiled
+def _fits(step: Step, loads: Int64Array, packed: Int64Array, end: int) -> bool:
+    """Whether ranks that fill up with the rest are done by `end`; see `_fill_up`."""
+    linear = 1 - step.chunk_ns / step.full_chunk
+    room = 0.0
+    for rank in range(step.dp):
+        num_full, left = divmod(end - loads[rank] + packed[rank], step.full_chunk)
+        own = num_full * step.full_chunk + max(0, left - step.chunk_ns) / linear - packed[rank]
+        if own < 0:
+            return False
+        room += own
+    return bool(room >= step.rest)

@@ -18,15 +18,18 @@ from chunkplan.planning.ranks import SLICES, Sequences, Shares
 TargetMask = Callable[[int], BoolArray]
 
 
-def cut_sequences(tokens: Int64Array, config: PlanConfig, cost: CostModel, shares: Shares | None = None) -> Sequences:
+def cut_sequences(
+    tokens: Int64Array, necessary_ns: Int64Array, config: PlanConfig, cost: CostModel, shares: Shares | None = None
+) -> Sequences:
     """Cut sequences of `tokens` [n] that are longer than ChunkSize; the last K parts of each keep their activations.
 
-    Of a sequence that ranks share, every rank has its slice of each part, and `work` is that of one rank.
+    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside (`work_ns`). Of a sequence that
+    ranks share, every rank has its slice of each part, and `work` is that of one rank.
     """
     if shares is None:
         shares = Shares.none(tokens.size)
     chunk_size = most_tokens(config.chunk_size, shares.size)  # [n]
-    work = work_ns(cost, tokens, whole_pairs(cost, tokens))
+    work = necessary_ns.copy()
     split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
     num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
     index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]

@@ -40,7 +40,6 @@ def steps_table(
     chunked: ChunkedBlock,
     target_tokens: Int32Array,
     times: RankTimes,
-    necessary_ns: Int64Array,
     chunk_ns: int,
     pp: int,
 ) -> pa.Table:
@@ -49,9 +48,7 @@ def steps_table(
     Args:
         first_step, epoch: of the first row; every row's.
         target_tokens: of each sequence [num_sequences].
-        necessary_ns: [num_sequences], forward and backward of each sequence, however it is cut; without what chunks
-            cost beside.
-        chunk_ns: that.
+        chunk_ns: what a chunk costs beside its tokens.
         pp: pipeline stages.
     """
     sequences, placement = chunked.sequences, chunked.placement
@@ -60,8 +57,8 @@ def steps_table(
     num_chunks = np.diff(chunked.chunks.rank_chunks[::dp])  # [num_steps]
     bound = placement.step_bound
     sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
-    one_sequence_ns = necessary_ns + chunk_ns
-    all_ns = np.add.reduceat(necessary_ns, starts) + bound * chunk_ns
+    one_sequence_ns = chunked.necessary_ns + chunk_ns
+    all_ns = np.add.reduceat(chunked.necessary_ns, starts) + bound * chunk_ns
     end_ns = times.end_ns.reshape(num_steps, dp).max(axis=1)
     bound_ns = chunked.bound_ns
     if bound_ns is None:

@@ -63,10 +63,10 @@ from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_templa
 AS_TEMPLATE = -1
 
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
-_ACTIONS = 20_000
+_ACTIONS = 8_000
 
 #: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
-_IN_VAIN = 256
+_IN_VAIN = 128
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
@@ -96,7 +96,8 @@ def auto(
     n, num_rows = chunks.keeps_activations.size, (chunks.rank_chunks.size - 1) * pp
     if not n:
         return empty_actions(chunks.keeps_activations, pp, pp, splits_backward), 0
-    actions, memory, kv_limit, best = _as_template(chunks, times, pp, memory_tokens, splits_backward)
+    actions, memory, kv_limit, ends = as_template(chunks, times, pp, memory_tokens, splits_backward)
+    best = int(np.max(ends))
     jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
     work, after, bound = _rows(chunks, times, jobs, pp, splits_backward)
     good = max(bound + bound // _GAP, enough)
@@ -136,11 +137,13 @@ def auto(
     while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
-        new, state = _changed(chunks, answer, pp, state)
+        in_vain += 1
+        new, is_other, state = _changed(chunks, answer, pp, state)
+        if not is_other:
+            continue
         limits.idle[:] = most_end - work - after
         end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
-        in_vain += 1
         if end >= 0:
             now, answer = end, new
             if end < best:
@@ -158,12 +161,11 @@ def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: boo
 
 
 @compiled
-def _as_template(
+def as_template(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
-) -> tuple[Actions, int, int, int]:
-    """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when it is done.
-
-    That is later than anything where it holds too much.
+) -> tuple[Actions, int, int, Int64Array]:
+    """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when each rank is
+    done, [num_ranks]: later than anything where one holds too much.
     """
     num_ranks = chunks.rank_chunks.size - 1
     actions, ends, retained = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
@@ -180,8 +182,12 @@ def _as_template(
             kv_limit = max(kv_limit, held[action, START, KV])
     memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
     kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
-    best = np.int64(np.max(ends)) if of_template <= memory else np.iinfo(np.int64).max
-    return actions, int(memory), int(kv_limit), int(best)
+    rank_ends = np.full(num_ranks, np.iinfo(np.int64).max)
+    if of_template <= memory:
+        for rank in range(num_ranks):
+            own = ends[actions.stages[rank * pp] : actions.stages[(rank + 1) * pp]]
+            rank_ends[rank] = np.max(own) if own.size else 0
+    return actions, int(memory), int(kv_limit), rank_ends
 
 
 @compiled
@@ -236,27 +242,34 @@ def _orders(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
 
 
 @compiled
-def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, int]:
-    """Another answer, with one thing changed on one rank, and the state of the random numbers; shared chunks stay."""
+def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, bool, int]:
+    """Another answer, with one thing changed on one rank, whether it is one, and the state of the random numbers.
+
+    Shared chunks stay.
+    """
     order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
     new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
     state, rank = draw(state, chunks.rank_chunks.size - 1)
     base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     if base == end:
-        return new, state
+        return new, False, state
+    rows = slice(rank * pp, (rank + 1) * pp)
     own = Answer(
         Order(order.forwards[base:end] - base, order.backwards[base:end] - base),
-        new.ahead[rank * pp : (rank + 1) * pp],
-        new.forward_first[rank * pp : (rank + 1) * pp],
+        new.ahead[rows],
+        new.forward_first[rows],
     )
     state = change(chunks.group_id[base:end], own, state)
+    is_other = np.any(new.ahead[rows] != answer.ahead[rows])
+    is_other |= np.any(new.forward_first[rows] != answer.forward_first[rows])
     stop = base + np.sum(chunks.cp_size[base:end] > 1)
     forwards, backwards = own.order.forwards + base, own.order.backwards + base
     if np.all(forwards[: stop - base] == order.forwards[base:stop]) and np.all(
         backwards[: stop - base] == order.backwards[base:stop]
     ):
+        is_other |= np.any(forwards != order.forwards[base:end]) or np.any(backwards != order.backwards[base:end])
         order.forwards[base:end], order.backwards[base:end] = forwards, backwards
-    return new, state
+    return new, bool(is_other), state
 
 
 @compiled

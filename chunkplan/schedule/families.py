@@ -17,7 +17,6 @@ from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
     Int8Array,
-    actions_of_rank,
     empty_actions,
     join_actions,
     times_of_rank,
@@ -42,10 +41,13 @@ _SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actio
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
 
-#: Of so many ranks at most the actions that were found are kept, and when they are done, by what was asked; of each no
-#: more than so many chunks times stages, which are a few dozen bytes each.
-_KEPT, _KEPT_EACH = 4096, 512
-_kept: dict[bytes, tuple[Actions, int]] = {}
+#: Of so many steps at most the actions that were found are kept, by what was asked; of each no more than so many chunks
+#: of a rank times stages, which are a few dozen bytes each.
+_KEPT, _KEPT_EACH = 512, 512
+_kept: dict[bytes, Actions] = {}
+
+#: What of chunks their order depends on, beside their times.
+_LOOKED_AT = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
 
 #: All by name.
 SCHEDULES = (*_TEMPLATES, *_OF_STEPS, *_SEARCHES)
@@ -89,13 +91,13 @@ def schedule_ranks(
             where they do not fit.
         place: names a rank, for errors.
         dp: ranks of a step: they may share chunks, and what they need is said together.
-        is_cancelled: asked before each rank, where ranks are searched one by one.
+        is_cancelled: asked before each step, or rank, that is searched.
         meeting: which ops the ranks of a step meet for, see `meeting_of`, None: for none. When actions end is then what
             their slots say; their order is the same.
         actions: an order that there is already, which is timed.
 
     Raises:
-        CancelledError: `is_cancelled()` was true while there was still a rank to search.
+        CancelledError: `is_cancelled()` was true while there was still something to search.
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
@@ -108,16 +110,17 @@ def schedule_ranks(
     else:
         found = []
         if schedule in _OF_STEPS:
-            splits = _OF_STEPS[schedule]
+            own = _apart(chunks, dp)
             for first in range(0, lower_bound.size, dp):
-                ranks = range(first, first + dp)
-                found += _of_step(chunks, times, pp, memory_tokens, ranks, splits, is_cancelled)
+                if is_cancelled():
+                    raise CancelledError
+                found.append(_of_step(own, times, pp, memory_tokens, range(first, first + dp), _OF_STEPS[schedule]))
         else:
             for rank in range(lower_bound.size):
                 if is_cancelled():
                     raise CancelledError
-                own = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-                actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
+                of_rank = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+                actions, lower_bound[rank] = _SEARCHES[schedule](*of_rank, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
         ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
@@ -134,56 +137,32 @@ def schedule_ranks(
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound, slots)
 
 
+def _apart(chunks: Chunks, dp: int) -> Chunks:
+    """The same with other numbers of groups on each rank of a step: side by side they may end and begin with one."""
+    rank = np.repeat(np.arange(chunks.rank_chunks.size - 1, dtype=np.int32) % dp, np.diff(chunks.rank_chunks))
+    return chunks._replace(group_id=np.where(chunks.group_id < 0, -1, chunks.group_id * dp + rank).astype(np.int32))
+
+
 def _of_step(
-    chunks: Chunks,
-    times: ChunkTimes,
-    pp: int,
-    memory_tokens: int | None,
-    ranks: range,
-    splits: bool,
-    is_cancelled: Callable[[], bool],
-) -> list[Actions]:
-    """The actions of the ranks of a step: together where they share chunks, else one by one."""
-    from chunkplan.schedule.auto import AS_TEMPLATE, auto, order_bound
+    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, ranks: range, splits: bool
+) -> Actions:
+    """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
+    from chunkplan.schedule.auto import AS_TEMPLATE
+    from chunkplan.schedule.auto_step import auto_step
 
     memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
     step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
     step_times = times_of_ranks(chunks, times, ranks.start, ranks.stop)
-    if is_cancelled():
-        raise CancelledError
-    if np.any(step.cp_size > 1):
-        # Ranks that lie side by side may end and begin with parts of one group.
-        rank_of = np.repeat(np.arange(len(ranks), dtype=np.int32), np.diff(step.rank_chunks))
-        apart = np.where(step.group_id < 0, -1, step.group_id * len(ranks) + rank_of).astype(np.int32)
-        actions, _ = auto(step._replace(group_id=apart), step_times, pp, memory, 0, splits)
-        return [actions_of_rank(actions, rank, pp) for rank in range(len(ranks))]
-    # The others need be done no sooner than the one that is done last.
-    own = [(chunks_of_rank(step, rank), times_of_rank(step, step_times, rank)) for rank in range(len(ranks))]
-    bounds = [order_bound(*of_rank, pp, splits) for of_rank in own]
-    enough, found = max(bounds), {}
-    for rank in sorted(range(len(ranks)), key=lambda rank: -bounds[rank]):
-        if is_cancelled():
-            raise CancelledError
-        found[rank], end = _auto(*own[rank], pp, memory, enough, splits)
-        enough = max(enough, end)
-    return [found[rank] for rank in range(len(ranks))]
-
-
-def _auto(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, enough: int, splits: bool) -> tuple[Actions, int]:
-    """`auto`, which is not asked twice: of the Ks that `tune` tries, most ranks know no difference."""
-    from chunkplan.schedule.auto import auto
-
-    if times.durations[0].size > _KEPT_EACH:
-        return auto(chunks, times, pp, memory, enough, splits)
-    asked = blake2b(repr((pp, memory, enough, splits, times.durations.shape)).encode(), digest_size=16)
-    for values in (*chunks, *times):
-        asked.update(values.size.to_bytes(8))
-        asked.update(values.tobytes())
+    if step.num_tokens.size * pp > _KEPT_EACH * len(ranks):
+        return auto_step(step, step_times, pp, memory, splits)
+    asked = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
+    for values in (*(getattr(step, name) for name in _LOOKED_AT), *step_times):
+        asked.update(values)
     answer = _kept.get(asked.digest())
     if answer is None:
         if len(_kept) >= _KEPT:
             _kept.clear()
-        _kept[asked.digest()] = answer = auto(chunks, times, pp, memory, enough, splits)
+        _kept[asked.digest()] = answer = auto_step(step, step_times, pp, memory, splits)
     return answer
 
 

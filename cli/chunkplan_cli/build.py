@@ -27,7 +27,7 @@ from chunkplan_cli.build_options import (
 from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_warnings import warn_of_chunk_size, warn_of_memory, warn_of_positions
-from chunkplan_cli.progress import note_compilation, progress
+from chunkplan_cli.progress import note_compilation, planning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def build(
             is_asked |= cost.load_in_4bit or cost.shape.is_recurrent
             if is_asked and (plan_only := why_plan_only(settings, cost)):
                 warn(f"plan only: the runtime cannot run {plan_only} yet")
-        with progress("planning", "steps") as report_progress:
+        with planning_progress() as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
             )

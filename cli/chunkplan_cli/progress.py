@@ -38,22 +38,49 @@ def progress(doing: str, unit: str, scale: int = 1) -> Iterator[Report]:
 
 
 @contextmanager
+def planning_progress() -> Iterator[Report]:
+    """Yield a function to call with (steps, all steps), which are alike: time left is told from the fifth second on."""
+    from chunkplan.compiled import has_compiled
+
+    began = time.monotonic()
+
+    def new_pace() -> Pace:
+        return Pace(time.monotonic() if has_compiled() else began)  # compiling says nothing of what is left
+
+    with _progress("steps", 1, new_pace, Pace.ALIKE_SECONDS) as report:
+        yield lambda done, total: report("planning", done, total)
+
+
+@contextmanager
 def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
     """Yield a function to call with (what is done now, done, total), each of which counts for itself; as `progress`."""
+    with _progress(unit, scale, Pace, LINE_EVERY) as report:
+        yield report
+
+
+@contextmanager
+def _progress(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: float) -> Iterator[PhaseReport]:
+    """Yield a function as `progress_of_phases` does; without a terminal the first line comes after so many seconds."""
     console = stderr()
     if not console.is_terminal:
-        yield _lines(unit, scale)
+        yield _lines(unit, scale, new_pace, first_after)
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[speed]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[count]}"),
+        TextColumn("{task.fields[speed]}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
-        task = bar.add_task("", total=None, speed="")
+        task = bar.add_task("", total=None, count="", speed="")
         paces: dict[str, Pace] = {}
 
         def report(doing: str, done: int, total: int) -> None:
-            speed = _speed(paces.setdefault(doing, Pace()), done, total, unit, scale)
-            bar.update(task, description=doing, completed=done, total=total, speed=speed)
+            speed = _speed(paces.setdefault(doing, new_pace()), done, total, unit, scale)
+            count = _count(done, total, unit, scale)
+            bar.update(task, description=doing, completed=done, total=total, count=count, speed=speed)
 
         yield report
 
@@ -119,32 +146,29 @@ def _reading_lines() -> ReadingReport:
     return report
 
 
-def _lines(unit: str, scale: int) -> PhaseReport:
-    is_due = _Every(LINE_EVERY)
+def _lines(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: float) -> PhaseReport:
+    is_due = _Every(LINE_EVERY, first_after)
     paces: dict[str, Pace] = {}
     printed: set[tuple[str, int]] = set()
 
     def report(doing: str, done: int, total: int) -> None:
         if not done:
             return
-        speed = _speed(paces.setdefault(doing, Pace()), done, total, unit, scale)
+        speed = _speed(paces.setdefault(doing, new_pace()), done, total, unit, scale)
         if (doing, done) in printed or not is_due():
             return
         printed.add((doing, done))
-        note(
-            f"{doing}: {done / scale:,.0f} of {total / scale:,.0f} {unit} ({100 * done // total}%)"
-            + (f", {speed}" if speed else "")
-        )
+        note(f"{doing}: {_count(done, total, unit, scale)} ({100 * done // total}%)" + (f", {speed}" if speed else ""))
 
     return report
 
 
 class _Every:
-    """Returns True once in so many seconds, the first time after as many."""
+    """Returns True once in so many seconds, the first time after as many, or after `first` of them."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, first: float | None = None) -> None:
         self._seconds = seconds
-        self._last = time.monotonic()
+        self._last = time.monotonic() - (0.0 if first is None else seconds - min(first, seconds))
 
     def __call__(self) -> bool:
         now = time.monotonic()
@@ -152,6 +176,11 @@ class _Every:
             return False
         self._last = now
         return True
+
+
+def _count(done: int, total: int, unit: str, scale: int) -> str:
+    """Say how much is done of how much."""
+    return f"{done / scale:,.0f} of {total / scale:,.0f} {unit}"
 
 
 def _speed(pace: Pace, done: int, total: int, unit: str, scale: int) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from chunkplan import TuneOptions, tune
+from chunkplan.config.plan import PlanConfig
+from chunkplan.planning.batches import step_blocks
 from chunkplan.quantities import Pace, left_words
 from chunkplan_cli import progress
 
@@ -36,6 +42,83 @@ def test_rate_and_time_left_are_said_once_enough_is_done_to_tell(
         "simulating: 154 of 540 runs (28%), 6.8 runs/s, 57 s left",
         "simulating: 252 of 540 runs (46%), 8.2 runs/s, 35 s left",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        ((0.5, 5.0), "planning: 8 of 400 steps (2%), 0.9 steps/s, 7 min left"),
+        ((6.0,), "planning: 4 of 400 steps (1%), 0.7 steps/s, 10 min left"),
+        ((0.5, 0.6, 5.5), "planning: 12 of 400 steps (3%), 0.8 steps/s, 8 min left"),
+    ],
+)
+def test_planning_says_from_the_fifth_second_on_how_long_it_will_take_whatever_is_done(
+    now: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: tuple[float, ...],
+    line: str,
+) -> None:
+    """By the pace so far, without a terminal in a line, on one beside the bar."""
+    monkeypatch.setattr(progress, "LINE_EVERY", 10.0)
+    monkeypatch.setattr("chunkplan.compiled.has_compiled", lambda: False)
+    with progress.planning_progress() as report:
+        for done, now.seconds in enumerate(seconds, 1):
+            report(4 * done, 400)
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_what_was_compiled_before_the_first_steps_does_not_count(
+    now: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chunkplan.compiled.has_compiled", lambda: True)
+    with progress.planning_progress() as report:
+        for now.seconds, done in ((60.0, 10), (64.0, 20), (68.0, 28)):
+            report(done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "planning: 10 of 100 steps (10%)",
+        "planning: 20 of 100 steps (20%)",
+        "planning: 28 of 100 steps (28%), 2.0 steps/s, 36 s left",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_steps_and_time_left_on_one_line(
+    now: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr("chunkplan.compiled.has_compiled", lambda: False)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(progress, "stderr", lambda: console)
+    with progress.planning_progress() as report:
+        for now.seconds, done in ((1.0, 1_024), (6.0, 2_048)):
+            report(done, 39_063)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").split("\n")
+    assert any(
+        line.startswith("planning ") and line.rstrip().endswith("2,048 of 39,063 steps 204.8 steps/s, 3 min left")
+        for line in last
+    )
+    assert max(map(len, last)) <= width
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        ({"dp": 8}, 1024),
+        ({"dp": 8, "pp": 4}, 256),
+        ({"dp": 64, "pp": 8}, 16),
+        ({"dp": 256, "pp": 64}, 1),
+        ({"dp": 8, "pp": 4, "schedule": "search", "cp": "off"}, 1),
+        ({"balance": "search", "cp": "off", "dp": 8}, 4),
+    ],
+)
+def test_steps_are_planned_and_reported_in_fewer_at_a_time_where_each_takes_long(
+    layout: dict[str, Any], steps: int
+) -> None:
+    config = PlanConfig(chunk_size=8192, k=4, **layout)
+    blocks = list(step_blocks(lambda _: np.ones(256 * 2000, np.int32), config))
+    assert blocks[0].sizes.size == steps
+    assert sum(block.sizes.size for block in blocks) == 2000
 
 
 def test_phases_count_for_themselves_and_no_line_comes_twice(

@@ -153,8 +153,8 @@ def test_groups_of_small_steps_are_within_one_per_cent_of_the_best_on_average(dp
     for _ in range(16):
         lengths = np.sort((10 ** rng.uniform(3, 5.5, 10)).astype(np.int64))[::-1]
         config = PlanConfig(chunk_size=8192, k=4, dp=dp, cp="auto")
-        whole = cut_sequences(lengths, config, COST)
-        single = work_ns(COST, lengths, attention_pairs_of(lengths, 0 * lengths)) // 1_000_000
+        work = work_ns(COST, lengths, attention_pairs_of(lengths, 0 * lengths))
+        whole, single = cut_sequences(lengths, work, config, COST), work // 1_000_000
         assert whole.tokens.size == single.size
         # A share costs a few per cent more than its part, as exchanges and chunks do.
         times = np.stack([single * (100 + 4 * (size > 1)) // (100 * size) + 20 * (size > 1) for size in sizes])

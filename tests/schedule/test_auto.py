@@ -16,7 +16,8 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule import families
 from chunkplan.schedule.actions import Actions, empty_actions
-from chunkplan.schedule.auto import AS_TEMPLATE, auto
+from chunkplan.schedule.auto import AS_TEMPLATE, auto, order_bound
+from chunkplan.schedule.auto_step import auto_step
 from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.holdings import KV, kv_tokens, stage_holdings
@@ -188,7 +189,7 @@ def test_what_was_asked_before_is_answered_without_a_search_and_anything_else_is
     before = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
     assert len(families._kept) == len({times.durations.tobytes() for times in (rank.times, slower)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkplan.schedule.auto.auto", None)
+        patch.setattr("chunkplan.schedule.auto_step.auto_step", None)
         again = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
     for one, other in zip(before, again, strict=True):
         assert all(np.array_equal(mine, its) for mine, its in zip(one.actions, other.actions, strict=True))
@@ -212,3 +213,55 @@ def test_an_answer_of_many_chunks_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
         rank = make_rank([5] * num_chunks, [-1] * num_chunks, [1] * num_chunks, [1, 1], UNIT)
         schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
         assert bool(families._kept) == is_kept
+
+
+def step_of(*units: list[int]) -> Rank:
+    """A step of ranks whose chunks are of so many tokens each, on 4 stages: none of a split sequence."""
+    lengths = [length for of_rank in units for length in of_rank]
+    rank = make_rank(lengths, [-1] * len(lengths), [1] * len(lengths), [1] * 4, UNIT)
+    chunks = chunks_without_segments(np.cumsum([0, *map(len, units)]), lengths)
+    return rank._replace(chunks=chunks)
+
+
+def rank_actions(actions: Actions, rank: int, pp: int) -> list[list[int]]:
+    own = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
+    return [actions.ops[own].tolist(), actions.chunk_ids[own].tolist()]
+
+
+@given(ranks(most_units=6))
+@settings(max_examples=40)
+def test_a_step_whose_1f1b_is_near_its_bound_is_not_searched_and_any_other_is(drawn: tuple[Rank, int]) -> None:
+    rank, pp = drawn
+    bound = order_bound(*rank, pp, False)
+    plain = template(rank, pp)
+    plain_end = look(rank, pp, plain)[0]
+    found = auto_step(*rank, pp, AS_TEMPLATE, False)
+    if plain_end <= 1.02 * bound:
+        assert rank_actions(found, 0, pp) == rank_actions(plain, 0, pp)
+    else:
+        assert rank_actions(found, 0, pp) == rank_actions(ordered(rank, pp), 0, pp)
+
+
+def test_ranks_that_are_done_before_the_slowest_keep_their_order_and_those_alike_have_one() -> None:
+    slow, other, light = [30, 70, 20, 90, 10, 60], [30, 70, 20, 90, 10, 61], [50, 10]
+    rank = step_of(light, slow, slow, other, light)
+    ends = [look(step_of(units), 4, ordered(step_of(units), 4))[0] for units in (slow, light)]
+    plain_ends = [look(step_of(units), 4, template(step_of(units), 4))[0] for units in (slow, light)]
+    assert ends[0] < plain_ends[0] and plain_ends[1] < ends[0]
+    found = auto_step(*rank, 4, AS_TEMPLATE, False)
+    assert rank_actions(found, 0, 4) == rank_actions(found, 4, 4) == rank_actions(template(step_of(light), 4), 0, 4)
+    assert rank_actions(found, 1, 4) == rank_actions(found, 2, 4)
+    assert rank_actions(found, 1, 4) != rank_actions(template(step_of(slow), 4), 0, 4)
+
+
+def test_the_same_step_of_other_sequences_is_searched_once_whatever_else_is_planned() -> None:
+    """What is kept is found by what an order depends on, not by what is in the chunks, or in those of other steps."""
+    one = step_of([30, 70, 20, 90, 10, 60])
+    filled = [
+        one.chunks._replace(sequence_id=np.arange(first, first + size), segments=np.full(7, size))
+        for first, size in ((0, 3), (7, 5))
+    ]
+    families._kept.clear()
+    for chunks in filled:
+        schedule_ranks(chunks, one.times, 4, "auto", None, str)
+    assert len(families._kept) == 1
