@@ -24,10 +24,9 @@ from chunkplan.planning.method import Dataset, chunk_block
 from chunkplan.schedule.actions import actions_of_rank, times_of_rank
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.meetings import StepRanks
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
-from chunkplan.schedule.step_ranks import checked_ends, planned_actions, simulate_together, times_of
+from chunkplan.schedule.step_ranks import StepRanks, checked_ends, planned_actions, simulate_together, times_of
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
@@ -91,7 +90,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
         chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
         times = times_of(chunks, plan.cost, config)
-        ends = checked_ends(simulate(actions, times, config.v_shaped), title)
+        ends = checked_ends(simulate(chunks, actions, times, pp, config.v_shaped), title)
         found[rank] = Simulation(
             title,
             config.schedule,

@@ -86,7 +86,7 @@ def critical_path(
 
     Args:
         chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
-        ends: int64 [num_actions], see `simulate` and `simulate_steps`.
+        ends: int64 [num_actions], see `simulate`.
         pp: stages of a rank.
         v_shaped: see `model_stage_of`.
         meeting: which ops ranks meet for in slots, see `meeting_of`; None: for none.

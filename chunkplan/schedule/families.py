@@ -25,8 +25,8 @@ from chunkplan.schedule.actions import (
 )
 from chunkplan.schedule.alignment import align_steps
 from chunkplan.schedule.bounds import least_memory
-from chunkplan.schedule.meetings import simulate_steps
-from chunkplan.schedule.simulate import simulate_ranks
+from chunkplan.schedule.holdings import peak_retained
+from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
 #: Name -> the rule it follows, the same for all ranks.
@@ -77,7 +77,7 @@ def schedule_ranks(
     is_cancelled: Callable[[], bool] = lambda: False,
     meeting: Int8Array | None = None,
 ) -> Scheduled:
-    """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
+    """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate`).
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -97,7 +97,7 @@ def schedule_ranks(
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
     if schedule in _TEMPLATES:
-        actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
+        actions = follow_template(_TEMPLATES[schedule], chunks, times, pp)
     else:
         found = []
         if schedule in _OF_STEPS:
@@ -113,12 +113,11 @@ def schedule_ranks(
                 actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
-        ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
     if meeting is not None:
-        ends = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
-    elif np.any(chunks.cp_size > 1):
-        ends = simulate_steps(chunks, actions, times, dp, pp)
-    retained = -(-retained // (times.durations.shape[1] // pp))
+        ends, _ = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
+    else:
+        ends = simulate(chunks, actions, times, pp, schedule in V_SHAPED, dp)
+    retained = -(-peak_retained(chunks, actions) // (times.durations.shape[1] // pp))
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
     assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"

@@ -52,7 +52,7 @@ def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Action
                 actions.chunk_ids[own],
                 actions.virtual_stages[own],
             )
-        if warm_up >= order.forwards.size or np.all(simulate(actions, times) >= 0):
+        if warm_up >= order.forwards.size or np.all(simulate(chunks, actions, times, pp) >= 0):
             break
         warm_up += pp
 

@@ -20,7 +20,7 @@ from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
 from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.critical_path import arrival_times, critical_path, start_times
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
-from chunkplan.schedule.meetings import StepRanks
+from chunkplan.schedule.step_ranks import StepRanks
 
 _NO_LIMIT = 2**62
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
@@ -13,9 +15,23 @@ from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
-from chunkplan.schedule.actions import Actions, join_actions
+from chunkplan.schedule.actions import Actions, Int8Array, join_actions
 from chunkplan.schedule.alignment import align, meeting_on
-from chunkplan.schedule.meetings import StepRanks, simulate_steps
+from chunkplan.schedule.simulate import simulate
+
+
+class StepRanks(NamedTuple):
+    """What all ranks of a step do, which follow one another in `chunks`.
+
+    `ends` is that of `simulate`, or where ranks meet in slots for what `meeting` says (`alignment.meeting_of`), that of
+    `alignment.align`.
+    """
+
+    chunks: Chunks
+    times: ChunkTimes
+    actions: Actions
+    ends: Int64Array
+    meeting: Int8Array | None = None
 
 
 def simulate_together(plan: Plan, described: PlanStep) -> StepRanks:
@@ -38,7 +54,7 @@ def simulate_together(plan: Plan, described: PlanStep) -> StepRanks:
     times = times_of(chunks, plan.cost, config)
     meeting = meeting_on(plan.cost, config.dp)
     if meeting is None:
-        ends = simulate_steps(chunks, actions, times, config.dp, config.pp)
+        ends = simulate(chunks, actions, times, config.pp, config.v_shaped, config.dp)
     else:
         ends = align(chunks, actions, times, meeting, config.dp, config.pp, config.v_shaped).ends
     return StepRanks(chunks, times, actions, checked_ends(ends, place), meeting)

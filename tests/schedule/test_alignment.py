@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from chunkplan.schedule import alignment
 from chunkplan.schedule.actions import Actions, model_stages_of
 from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.simulate import beginning, step_of
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import simulate_ranks
 from tests.support.plain import PLAIN, plain_cost
@@ -177,8 +178,11 @@ def test_actions_that_wait_for_each_other_for_ever_are_never_done() -> None:
     assert (align(chunks, actions, times, meeting_of("weights"), 1, 2).ends < 0).any()
 
 
-def played(step: Step, sharding: Sharding) -> dict[int, int]:
-    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is."""
+def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> list[int]:
+    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is.
+
+    `moves`: how long the link to host memory is busy with each action, as in `times.durations`.
+    """
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
     stages = model_stages_of(step.actions, step.pp, step.v_shaped)
@@ -205,7 +209,7 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
     for key, queue in queues.items():
         for event, _ in queue:
             members.setdefault(event, []).append(key)
-    free = dict.fromkeys(queues, 0)
+    free, host = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
     sent: dict[tuple[bool, int, int], int] = {}
     ends: dict[int, int] = {}
     while any(queues.values()):
@@ -221,6 +225,13 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
             needed = [_needed(step, stages, chunk_of, action, sent) or 0 for _, action in own]
             begin = max([*needed, *(free[key] for key, _ in own)])
             took = [int(step.times.durations[ops[a], stages[a], chunk_of[a]]) if a >= 0 else 0 for _, a in own]
+            for place, (key, action) in enumerate(own):
+                if moves is None or action < 0:
+                    continue
+                move = int(moves[ops[action], stages[action], chunk_of[action]])
+                host[key] = max(host[key], begin) + move if move else host[key]
+                if move and OPS[ops[action]] not in FORWARDS:
+                    took[place] = max(took[place], host[key] - begin)
             for (key, action), own_time in zip(own, took, strict=True):
                 is_slot = isinstance(event, tuple) and event[0] == "slot"
                 free[key] = begin + (max(took) if is_slot else own_time)
@@ -229,7 +240,7 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
                     for is_forward, names in ((True, FORWARDS), (False, BACKWARDS)):
                         if OPS[ops[action]] in names:
                             sent[is_forward, int(stages[action]), chunk_of[action]] = free[key]
-    return ends
+    return [ends[action] for action in range(ops.size)]
 
 
 def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: int, sent: dict) -> int | None:
@@ -251,8 +262,7 @@ def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: in
 def test_actions_end_when_a_simulation_of_events_has_them_end(sharding: Sharding) -> None:
     for seed in range(40):
         step = random_step(seed)
-        ends = played(step, sharding)
-        assert step.aligned(sharding).ends.tolist() == [ends[action] for action in range(step.actions.ops.size)]
+        assert step.aligned(sharding).ends.tolist() == played(step, sharding)
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
@@ -334,12 +344,10 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         chunks = chunks_without_segments(np.cumsum([0, *group * sizes]), 1, group_id, [True] * n)
         times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
         actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
-        given = chunks, actions, times, meeting_of(sharding), 4, 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alignment, "_play", None)
-            found = align(*given)
-            patch.undo()
-            patch.setattr(alignment, "_are_alike", lambda step: False)
-            played = align(*given)
-        for one, other in zip(found, played, strict=True):
-            assert np.array_equal(one, other)
+        found = align(chunks, actions, times, meeting_of(sharding), 4, 1)
+        step = step_of(chunks, actions, times, 0, 4, 1, False, np.empty((0, 0, 0), np.int64))
+        slots = meeting_of(sharding)[actions.ops].astype(np.int64)
+        assert alignment._are_alike(step, slots)
+        for rule, patience in product((0, 1), (0, 1)):
+            alignment._play_by_rule(step, now := beginning(step, 1), 1, slots, rule, patience)
+            assert np.array_equal(now.ends, found.ends) and np.array_equal(now.before, found.before)

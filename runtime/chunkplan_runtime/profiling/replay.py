@@ -27,8 +27,9 @@ from chunkplan.schedule.actions import (
     Actions,
     join_actions,
 )
-from chunkplan.schedule.meetings import StepRanks, simulate_steps
+from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import PathAction, Simulation
+from chunkplan.schedule.step_ranks import StepRanks
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 from chunkplan_runtime.feed.joined import is_shared, join_chunks, pieces_of, schedule_chunks
@@ -163,7 +164,7 @@ def _played_together(works: Mapping[int, Simulation], layout: RankLayout, num_ra
         np.concatenate([work.times.durations for work in works.values()], axis=2),
         np.concatenate([work.times.link for work in works.values()]),
     )
-    ends = simulate_steps(chunks, actions, times, layout.dp, layout.pp, layout.v_shaped)
+    ends = simulate(chunks, actions, times, layout.pp, layout.v_shaped, layout.dp)
     step = StepRanks(chunks, times, actions, ends) if (chunks.cp_size > 1).any() else None
     bounds = actions.stages[:: layout.pp]  # where the actions of each pipeline begin
     return {
