@@ -90,7 +90,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
         chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
         actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
         times = times_of(chunks, plan.cost, config)
-        ends = checked_ends(simulate(chunks, actions, times, pp, config.v_shaped), title)
+        ends = checked_ends(simulate(chunks, actions, times, pp, config.placement), title)
         found[rank] = Simulation(
             title,
             config.schedule,

@@ -8,7 +8,7 @@ from math import ceil
 from chunkplan.cost.activations import runs_of
 from chunkplan.cost.held import KV_GRADIENT_BYTES
 from chunkplan.cost.model import CostModel
-from chunkplan.layers import stage_parts
+from chunkplan.layers import STRAIGHT, StagePlacement, stage_parts
 
 
 def stage_host_bytes(
@@ -17,7 +17,7 @@ def stage_host_bytes(
     layers: Sequence[int],
     retained_tokens: Sequence[int],
     kv_tokens: Sequence[int],
-    v_shaped: bool = False,
+    placement: StagePlacement = STRAIGHT,
 ) -> tuple[int, ...]:
     """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values, gradients.
 
@@ -28,7 +28,7 @@ def stage_host_bytes(
     pp = len(retained_tokens)
     stages = []
     for own, retained, held in zip(
-        stage_parts(runs_of(cost, layers), pp, v_shaped), retained_tokens, kv_tokens, strict=True
+        stage_parts(runs_of(cost, layers), pp, placement), retained_tokens, kv_tokens, strict=True
     ):
         most = max(sum(count for _, level, count in part if level == "offload") for part in own)
         inputs = retained * most * cost.shape.hidden_size * cost.num_bytes / cost.tp

@@ -198,5 +198,5 @@ def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
         config.layers(cost.shape.num_layers),
         config.chunk_size,
         shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
+        placement=config.placement,
     )

@@ -24,6 +24,7 @@ from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.compiled import compiled, compiled_in_place
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Actions, Int8Array
@@ -72,7 +73,13 @@ def meeting_on(cost: CostModel, dp: int) -> Int8Array | None:
 
 @compiled
 def align_steps(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    meeting: Int8Array,
+    dp: int,
+    pp: int,
+    placement: StagePlacement = STRAIGHT,
 ) -> tuple[Int64Array, Int64Array]:
     """When each action ends in the slots of its step, and how many come before it: int64 [num_actions], see `Slots`.
 
@@ -81,7 +88,7 @@ def align_steps(
     ends, before = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
         own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
-        step = step_of(chunks, actions, times, first, dp, pp, v_shaped, np.empty((0, 0, 0), np.int64))
+        step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
         # Of each action that needs a slot the op and virtual stage of that, as one number; else -1.
         num_virtual_stages = times.durations.shape[1] // pp
         slots = np.empty(step.ops.size, np.int64)
@@ -94,14 +101,20 @@ def align_steps(
 
 
 def align(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    meeting: Int8Array,
+    dp: int,
+    pp: int,
+    placement: StagePlacement = STRAIGHT,
 ) -> Slots:
     """The slots of a step of `dp` ranks, whose chunks, actions and times are as in `simulate`.
 
     `meeting`: see `meeting_of`. Of some simple rules that one is taken by which the step is over first. The same
     arguments have the same slots, on every machine.
     """
-    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, v_shaped)
+    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, placement)
     stage = np.repeat(np.arange(dp * pp) % pp, np.diff(actions.stages))
     met = np.flatnonzero((meeting[actions.ops] >= 0) & (ends >= 0))
     # Every slot has an action at least, and all of one say the same of it.
@@ -195,7 +208,7 @@ def _first(now: Now, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int
             begin = max(free, start[row]) if meets else start[row]
             if begin < at or (begin == at and at_row < 0 and not meets):
                 at, at_stage, at_row = begin, stage, -1 if meets else row
-    return at, at_stage, at_row
+    return int(at), at_stage, at_row
 
 
 @compiled_in_place

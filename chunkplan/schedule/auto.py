@@ -33,6 +33,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import (
     BACKWARD,
@@ -168,7 +169,7 @@ def _as_template(
     actions = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
     if splits_backward:
         actions = _split(actions)
-    ends = simulate(chunks, actions, times, pp, False, num_ranks)
+    ends = simulate(chunks, actions, times, pp, STRAIGHT, num_ranks)
     kv = kv_tokens(chunks)
     of_template, kv_limit = np.int64(np.max(peak_retained(chunks, actions))), np.int64(0)
     for rank in range(num_ranks):

@@ -12,7 +12,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.layers import V_SHAPED
+from chunkplan.layers import FAMILIES
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
@@ -113,11 +113,12 @@ def schedule_ranks(
                 actions, lower_bound[rank] = _SEARCHES[schedule](*own, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
+    placement = FAMILIES[schedule].placement._replace(virtual_stages=times.durations.shape[1] // pp)
     if meeting is not None:
-        ends, _ = align_steps(chunks, actions, times, meeting, dp, pp, schedule in V_SHAPED)
+        ends, _ = align_steps(chunks, actions, times, meeting, dp, pp, placement)
     else:
-        ends = simulate(chunks, actions, times, pp, schedule in V_SHAPED, dp)
-    retained = -(-peak_retained(chunks, actions) // (times.durations.shape[1] // pp))
+        ends = simulate(chunks, actions, times, pp, placement, dp)
+    retained = -(-peak_retained(chunks, actions) // placement.virtual_stages)
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
     assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"

@@ -26,6 +26,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled, compiled_in_place, inlined
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -34,6 +35,7 @@ from chunkplan.schedule.actions import (
     RECOMPUTE,
     Actions,
     Int8Array,
+    links_at,
     model_stage_at,
 )
 
@@ -77,16 +79,16 @@ class Now(NamedTuple):
 
 @compiled
 def simulate(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, v_shaped: bool = False, dp: int = 1
+    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement = STRAIGHT, dp: int = 1
 ) -> Int64Array:
     """When each action of all stages of all ranks ends, int64 [num_actions], in the unit of `times`, without slots.
 
-    The `dp` ranks of a step follow one another, as do the steps; with 1 every rank is played by itself. `v_shaped`:
+    The `dp` ranks of a step follow one another, as do the steps; with 1 every rank is played by itself. `placement`:
     where model stages lie, see `model_stage_of`.
     """
     meeting, before = np.full(len(OPS), -1, np.int8), np.empty(0, np.int64)
     moves = np.empty((0, 0, 0), np.int64)
-    return simulate_slots(chunks, actions, times, pp, v_shaped, dp, meeting, before, moves)
+    return simulate_slots(chunks, actions, times, pp, placement, dp, meeting, before, moves)
 
 
 @compiled
@@ -95,7 +97,7 @@ def simulate_slots(
     actions: Actions,
     times: ChunkTimes,
     pp: int,
-    v_shaped: bool,
+    placement: StagePlacement,
     dp: int,
     meeting: Int8Array,
     before: Int64Array,
@@ -112,7 +114,7 @@ def simulate_slots(
     ends = np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
         own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
-        step = step_of(chunks, actions, times, first, dp, pp, v_shaped, moves)
+        step = step_of(chunks, actions, times, first, dp, pp, placement, moves)
         now = beginning(step, pp)
         play(step, now, pp, meeting, before[own] if before.size else before)
         ends[own] = now.ends
@@ -121,7 +123,14 @@ def simulate_slots(
 
 @compiled
 def step_of(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, first: int, dp: int, pp: int, v_shaped: bool, moves: Int64Array
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    first: int,
+    dp: int,
+    pp: int,
+    placement: StagePlacement,
+    moves: Int64Array,
 ) -> Step:
     """What the `dp` ranks from `first` on do; the arguments are those of `simulate_slots`."""
     start, base = actions.stages[first * pp], chunks.rank_chunks[first]
@@ -140,7 +149,7 @@ def step_of(
         for action in range(rows[row], rows[row + 1]):
             op, number = ops[action], actions.chunk_ids[start + action]
             chunk = of_rank + number
-            model_stage = model_stage_at(stage, actions.virtual_stages[start + action], pp, v_shaped)
+            model_stage = model_stage_at(stage, actions.virtual_stages[start + action], pp, placement)
             lasts[action] = times.durations[op, model_stage, chunk]
             if moves.size:
                 moved[action] = moves[op, model_stage, chunk]
@@ -151,8 +160,8 @@ def step_of(
                 sent_by[at] = action
                 if model_stage != (0 if is_forward else num_model_stages - 1):
                     needs[action] = at - n if is_forward else at + n
-                    turns = v_shaped and model_stage == (pp if is_forward else pp - 1)
-                    links[action] = 0 if turns or pp == 1 else times.link[chunk]
+                    border = model_stage if is_forward else model_stage + 1
+                    links[action] = times.link[chunk] * links_at(border, pp, placement)
             if dp > 1 and chunks.cp_size[chunk] > 1 and op != BACKWARD_WEIGHT:
                 # blocks are nested and come first, so that a shared chunk has one number on all of its ranks
                 sizes[action], blocks[action] = chunks.cp_size[chunk], chunks.cp_first_rank[chunk] * pp + stage
@@ -198,14 +207,14 @@ def start_of(step: Step, now: Now, row: int, pp: int) -> int:
                 start = np.int64(-1)
                 break
             start = max(start, ready)
-    return start
+    return int(start)
 
 
 @inlined
 def end_of(step: Step, now: Now, row: int, begin: int) -> int:
     """When the next action of a row ends that begins at `begin`, and meets no slot."""
     action = now.next[row]
-    end = begin + step.lasts[action]
+    end: int = begin + step.lasts[action]
     if step.moves.size and step.moves[action] > 0 and step.ops[action] > FORWARD_KV:
         end = max(end, max(now.host[row], begin) + step.moves[action])
     return end

@@ -54,9 +54,9 @@ def simulate_together(plan: Plan, described: PlanStep) -> StepRanks:
     times = times_of(chunks, plan.cost, config)
     meeting = meeting_on(plan.cost, config.dp)
     if meeting is None:
-        ends = simulate(chunks, actions, times, config.pp, config.v_shaped, config.dp)
+        ends = simulate(chunks, actions, times, config.pp, config.placement, config.dp)
     else:
-        ends = align(chunks, actions, times, meeting, config.dp, config.pp, config.v_shaped).ends
+        ends = align(chunks, actions, times, meeting, config.dp, config.pp, config.placement).ends
     return StepRanks(chunks, times, actions, checked_ends(ends, place), meeting)
 
 

@@ -57,7 +57,7 @@ class Outcome:
             layers=self.config.layers(cost.shape.num_layers),
             retained_tokens=self.retained.tolist(),
             kv_tokens=self.moments[0, :, :, KV].max(axis=0).tolist(),
-            v_shaped=self.config.v_shaped,
+            placement=self.config.placement,
         )
         return max(of_stages)
 
@@ -79,12 +79,12 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         held=[Held(*moment) for moment in moments.tolist()],
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
+        placement=config.placement,
     )
     if not config.splits_backwards:
         return stages
     layers = config.layers(cost.shape.num_layers)
-    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
+    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, placement=config.placement)
     return tuple(
         replace(each, gradients=each.gradients + gradients) for each, gradients in zip(stages, whole, strict=True)
     )
@@ -130,7 +130,7 @@ def try_out(
         for values in (chunked.cost_ns, chunked.recompute_ns)
     )
     reduction = reduction_ns(
-        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), v_shaped=config.v_shaped
+        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
     )
     occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
     return Outcome(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from chunkplan.errors import UsageError
-from chunkplan.layers import V_SHAPED, model_stage_of
+from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.sharing import used_blocks
@@ -19,14 +19,13 @@ class RankLayout:
 
     Stages are outermost: ranks 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights and
     gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
-    fit. Each stage has `virtual_stages` parts of the model; if `v_shaped`, the second ones lie in descending order.
+    fit. `placement`: which parts of the model each stage has.
     """
 
     dp: int = 1
     pp: int = 1
     rank: int = 0
-    virtual_stages: int = 1
-    v_shaped: bool = False
+    placement: StagePlacement = STRAIGHT
 
     @property
     def world_size(self) -> int:
@@ -42,6 +41,11 @@ class RankLayout:
     def dp_rank(self) -> int:
         """Which of the dp pipelines this process is in: the index of its replica of the stage."""
         return self.rank % self.dp
+
+    @property
+    def virtual_stages(self) -> int:
+        """How many parts of the model each stage has."""
+        return self.placement.virtual_stages
 
     @property
     def num_model_stages(self) -> int:
@@ -61,11 +65,11 @@ class RankLayout:
     def model_stages(self, stage: int | None = None) -> list[int]:
         """The model stages that a stage has, this one or another, by virtual stage."""
         stage = self.stage if stage is None else stage
-        return [model_stage_of(stage, each, self.pp, self.v_shaped) for each in range(self.virtual_stages)]
+        return [model_stage_of(stage, each, self.pp, self.placement) for each in range(self.virtual_stages)]
 
     def stage_of(self, model_stage: int) -> int:
         """The stage that has a model stage."""
-        return next(stage for stage in range(self.pp) if model_stage in self.model_stages(stage))
+        return stage_of(model_stage, self.pp, self.placement)[0]
 
     def rank_of(self, stage: int, dp_rank: int) -> int:
         """The rank of the process that has a stage of a pipeline."""
@@ -99,7 +103,7 @@ class RankLayout:
 def one_pipeline(plan: Plan) -> RankLayout:
     """The layout of one process for each stage of a plan, as the first one sees it."""
     config = plan.config
-    return RankLayout(1, config.pp, 0, config.virtual_stages, config.schedule in V_SHAPED)
+    return RankLayout(1, config.pp, 0, config.placement)
 
 
 def _by_torchrun(numbers: list[int]) -> str:

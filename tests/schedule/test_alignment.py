@@ -15,7 +15,7 @@ import pytest
 from chunkplan import PlanConfig, build
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import Sharding
-from chunkplan.layers import V_SHAPED
+from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule import alignment
@@ -40,10 +40,10 @@ class Step(NamedTuple):
     times: ChunkTimes
     dp: int
     pp: int
-    v_shaped: bool
+    placement: StagePlacement
 
     def aligned(self, sharding: Sharding) -> Slots:
-        return align(self.chunks, self.actions, self.times, meeting_of(sharding), self.dp, self.pp, self.v_shaped)
+        return align(self.chunks, self.actions, self.times, meeting_of(sharding), self.dp, self.pp, self.placement)
 
     def row(self, rank: int, stage: int) -> range:
         return range(*self.actions.stages[rank * self.pp + stage : rank * self.pp + stage + 2])
@@ -80,7 +80,9 @@ def random_step(seed: int, *, alike: bool = False) -> Step:
     if alike:
         times.durations[:], times.link[:] = 10, 3
     found = schedule_ranks(chunks, times, pp, schedule, None, str, dp)
-    return Step(chunks, found.actions, times, dp, pp, schedule in V_SHAPED)
+    return Step(
+        chunks, found.actions, times, dp, pp, FAMILIES[schedule].placement._replace(virtual_stages=virtual_stages)
+    )
 
 
 def check(step: Step, sharding: Sharding) -> tuple[int, int]:
@@ -88,7 +90,7 @@ def check(step: Step, sharding: Sharding) -> tuple[int, int]:
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, meets = step.actions.ops, meeting[step.actions.ops] >= 0
     assert (slots.ends >= 0).all()
-    model_stage = model_stages_of(step.actions, step.pp, step.v_shaped)
+    model_stage = model_stages_of(step.actions, step.pp, step.placement)
     rank = np.repeat(np.arange(step.dp * step.pp) // step.pp, np.diff(step.actions.stages))
     chunk = step.chunks.rank_chunks[rank] + step.actions.chunk_ids
     waits: TopologicalSorter[tuple[object, ...]] = TopologicalSorter()
@@ -185,7 +187,7 @@ def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> l
     """
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
-    stages = model_stages_of(step.actions, step.pp, step.v_shaped)
+    stages = model_stages_of(step.actions, step.pp, step.placement)
     queues: dict[tuple[int, int], list[tuple[object, int]]] = {}  # of each rank and stage: events with actions, or -1
     chunk_of: dict[int, int] = {}
     for rank in range(step.dp):
@@ -253,7 +255,7 @@ def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: in
     if not 0 <= sender < step.times.durations.shape[1]:
         return 0
     end = sent.get((is_forward, sender, chunk_of[action]))
-    turns = step.v_shaped and min(sender, int(stages[action])) == step.pp - 1
+    turns = step.placement.turns and min(sender, int(stages[action])) == step.pp - 1
     link = 0 if turns or step.pp == 1 else int(step.times.link[chunk_of[action]])
     return None if end is None else end + link
 
@@ -345,7 +347,7 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
         actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
         found = align(chunks, actions, times, meeting_of(sharding), 4, 1)
-        step = step_of(chunks, actions, times, 0, 4, 1, False, np.empty((0, 0, 0), np.int64))
+        step = step_of(chunks, actions, times, 0, 4, 1, STRAIGHT, np.empty((0, 0, 0), np.int64))
         slots = meeting_of(sharding)[actions.ops].astype(np.int64)
         assert alignment._are_alike(step, slots)
         for rule, patience in product((0, 1), (0, 1)):

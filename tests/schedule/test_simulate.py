@@ -17,7 +17,7 @@ NOTHING = np.empty((0, 0, 0), np.int64)
 def in_slots(step: Step, sharding: Sharding, before: np.ndarray, moves: np.ndarray = NOTHING) -> list[int]:
     meeting = meeting_of(sharding)
     return simulate_slots(
-        step.chunks, step.actions, step.times, step.pp, step.v_shaped, step.dp, meeting, before, moves
+        step.chunks, step.actions, step.times, step.pp, step.placement, step.dp, meeting, before, moves
     ).tolist()
 
 
@@ -29,7 +29,7 @@ def some_moves(seed: int, step: Step) -> np.ndarray:
 def test_ranks_and_stages_wait_for_nothing_but_links_and_those_who_share_a_chunk() -> None:
     for seed in range(60):
         step = random_step(seed)
-        ends = simulate(step.chunks, step.actions, step.times, step.pp, step.v_shaped, step.dp)
+        ends = simulate(step.chunks, step.actions, step.times, step.pp, step.placement, step.dp)
         assert ends.tolist() == played(step, "optimizer")
 
 
@@ -47,7 +47,7 @@ def test_other_slots_than_the_best_are_played_as_they_are_given() -> None:
         step = random_step(seed)
         if (step.chunks.cp_size > 1).any():
             continue
-        ends = simulate(step.chunks, step.actions, step.times, step.pp, step.v_shaped, step.dp)
+        ends = simulate(step.chunks, step.actions, step.times, step.pp, step.placement, step.dp)
         before, num_rows = np.zeros(ends.size, np.int64), step.dp * step.pp
         stage = np.repeat(np.arange(num_rows) % step.pp, np.diff(step.actions.stages))
         for each in range(step.pp):

@@ -88,7 +88,7 @@ def paddings_of(
     exchange = exchange_of(chunks, cost) if layout.dp == plan.config.dp else None
     times = chunk_times(chunks.num_tokens, chunks.attention_pairs, cost.rates_on(layout.dp), layers, exchange)
     meeting = meeting_of(sharding)
-    slots = align(chunks, actions, times, meeting, layout.dp, layout.pp, layout.v_shaped)
+    slots = align(chunks, actions, times, meeting, layout.dp, layout.pp, layout.placement)
     if (slots.ends < 0).any():
         raise DataError("actions wait for each other for ever", where=f"step {work.step.step}", hint=VALIDATE_HINT)
     own = slice(*slots.stages[layout.stage : layout.stage + 2])

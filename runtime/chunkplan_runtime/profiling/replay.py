@@ -164,7 +164,7 @@ def _played_together(works: Mapping[int, Simulation], layout: RankLayout, num_ra
         np.concatenate([work.times.durations for work in works.values()], axis=2),
         np.concatenate([work.times.link for work in works.values()]),
     )
-    ends = simulate(chunks, actions, times, layout.pp, layout.v_shaped, layout.dp)
+    ends = simulate(chunks, actions, times, layout.pp, layout.placement, layout.dp)
     step = StepRanks(chunks, times, actions, ends) if (chunks.cp_size > 1).any() else None
     bounds = actions.stages[:: layout.pp]  # where the actions of each pipeline begin
     return {

@@ -115,7 +115,7 @@ def test_processes_send_the_bytes_that_predicted_times_are_of(
     planned = replace(opened.cost, sharding=sharding)
     meeting = meeting_of(sharding)
     times = times_of(step.chunks, planned, opened.config)
-    slots = align(step.chunks, step.actions, times, meeting, dp, pp, opened.config.v_shaped)
+    slots = align(step.chunks, step.actions, times, meeting, dp, pp, opened.config.placement)
     rates, layers = cost.rates_on(dp), opened.config.layers(cost.shape.num_layers)
     norms = 2 * cost.shape.hidden_size * 4 * (dp - 1) / dp
     ring = cost.hardware.ring_bytes(dp, 1)
