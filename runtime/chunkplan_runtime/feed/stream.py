@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
 
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from chunkplan.errors import DataError, UsageError
-from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
@@ -22,6 +20,7 @@ from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.joined import chunk_groups, is_shared, join_chunks, process_actions
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
+from chunkplan_runtime.feed.order import check_links
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout, one_pipeline
 from chunkplan_runtime.sharing import SharedPart, check_sharing, shared_part
@@ -212,7 +211,7 @@ class PlanStream(IterableDataset[StepWork]):
         for step in self._plan.iter_steps(self._next):
             for dp_rank in self._dp_ranks:
                 check_sharing(step, dp_rank)
-                _check_links(step, dp_rank, self._layout)
+                check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
             reduces_early = not is_shared(step) or may_reduce(self._last_chunks(step), len(self._dp_ranks))
             yield StepWork(step, ranks, self._plan, reduces_early)
@@ -285,26 +284,6 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
             hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
             f"--max-length {max_positions}, which cuts {(analysis.num_tokens > max_positions).sum():,} sequences short",
         )
-
-
-def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
-    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
-    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
-        orders: dict[int, list[int]] = {each: [] for each in range(layout.num_model_stages)}  # chunks by model stage
-        for stage in range(layout.pp):
-            model_stages = layout.model_stages(stage)
-            for action in step.actions.get((dp_rank, stage), []):
-                # The executor refuses other virtual stages.
-                if action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages:
-                    orders[model_stages[action.virtual_stage]].append(action.chunk_id)
-        for model_stage, (order, after) in enumerate(pairwise(orders.values())):
-            if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
-                kind = "stages" if layout.virtual_stages == 1 else "model stages"
-                raise DataError(
-                    f"{kind} {model_stage} and {model_stage + 1} exchange {what} in different orders",
-                    where=f"step {step.step}, rank {dp_rank}",
-                    hint="`chunkplan validate` names what is wrong with the plan; build it again",
-                )
 
 
 def _tensors_of(chunks: Sequence[Chunk], gather: TokenGather) -> dict[int, ChunkTensors]:
