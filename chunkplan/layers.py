@@ -30,7 +30,7 @@ class StagePlacement(NamedTuple):
 STRAIGHT = StagePlacement()
 
 
-class Family(NamedTuple):
+class ScheduleFamily(NamedTuple):
     """What all orders of a schedule have in common.
 
     `placement`: where model stages lie, unless a number of virtual stages is given; `splits`: backwards are done in two
@@ -45,13 +45,13 @@ class Family(NamedTuple):
 #: Every schedule by name: first that of one stage, then those of pipelines. `schedule.families` has their rules.
 #: zero-bubble-v has the last model stage on the first stage (ZB-V: Qi et al., arXiv 2401.10241, section 6).
 FAMILIES = {
-    "algorithm2": Family(meets=True),
-    "auto": Family(meets=True),
-    "1f1b": Family(meets=True),
-    "interleaved": Family(StagePlacement(virtual_stages=2)),
-    "zero-bubble": Family(splits=True, meets=True),
-    "zero-bubble-v": Family(StagePlacement(virtual_stages=2, turns=True), splits=True),
-    "search": Family(),
+    "algorithm2": ScheduleFamily(meets=True),
+    "auto": ScheduleFamily(meets=True),
+    "1f1b": ScheduleFamily(meets=True),
+    "interleaved": ScheduleFamily(StagePlacement(virtual_stages=2)),
+    "zero-bubble": ScheduleFamily(splits=True, meets=True),
+    "zero-bubble-v": ScheduleFamily(StagePlacement(virtual_stages=2, turns=True), splits=True),
+    "search": ScheduleFamily(),
 }
 
 _Part = TypeVar("_Part")
@@ -64,7 +64,7 @@ def model_stage_of(stage: _Index, virtual_stage: _Index, pp: int, placement: Sta
 
 
 def links_before(model_stage: _Index, pp: int, placement: StagePlacement) -> _Index:
-    """1 where a link lies between a model stage and the one before it, 0 where both lie on one stage."""
+    """How many links lie between a model stage and the one before it: 1, or 0 where both lie on one stage."""
     links: _Index = (pp > 1) * (1 - placement.turns * (model_stage % pp == 0))
     return links
 

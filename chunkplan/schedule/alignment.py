@@ -28,7 +28,7 @@ from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Actions, Int8Array
-from chunkplan.schedule.simulate import Now, Step, beginning, do_together, meet, play, start_of, step_of
+from chunkplan.schedule.simulate import Now, PlayedStep, beginning, do_together, meet, play, start_of, step_of
 
 _NEVER = 1 << 62
 
@@ -130,7 +130,7 @@ def align(
 
 
 @compiled
-def _fastest(step: Step, slots: Int64Array, meeting: Int8Array, pp: int) -> Now:
+def _fastest(step: PlayedStep, slots: Int64Array, meeting: Int8Array, pp: int) -> Now:
     """The play of a step by the rule that has it over first."""
     best = beginning(step, pp)
     if pp == 1 and _are_alike(step, slots):
@@ -151,7 +151,7 @@ def _fastest(step: Step, slots: Int64Array, meeting: Int8Array, pp: int) -> Now:
 
 
 @compiled
-def _are_alike(step: Step, slots: Int64Array) -> bool:
+def _are_alike(step: PlayedStep, slots: Int64Array) -> bool:
     """Whether all ranks of the only stage go through the same slots as far as they go, and wait for nothing else.
 
     Any rule has the same then, in more time.
@@ -165,7 +165,7 @@ def _are_alike(step: Step, slots: Int64Array) -> bool:
 
 
 @compiled
-def _play_by_rule(step: Step, now: Now, pp: int, slots: Int64Array, rule: int, patience: int) -> None:
+def _play_by_rule(step: PlayedStep, now: Now, pp: int, slots: Int64Array, rule: int, patience: int) -> None:
     """Play a step from its beginning, event by event, by one rule.
 
     `patience`: 1 if a slot waits for ranks that could soon do their own in it, up to half of what it takes, else 0.
@@ -213,7 +213,7 @@ def _first(now: Now, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int
 
 @compiled_in_place
 def _join(
-    step: Step,
+    step: PlayedStep,
     now: Now,
     pp: int,
     stage: int,

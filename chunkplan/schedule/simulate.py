@@ -40,7 +40,7 @@ from chunkplan.schedule.actions import (
 )
 
 
-class Step(NamedTuple):
+class PlayedStep(NamedTuple):
     """What ranks that follow one another do, by action, [num_actions] each, int64 but for `ops` int8.
 
     `rows` int64 [num_ranks * pp + 1]: where those of each stage of each rank begin. `lasts`: how long it takes, and
@@ -131,7 +131,7 @@ def step_of(
     pp: int,
     placement: StagePlacement,
     moves: Int64Array,
-) -> Step:
+) -> PlayedStep:
     """What the `dp` ranks from `first` on do; the arguments are those of `simulate_slots`."""
     start, base = actions.stages[first * pp], chunks.rank_chunks[first]
     rows = actions.stages[first * pp : (first + dp) * pp + 1] - start
@@ -170,11 +170,11 @@ def step_of(
     for action in range(ops.size):
         if needs[action] >= 0:
             needs[action] = sent_by[needs[action]]
-    return Step(rows, ops, lasts, moved, needs, links, meets, blocks, sizes)
+    return PlayedStep(rows, ops, lasts, moved, needs, links, meets, blocks, sizes)
 
 
 @compiled
-def beginning(step: Step, pp: int) -> Now:
+def beginning(step: PlayedStep, pp: int) -> Now:
     """Where nothing is done yet."""
     num_rows = step.rows.size - 1
     return Now(
@@ -189,7 +189,7 @@ def beginning(step: Step, pp: int) -> Now:
 
 
 @inlined
-def start_of(step: Step, now: Now, row: int, pp: int) -> int:
+def start_of(step: PlayedStep, now: Now, row: int, pp: int) -> int:
     """When the next action of a row could begin if it met no slot; -1 if there is none, or that is not known yet."""
     start = np.int64(-1)
     if now.next[row] < step.rows[row + 1]:
@@ -211,7 +211,7 @@ def start_of(step: Step, now: Now, row: int, pp: int) -> int:
 
 
 @inlined
-def end_of(step: Step, now: Now, row: int, begin: int) -> int:
+def end_of(step: PlayedStep, now: Now, row: int, begin: int) -> int:
     """When the next action of a row ends that begins at `begin`, and meets no slot."""
     action = now.next[row]
     end: int = begin + step.lasts[action]
@@ -221,7 +221,7 @@ def end_of(step: Step, now: Now, row: int, begin: int) -> int:
 
 
 @inlined
-def do(step: Step, now: Now, row: int, begin: int, end: int, stage: int) -> None:
+def do(step: PlayedStep, now: Now, row: int, begin: int, end: int, stage: int) -> None:
     """Do the next action of a row."""
     action = now.next[row]
     if step.moves.size and step.moves[action] > 0:
@@ -232,7 +232,7 @@ def do(step: Step, now: Now, row: int, begin: int, end: int, stage: int) -> None
 
 
 @inlined
-def do_together(step: Step, now: Now, row: int, begin: int, pp: int) -> None:
+def do_together(step: PlayedStep, now: Now, row: int, begin: int, pp: int) -> None:
     """Do the next action of a row, with all ranks that share its chunk."""
     block, size = step.blocks[now.next[row]], step.sizes[now.next[row]]
     for other in range(block, block + size * pp, pp):
@@ -240,7 +240,7 @@ def do_together(step: Step, now: Now, row: int, begin: int, pp: int) -> None:
 
 
 @compiled_in_place
-def meet(step: Step, now: Now, stage: int, begin: int, pp: int) -> None:
+def meet(step: PlayedStep, now: Now, stage: int, begin: int, pp: int) -> None:
     """Play a slot of a stage: those who are in it do their next action, and it is over for all when the last is."""
     end = begin
     for row in range(stage, now.free.size, pp):
@@ -255,7 +255,7 @@ def meet(step: Step, now: Now, stage: int, begin: int, pp: int) -> None:
 
 
 @compiled_in_place
-def play(step: Step, now: Now, pp: int, meeting: Int8Array, before: Int64Array) -> None:
+def play(step: PlayedStep, now: Now, pp: int, meeting: Int8Array, before: Int64Array) -> None:
     """Play a step from its beginning, in the slots that there are; the arguments are those of `simulate_slots`."""
     moving = True
     while moving:
@@ -276,7 +276,7 @@ def play(step: Step, now: Now, pp: int, meeting: Int8Array, before: Int64Array) 
 
 
 @compiled_in_place
-def _slot_begin(step: Step, now: Now, stage: int, pp: int, meeting: Int8Array, before: Int64Array) -> int:
+def _slot_begin(step: PlayedStep, now: Now, stage: int, pp: int, meeting: Int8Array, before: Int64Array) -> int:
     """When the next slot of a stage begins, and in `now` who is in it; -1 if that is not known yet."""
     begin = np.int64(0)
     for row in range(stage, now.free.size, pp):
