@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chunkplan.arrays import Int64Array
-from chunkplan.layers import V_SHAPED
 from chunkplan.operations import OPS
 from chunkplan.planfile.measured import StepTimeline
 from chunkplan.planfile.plan import Action, Chunk
@@ -56,7 +55,7 @@ class Job:
 
     def layout(self, pp: int, stage: int) -> RankLayout:
         """The process of a stage that runs it, on one data-parallel rank."""
-        return RankLayout(1, pp, stage, self.step.virtual_stages, self.step.schedule in V_SHAPED)
+        return RankLayout(1, pp, stage, self.step.placement)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""How many layers each model stage of a pipeline has, and on which stage it lies."""
+"""What each schedule is like, how many layers each model stage of a pipeline has, and on which stage it lies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from chunkplan.arrays import Int64Array
 
 
 def split_layers(num_layers: int, num_model_stages: int) -> tuple[int, ...]:
@@ -12,27 +15,75 @@ def split_layers(num_layers: int, num_model_stages: int) -> tuple[int, ...]:
     return tuple(fewest + (model_stage < rest) for model_stage in range(num_model_stages))
 
 
-#: Schedules whose second virtual stages lie on the stages in descending order, so that the last model stage is on the
-#: first stage (ZB-V: Qi et al., arXiv 2401.10241, section 6).
-V_SHAPED = ("zero-bubble-v",)
+class StagePlacement(NamedTuple):
+    """Where the model stages of a pipeline lie: each stage has one of each row of them, its `virtual_stages`.
+
+    Rows go through the stages in ascending order; where the placement `turns`, every other one in descending order, so
+    that the model stages at a turn lie on one stage.
+    """
+
+    virtual_stages: int = 1
+    turns: bool = False
+
+
+#: A stage is a model stage.
+STRAIGHT = StagePlacement()
+
+
+class ScheduleFamily(NamedTuple):
+    """What all orders of a schedule have in common.
+
+    `placement`: where model stages lie, unless a number of virtual stages is given; `splits`: backwards are done in two
+    halves; `meets`: ranks that share chunks meet in one order.
+    """
+
+    placement: StagePlacement = STRAIGHT
+    splits: bool = False
+    meets: bool = False
+
+
+#: Every schedule by name: first that of one stage, then those of pipelines. `schedule.families` has their rules.
+#: zero-bubble-v has the last model stage on the first stage (ZB-V: Qi et al., arXiv 2401.10241, section 6).
+FAMILIES = {
+    "algorithm2": ScheduleFamily(meets=True),
+    "auto": ScheduleFamily(meets=True),
+    "1f1b": ScheduleFamily(meets=True),
+    "interleaved": ScheduleFamily(StagePlacement(virtual_stages=2)),
+    "zero-bubble": ScheduleFamily(splits=True, meets=True),
+    "zero-bubble-v": ScheduleFamily(StagePlacement(virtual_stages=2, turns=True), splits=True),
+    "search": ScheduleFamily(),
+}
 
 _Part = TypeVar("_Part")
+_Index = TypeVar("_Index", int, "Int64Array")
 
 
-def model_stage_of(stage: int, virtual_stage: int, pp: int, v_shaped: bool) -> int:
+def model_stage_of(stage: _Index, virtual_stage: _Index, pp: int, placement: StagePlacement) -> _Index:
     """Which part of a model a virtual stage of one of `pp` stages is: from 0, in the order of its layers."""
-    return virtual_stage * pp + (pp - 1 - stage if v_shaped and virtual_stage % 2 else stage)
+    return virtual_stage * pp + stage + placement.turns * (virtual_stage % 2) * (pp - 1 - 2 * stage)
 
 
-def last_stage(pp: int, v_shaped: bool) -> int:
+def links_before(model_stage: _Index, pp: int, placement: StagePlacement) -> _Index:
+    """How many links lie between a model stage and the one before it: 1, or 0 where both lie on one stage."""
+    links: _Index = (pp > 1) * (1 - placement.turns * (model_stage % pp == 0))
+    return links
+
+
+def stage_of(model_stage: int, pp: int, placement: StagePlacement) -> tuple[int, int]:
+    """The one of `pp` stages that has a model stage, and which of its virtual stages that is."""
+    row, place = divmod(model_stage, pp)
+    return (pp - 1 - place if placement.turns and row % 2 else place), row
+
+
+def last_stage(pp: int, placement: StagePlacement) -> int:
     """The one of `pp` stages that has the last model stage, and with it the vocabulary head."""
-    return 0 if v_shaped else pp - 1
+    return stage_of(pp * placement.virtual_stages - 1, pp, placement)[0]
 
 
-def stage_parts(parts: Sequence[_Part], pp: int, v_shaped: bool) -> list[list[_Part]]:
+def stage_parts(parts: Sequence[_Part], pp: int, placement: StagePlacement) -> list[list[_Part]]:
     """Of something of each model stage, what each of `pp` stages has: that of its virtual stages in turn."""
     virtual_stages = range(len(parts) // pp)
     return [
-        [parts[model_stage_of(stage, virtual_stage, pp, v_shaped)] for virtual_stage in virtual_stages]
+        [parts[model_stage_of(stage, virtual_stage, pp, placement)] for virtual_stage in virtual_stages]
         for stage in range(pp)
     ]

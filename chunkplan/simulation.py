@@ -6,6 +6,7 @@ Chunks come from a plan, or from lengths that go through the planner; times from
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import given
-from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
 from chunkplan.planfile.plan import Plan, PlanStep
@@ -24,10 +25,8 @@ from chunkplan.planning.method import Dataset, chunk_block
 from chunkplan.schedule.actions import actions_of_rank, times_of_rank
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.meetings import StepRanks
-from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import Simulation
-from chunkplan.schedule.step_ranks import checked_ends, planned_actions, simulate_together, times_of
+from chunkplan.schedule.step_ranks import StepRanks, simulate_together, times_of
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
@@ -77,35 +76,17 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
     Raises:
         DataError: the plan is damaged.
     """
-    config, number = plan.config, described.step
-    pp, virtual_stages = config.pp, config.virtual_stages
+    config = plan.config
     meets = meeting_on(plan.cost, config.dp) is not None
     meets |= any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
-    step = simulate_together(plan, described) if meets else None
+    if meets:
+        step = simulate_together(plan, described, range(config.dp))
+        return {rank: _of_rank(step, rank, f"step {described.step}, rank {rank}", config, plan.cost) for rank in ranks}
     found = {}
     for rank in ranks:
-        title = f"step {number}, rank {rank}"
-        if step is not None:
-            found[rank] = _of_rank(step, rank, title, config, plan.cost)
-            continue
-        chunks = chunks_of_rows(described.chunks.get(rank, ()), plan.cost.shape.sights)
-        actions = planned_actions(described, rank, pp, virtual_stages, chunks.num_tokens.size, title)
-        times = times_of(chunks, plan.cost, config)
-        ends = checked_ends(simulate(actions, times, config.v_shaped), title)
-        found[rank] = Simulation(
-            title,
-            config.schedule,
-            pp,
-            virtual_stages,
-            plan.cost,
-            chunks,
-            times,
-            actions,
-            ends,
-            rank=rank,
-            stage_layers=config.stage_layers,
-            dp=config.dp,
-        )
+        step = simulate_together(plan, described, [rank])
+        alone = _of_rank(step, 0, f"step {described.step}, rank {rank}", config, plan.cost)
+        found[rank] = replace(alone, step=None, rank=rank)
     return found
 
 
@@ -261,23 +242,9 @@ def _scheduled(
     found = schedule_ranks(
         chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks, meeting=meeting
     )
-    if rank is not None:
-        step = StepRanks(chunks, times, found.actions, found.ends, meeting)
-        return _of_rank(step, rank, title, config, cost, int(found.lower_bound[rank]))
-    return Simulation(
-        title,
-        config.schedule,
-        config.pp,
-        config.virtual_stages,
-        cost,
-        chunks,
-        times,
-        found.actions,
-        found.ends,
-        int(found.lower_bound[0]),
-        stage_layers=config.stage_layers,
-        dp=config.dp,
-    )
+    step, shown = StepRanks(chunks, times, found.actions, found.ends, meeting), rank or 0
+    simulation = _of_rank(step, shown, title, config, cost, int(found.lower_bound[shown]))
+    return simulation if rank is not None else replace(simulation, step=None)
 
 
 def _last_rank(step: PlanStep) -> int:

@@ -20,7 +20,7 @@ from chunkplan.config.plan_domains import (
 )
 from chunkplan.domains import FLAG, MOST, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.layers import V_SHAPED, split_layers
+from chunkplan.layers import FAMILIES, StagePlacement, split_layers
 from chunkplan.options import Options, option
 
 Split = Literal["full", "even", "cost", "none"]
@@ -33,20 +33,17 @@ Part = Literal["train", "eval"]
 MAX_WEIGHT = 1_000_000
 
 #: The names that `chunkplan.schedule.families` and `chunkplan.packing.packing` have rules for.
-SCHEDULES = ("algorithm2", "auto", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "search")
+SCHEDULES = tuple(FAMILIES)
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
 #: What `--schedule` may be.
 SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
 
 #: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.
-ORDERS_OF_GROUPS = ("algorithm2", "auto", "1f1b", "zero-bubble")
+ORDERS_OF_GROUPS = tuple(name for name, family in FAMILIES.items() if family.meets)
 
 #: Schedules of several virtual stages.
-VIRTUAL = ("interleaved", *V_SHAPED)
-
-#: Those that split backwards.
-_SPLIT = ("zero-bubble", *V_SHAPED)
+VIRTUAL = tuple(name for name, family in FAMILIES.items() if family.placement.virtual_stages > 1)
 
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 
@@ -99,7 +96,7 @@ class PlanConfig(Options):
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         SCHEDULE,
-        "Order on a pipeline: auto, 1f1b, interleaved, zero-bubble, zero-bubble-v, or search (slow).",
+        f"Order on a pipeline: {', '.join(SCHEDULES[1:-1])}, or {SCHEDULES[-1]} (slow).",
         group=_ORDER,
         depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
         default_words="auto",
@@ -186,7 +183,7 @@ class PlanConfig(Options):
                 f"pp is {self.pp}",
                 hint="leave schedule out, or set pp",
             )
-        if self.schedule in V_SHAPED and self.virtual_stages != 2:
+        if FAMILIES[self.schedule].placement.turns and self.virtual_stages != 2:
             raise UsageError(
                 f"schedule {self.schedule} has two virtual stages, virtual-stages is {self.virtual_stages}",
                 hint="leave virtual-stages out, or use schedule interleaved",
@@ -285,14 +282,14 @@ class PlanConfig(Options):
         return super().from_entries(_NOTHING | entries)
 
     @property
-    def v_shaped(self) -> bool:
-        """Whether the second virtual stages lie on the stages in descending order, see `model_stage_of`."""
-        return self.schedule in V_SHAPED
+    def placement(self) -> StagePlacement:
+        """Where model stages lie."""
+        return FAMILIES[self.schedule].placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def splits_backwards(self) -> bool:
         """Whether backwards are done in two halves."""
-        return self.schedule in _SPLIT
+        return FAMILIES[self.schedule].splits
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of each model stage: those of `stage_layers`, or as even as they come."""

@@ -8,7 +8,7 @@ from math import ceil
 from chunkplan.cost.activations import runs_of
 from chunkplan.cost.held import KV_GRADIENT_BYTES, kept_attention_bytes
 from chunkplan.cost.model import CostModel
-from chunkplan.layers import stage_parts
+from chunkplan.layers import STRAIGHT, StagePlacement, stage_parts
 
 
 def stage_host_bytes(
@@ -18,7 +18,7 @@ def stage_host_bytes(
     retained_tokens: Sequence[int],
     kv_tokens: Sequence[int],
     attention_tokens: Sequence[int],
-    v_shaped: bool = False,
+    placement: StagePlacement = STRAIGHT,
 ) -> tuple[int, ...]:
     """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values with their
     gradients, attention.
@@ -30,7 +30,7 @@ def stage_host_bytes(
     """
     pp = len(retained_tokens)
     stages = []
-    parts = stage_parts(runs_of(cost, layers), pp, v_shaped)
+    parts = stage_parts(runs_of(cost, layers), pp, placement)
     for own, retained, held, kept in zip(parts, retained_tokens, kv_tokens, attention_tokens, strict=True):
         most = max(sum(count for _, level, count in part if level == "offload") for part in own)
         inputs = retained * most * cost.shape.hidden_size * cost.num_bytes / cost.tp

@@ -40,7 +40,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.states import held_states, product_gradient_bytes
 from chunkplan.cost.sums import tokens_at_once
-from chunkplan.layers import last_stage, stage_parts
+from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 #: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of
 #: recurrent states it has those that a chunk begins with and those that it makes.
@@ -86,7 +86,7 @@ def stage_memory(
     chunk_size: int,
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
-    v_shaped: bool = False,
+    placement: StagePlacement = STRAIGHT,
 ) -> tuple[StageMemory, ...]:
     """What a GPU of each stage holds at most, by the layers that are on it.
 
@@ -96,10 +96,10 @@ def stage_memory(
             pages of one layer, whatever the sequences; on one stage states of recurrent layers are offloaded too.
         shared_by: how many ranks share a sequence at most, in the way that needs most memory, see `exchange_bytes`.
         kv_gradient_bytes: of a number in the gradients of keys and values.
-        v_shaped: where model stages lie, see `model_stage_of`.
+        placement: where model stages lie.
     """
     pp, stages = len(held), []
-    for tokens, own in zip(held, _stages_of(cost, dp, pp, tuple(layers), chunk_size, v_shaped), strict=True):
+    for tokens, own in zip(held, _stages_of(cost, dp, pp, tuple(layers), chunk_size, placement), strict=True):
         of_states = tokens.kv / chunk_size * own.state_bytes
         kv_elements = tokens.kv * own.kv_elements
         others = tokens.kv - tokens.kv_gradients
@@ -160,17 +160,17 @@ class _Stage(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)  # `tune` asks for the memory of a few thousand configurations, of each dozens of times
 def _stages_of(
-    cost: CostModel, dp: int, pp: int, layers: tuple[int, ...], chunk_size: int, v_shaped: bool
+    cost: CostModel, dp: int, pp: int, layers: tuple[int, ...], chunk_size: int, placement: StagePlacement
 ) -> tuple[_Stage, ...]:
     stages = []
-    split = stage_parts(runs_of(cost, layers), pp, v_shaped)
-    around = stage_parts(around_of_stages(cost, layers), pp, v_shaped)
-    for stage, weights in enumerate(stage_parameters(cost, pp, layers, v_shaped)):
+    split = stage_parts(runs_of(cost, layers), pp, placement)
+    around = stage_parts(around_of_stages(cost, layers), pp, placement)
+    for stage, weights in enumerate(stage_parameters(cost, pp, layers, placement)):
         own = split[stage]
         on_stage = without_levels(own)
         kinds = [(layer, sum(count for other, count in on_stage if other == layer)) for layer in dict(on_stage)]
         working_bytes = chunk_size * _working_bytes(cost, own) + product_gradient_bytes(cost, dp, on_stage)
-        logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, v_shaped) else 0.0
+        logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, placement) else 0.0
         states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
         kept = max(activation_bytes_per_token(cost, layer, level) for part in own for layer, level, _ in part)
         at_end = states.at_end + chunk_size * kept if states.at_end else 0.0
@@ -195,19 +195,19 @@ def _stages_of(
 
 @lru_cache(maxsize=1 << 12)
 def split_gradient_bytes(
-    cost: CostModel, *, dp: int, pp: int, layers: tuple[int, ...], v_shaped: bool = False
+    cost: CostModel, *, dp: int, pp: int, layers: tuple[int, ...], placement: StagePlacement = STRAIGHT
 ) -> tuple[int, ...]:
     """What a GPU of each stage holds more of gradients where backwards are split: 0 unless gradients are shared.
 
     The weight half of a backward has those of its virtual stage whole, in the dtype of the weights, before it reduces
-    them a layer at a time. `layers` and `v_shaped` as in `stage_parameters`.
+    them a layer at a time. `layers` and `placement` as in `stage_parameters`.
     """
     if dp == 1 or not cost.shares("gradients"):
         return (0,) * pp
     trained = cost.adapters.trained_parameters
     return tuple(
         ceil(max(sum(trained(layer) * count for layer, count in part) for part in own) / cost.tp * cost.num_bytes)
-        for own in stage_parts(cost.shape.split(layers), pp, v_shaped)
+        for own in stage_parts(cost.shape.split(layers), pp, placement)
     )
 
 
@@ -245,10 +245,16 @@ def exchange_bytes(
 
 @lru_cache(maxsize=1 << 12)
 def held_bytes(
-    cost: CostModel, pp: int, layers: tuple[int, ...], chunk_size: int, *, shared_by: int = 1, v_shaped: bool = False
+    cost: CostModel,
+    pp: int,
+    layers: tuple[int, ...],
+    chunk_size: int,
+    *,
+    shared_by: int = 1,
+    placement: StagePlacement = STRAIGHT,
 ) -> HeldBytes:
     """See `HeldBytes`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
-    stages = _stages_of(cost, 1, pp, layers, chunk_size, v_shaped)
+    stages = _stages_of(cost, 1, pp, layers, chunk_size, placement)
     num_kinds = max(len(stage.pages) for stage in stages)
     gradients, pages = np.zeros((pp, num_kinds, 3)), np.zeros((pp, num_kinds, 2))
     for place, stage in enumerate(stages):

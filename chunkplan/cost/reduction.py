@@ -8,7 +8,7 @@ from typing import NamedTuple
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import Layer
 from chunkplan.cost.sums import GRADIENT_BYTES
-from chunkplan.layers import last_stage, stage_parts
+from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 
 class StageWeights(NamedTuple):
@@ -24,18 +24,20 @@ class StageWeights(NamedTuple):
     trained_ends: float
 
 
-def stage_parameters(cost: CostModel, pp: int, layers: Sequence[int], v_shaped: bool = False) -> list[StageWeights]:
+def stage_parameters(
+    cost: CostModel, pp: int, layers: Sequence[int], placement: StagePlacement = STRAIGHT
+) -> list[StageWeights]:
     """Parameters on a GPU of each of `pp` stages.
 
-    `layers`: of each model stage, which lie on stages as `model_stage_of` has it (`v_shaped`). The first one has the
+    `layers`: of each model stage, which lie on stages as `model_stage_of` has it (`placement`). The first one has the
     embeddings, the last one the head; tied ones are on both unless that is one stage.
     """
     shape, adapters = cost.shape, cost.adapters
-    last = last_stage(pp, v_shaped)
+    last = last_stage(pp, placement)
 
     def of_layers(of: Callable[[Layer], float]) -> list[float]:
         own = [sum(of(layer) * count for layer, count in each) for each in shape.split(layers)]
-        return [sum(of_stage) / cost.tp for of_stage in stage_parts(own, pp, v_shaped)]
+        return [sum(of_stage) / cost.tp for of_stage in stage_parts(own, pp, placement)]
 
     sums = map(
         of_layers,
@@ -49,7 +51,9 @@ def stage_parameters(cost: CostModel, pp: int, layers: Sequence[int], v_shaped: 
     return found
 
 
-def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_shaped: bool = False) -> int:
+def reduction_ns(
+    cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], placement: StagePlacement = STRAIGHT
+) -> int:
     """What `dp` data-parallel ranks take at the end of a step to sum gradients and to share what was updated.
 
     A ring over the float32 gradients that no backward has reduced, and one over the updated weights, but for those of
@@ -60,7 +64,7 @@ def reduction_ns(cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], v_
     """
     rates = cost.rates_on(dp)
     most = 0.0
-    for of_stage in stage_parameters(cost, pp, layers, v_shaped):
+    for of_stage in stage_parameters(cost, pp, layers, placement):
         of_ends = of_stage.trained_ends
         everything = of_stage.trained_layers + of_ends
         summed = GRADIENT_BYTES * (of_ends if cost.shares("gradients") else everything)

@@ -169,5 +169,5 @@ def _words(plan: Plan, stage: int, actions: list[Action], number: dict[int, int]
     config = plan.config
     for action in actions:
         if action.op in _LETTERS:
-            model_stage = model_stage_of(stage, action.virtual_stage, config.pp, config.v_shaped)
+            model_stage = model_stage_of(stage, action.virtual_stage, config.pp, config.placement)
             yield f"{model_stage}{_LETTERS[action.op]}{number[action.chunk_id]}"

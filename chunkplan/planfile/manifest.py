@@ -44,7 +44,7 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
         return None
     return (
         reduction_ns(
-            cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), v_shaped=config.v_shaped
+            cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
         )
         / 1e3
     )

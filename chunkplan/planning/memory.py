@@ -21,7 +21,7 @@ def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
         config.layers(cost.shape.num_layers),
         config.chunk_size,
         shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
+        placement=config.placement,
     )
 
 
@@ -34,12 +34,12 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
         held=[Held(*moment) for moment in moments.tolist()],
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
-        v_shaped=config.v_shaped,
+        placement=config.placement,
     )
     if not config.splits_backwards:
         return stages
     layers = config.layers(cost.shape.num_layers)
-    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, v_shaped=config.v_shaped)
+    whole = split_gradient_bytes(cost, dp=config.dp, pp=config.pp, layers=layers, placement=config.placement)
     return tuple(
         replace(each, gradients=each.gradients + gradients) for each, gradients in zip(stages, whole, strict=True)
     )
@@ -54,6 +54,6 @@ def host_bytes_of(config: PlanConfig, cost: CostModel, moments: Int64Array, reta
         retained_tokens=(moments[:, ACTIVATIONS] if retained is None else retained).tolist(),
         kv_tokens=moments[:, KV].tolist(),
         attention_tokens=moments[:, ATTENTION_ON_HOST].tolist(),
-        v_shaped=config.v_shaped,
+        placement=config.placement,
     )
     return max(of_stages)

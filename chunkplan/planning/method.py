@@ -201,7 +201,7 @@ def predict_block(
     slots = scheduled.slots
     if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
         of_ranks = chunked.chunks, scheduled.actions, chunked.times
-        slots = quick_slots(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.v_shaped)
+        slots = quick_slots(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.placement)
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {

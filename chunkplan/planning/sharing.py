@@ -258,7 +258,7 @@ def _most(loads: Int64Array, first: int, size: int) -> int:
     most = loads[first]
     for rank in range(first + 1, first + size):
         most = max(most, loads[rank])
-    return most
+    return int(most)
 
 
 @compiled

@@ -28,8 +28,9 @@ from chunkplan.schedule.actions import (
     Actions,
     join_actions,
 )
-from chunkplan.schedule.meetings import StepRanks, simulate_steps
+from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.simulated import PathAction, Simulation
+from chunkplan.schedule.step_ranks import StepRanks
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 
@@ -126,7 +127,7 @@ def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Ar
         chunk_ids = [first_chunks[action.dp_rank] + action.chunk_id for action in times.actions]
         ops = [OPS.index(action.op) for action in times.actions]
         model_stages = [
-            model_stage_of(stage, action.virtual_stage, simulation.pp, simulation.v_shaped) for action in times.actions
+            model_stage_of(stage, action.virtual_stage, simulation.pp, simulation.placement) for action in times.actions
         ]
         starts[ops, model_stages, chunk_ids] = [action.start_ns for action in times.actions]
         ends[ops, model_stages, chunk_ids] = [action.end_ns for action in times.actions]
@@ -146,7 +147,7 @@ def _played_together(works: Mapping[int, Simulation], dp: int) -> dict[int, Simu
         np.concatenate([work.times.durations for work in works.values()], axis=2),
         np.concatenate([work.times.link for work in works.values()]),
     )
-    ends = simulate_steps(chunks, actions, times, dp, pp, first.v_shaped)
+    ends = simulate(chunks, actions, times, pp, first.placement, dp)
     step = StepRanks(chunks, times, actions, ends) if (chunks.cp_size > 1).any() else None
     bounds = actions.stages[::pp]  # where the actions of each pipeline begin
     return {

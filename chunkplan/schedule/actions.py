@@ -14,7 +14,7 @@ import numpy.typing as npt
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.layers import model_stage_of
+from chunkplan.layers import StagePlacement, links_before, model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 
@@ -25,7 +25,7 @@ FORWARD, FORWARD_KV, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
 )
 
 #: For compiled loops.
-model_stage_at = compiled(model_stage_of)
+model_stage_at, links_at = compiled(model_stage_of), compiled(links_before)
 
 
 class Actions(NamedTuple):
@@ -63,13 +63,10 @@ def backward_order(group_id: Int32Array) -> Int64Array:
     return order
 
 
-def model_stages_of(actions: Actions, pp: int, v_shaped: bool) -> Int64Array:
+def model_stages_of(actions: Actions, pp: int, placement: StagePlacement) -> Int64Array:
     """The model stage that each action is of, see `model_stage_of`; int64 [num_actions]."""
     stage = np.repeat(np.arange(actions.stages.size - 1) % pp, np.diff(actions.stages))
-    if v_shaped:
-        stage = np.where(actions.virtual_stages % 2, pp - 1 - stage, stage)
-    model_stages: Int64Array = actions.virtual_stages.astype(np.int64) * pp + stage
-    return model_stages
+    return model_stage_of(stage, actions.virtual_stages.astype(np.int64), pp, placement)
 
 
 @compiled

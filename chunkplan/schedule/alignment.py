@@ -16,31 +16,24 @@ valid without slots, as any action that could come next there has its slot, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, offsets_of
-from chunkplan.compiled import compiled
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of
+from chunkplan.compiled import compiled, compiled_in_place
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
-from chunkplan.operations import BACKWARDS, FORWARDS, MEETINGS, OPS
-from chunkplan.planfile.chunks import Chunks, chunks_of_ranks
-from chunkplan.schedule.actions import (
-    BACKWARD_WEIGHT,
-    Actions,
-    Int8Array,
-    actions_of_rank,
-    model_stages_of,
-    times_of_ranks,
-)
+from chunkplan.layers import STRAIGHT, StagePlacement
+from chunkplan.operations import MEETINGS, OPS
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.simulate import Now, PlayedStep, beginning, do_together, meet, play, start_of, step_of
 
 _NEVER = 1 << 62
 
 #: Which of the ops that could come next a slot is for: that of the rank with most left to do, or that of most ranks.
-_LONGEST, _MOST = 0, 1
+LONGEST, _MOST = 0, 1
 
 
 class Slots(NamedTuple):
@@ -59,37 +52,6 @@ class Slots(NamedTuple):
     ends: Int64Array
 
 
-class _Step(NamedTuple):
-    """What ranks do, by action; `rows` int64 [dp * pp + 1]: where those of each stage of each rank begin.
-
-    `slots`: the op and virtual stage of its slot as one number, -1 for none. `durations`. `needs`: the action whose end
-    it waits for, -1 for none, and `links`, what comes after that on the way. `meets`: one number for all that ranks
-    begin together, as they share the chunk, and `sizes`, how many these are; -1 and 1 for what a rank does alone.
-    """
-
-    rows: Int64Array
-    slots: Int64Array
-    durations: Int64Array
-    needs: Int64Array
-    links: Int64Array
-    meets: Int64Array
-    sizes: Int64Array
-
-
-class _Now(NamedTuple):
-    """Where a play is: by row, when it is `free`, its `next` action, when that could `start` beside slots (-1: not
-    known yet), what is `left` to do; by action its `ends` and what came `before`; by stage, how many slots are `over`.
-    """
-
-    free: Int64Array
-    next: Int64Array
-    start: Int64Array
-    left: Int64Array
-    ends: Int64Array
-    before: Int64Array
-    over: Int64Array
-
-
 def meeting_of(sharding: Sharding) -> Int8Array:
     """The op of the slot that each op needs (`MEETINGS`), by its code, -1 for none: int8 [num_ops]."""
     slot_of = MEETINGS.get(sharding, {})
@@ -101,240 +63,184 @@ def meeting_on(cost: CostModel, dp: int) -> Int8Array | None:
     return meeting_of(cost.sharding) if dp > 1 and cost.shares("gradients") else None
 
 
+@compiled
 def align_steps(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    meeting: Int8Array,
+    dp: int,
+    pp: int,
+    placement: StagePlacement = STRAIGHT,
 ) -> tuple[Int64Array, Int64Array]:
-    """`ends` and `before` of each action in the slots of its step, int64 [num_actions] both: see `Slots`.
+    """When each action ends in the slots of its step, and how many come before it: int64 [num_actions], see `Slots`.
 
     The `dp` ranks of a step follow one another, as do the steps. The other arguments are those of `align`.
     """
-    before, ends = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
-    for step in range((chunks.rank_chunks.size - 1) // dp):
-        first, last = step * dp, (step + 1) * dp
-        own = chunks_of_ranks(chunks, first, last), actions_of_rank(actions, step, dp * pp)
-        slots = align(*own, times_of_ranks(chunks, times, first, last), meeting, dp, pp, v_shaped)
-        ends[actions.stages[first * pp] : actions.stages[last * pp]] = slots.ends
-        before[actions.stages[first * pp] : actions.stages[last * pp]] = slots.before
+    ends, before = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
+    for first in range(0, chunks.rank_chunks.size - 1, dp):
+        own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
+        step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
+        slots = slot_kinds(step, actions.virtual_stages[own], meeting, times.durations.shape[1] // pp)
+        now = _fastest(step, slots, meeting, pp)
+        ends[own], before[own] = now.ends, now.before
     return ends, before
 
 
 def align(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool = False
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    meeting: Int8Array,
+    dp: int,
+    pp: int,
+    placement: StagePlacement = STRAIGHT,
 ) -> Slots:
-    """The slots of a step of `dp` ranks, whose chunks, actions and times are as in `meetings.simulate_steps`.
+    """The slots of a step of `dp` ranks, whose chunks, actions and times are as in `simulate`.
 
     `meeting`: see `meeting_of`. Of some simple rules that one is taken by which the step is over first. The same
     arguments have the same slots, on every machine.
     """
-    num_virtual_stages = times.durations.shape[1] // pp
-    step = _step(chunks, actions, times, meeting, pp, v_shaped)
-    now, slots, stages = min(_plays(step, pp), key=lambda played: played[0].ends.max(initial=0))
-    ops, virtual_stages = np.divmod(slots[np.argsort(stages, kind="stable")], num_virtual_stages)
+    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, placement)
+    stage = np.repeat(np.arange(dp * pp) % pp, np.diff(actions.stages))
+    met = np.flatnonzero((meeting[actions.ops] >= 0) & (ends >= 0))
+    # Every slot has an action at least, and all of one say the same of it.
+    _, first = np.unique(np.stack([stage[met], before[met]]), axis=1, return_index=True)
+    first = met[first]
     return Slots(
-        ops.astype(np.int8), virtual_stages, offsets_of(np.bincount(stages, minlength=pp)), now.before, now.ends
-    )
-
-
-def _plays(step: _Step, pp: int) -> Iterator[tuple[_Now, Int64Array, Int64Array]]:
-    """The plays of a step by each rule: one where they are the same."""
-    if pp == 1 and _are_alike(step):
-        slots = _play_alike(step, now := _begin(step, pp))
-        yield now, slots, np.zeros_like(slots)
-        return
-    for rule, patience in product((_LONGEST, _MOST), (0, 1)):
-        yield (now := _begin(step, pp)), *_play(step, now, pp, rule, patience)
-
-
-def _step(chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, pp: int, v_shaped: bool) -> _Step:
-    ops, num_actions = actions.ops, actions.ops.size
-    _, num_model_stages, num_chunks = times.durations.shape
-    rank = np.repeat(np.arange(actions.stages.size - 1) // pp, np.diff(actions.stages))  # [num_actions]
-    chunk = chunks.rank_chunks[rank] + actions.chunk_ids
-    model_stage = model_stages_of(actions, pp, v_shaped)
-    needs, links = np.full(num_actions, -1), np.zeros(num_actions, np.int64)
-    for names, before in ((FORWARDS, -1), (BACKWARDS, 1)):
-        own = np.flatnonzero(np.isin(ops, [OPS.index(name) for name in names]))
-        # A model stage more at either end, which does all before anything else; -2: what nobody ever does.
-        by_place = np.full((num_model_stages + 2, num_chunks), -2)
-        by_place[[0, -1]] = -1
-        by_place[model_stage[own] + 1, chunk[own]] = own
-        needs[own] = by_place[model_stage[own] + 1 + before, chunk[own]]
-        turns = v_shaped & (np.minimum(model_stage[own], model_stage[own] + before) == pp - 1)
-        links[own] = np.where(turns | (pp == 1), 0, times.link[chunk[own]])
-    sizes = np.where(ops == BACKWARD_WEIGHT, 1, chunks.cp_size[chunk])
-    # Blocks are nested and come first, so that a shared chunk has one number on all of its ranks.
-    met = chunks.rank_chunks[chunks.cp_first_rank[chunk]] + actions.chunk_ids
-    meets = np.where(sizes > 1, (met * num_model_stages + model_stage) * len(OPS) + ops, -1)
-    slot = meeting[ops].astype(np.int64)
-    slots = np.where(slot < 0, -1, slot * (num_model_stages // pp) + actions.virtual_stages)
-    durations = times.durations[ops, model_stage, chunk]
-    return _Step(actions.stages, slots, durations, needs, links, meets, sizes.astype(np.int64))
-
-
-def _begin(step: _Step, pp: int) -> _Now:
-    row, num_rows = np.repeat(np.arange(step.rows.size - 1), np.diff(step.rows)), step.rows.size - 1
-    return _Now(
-        free=np.zeros(num_rows, np.int64),
-        next=step.rows[:-1].copy(),
-        start=np.zeros(num_rows, np.int64),
-        left=np.bincount(row, step.durations, num_rows).astype(np.int64),
-        ends=np.full(row.size, -1, np.int64),
-        before=np.zeros(row.size, np.int64),
-        over=np.zeros(pp, np.int64),
+        meeting[actions.ops[first]],
+        actions.virtual_stages[first].astype(np.int64),
+        offsets_of(np.bincount(stage[first], minlength=pp)),
+        before,
+        ends,
     )
 
 
 @compiled
-def _are_alike(step: _Step) -> bool:
-    """Whether all ranks of the only stage go through the same slots as far as they go, and wait for nothing else."""
-    longest = step.slots[step.rows[np.argmax(np.diff(step.rows))] :]
+def slot_kinds(step: PlayedStep, virtual_stages: Int32Array, meeting: Int8Array, num_virtual_stages: int) -> Int64Array:
+    """Of each action that needs a slot the op and virtual stage of that, as one number, else -1; int64 [num_actions]."""
+    kinds = np.empty(step.ops.size, np.int64)
+    for action in range(step.ops.size):
+        slot = meeting[step.ops[action]]
+        kinds[action] = slot * num_virtual_stages + virtual_stages[action] if slot >= 0 else -1
+    return kinds
+
+
+@compiled
+def _fastest(step: PlayedStep, slots: Int64Array, meeting: Int8Array, pp: int) -> Now:
+    """The play of a step by the rule that has it over first."""
+    best = beginning(step, pp)
+    if pp == 1 and _are_alike(step, slots):
+        before = np.empty(step.ops.size, np.int64)
+        for row in range(step.rows.size - 1):
+            over = 0
+            for action in range(step.rows[row], step.rows[row + 1]):
+                before[action] = over
+                over += slots[action] >= 0
+        play(step, best, pp, meeting, before)
+        return best
+    for number in range(4 if step.ops.size else 0):
+        now = beginning(step, pp)
+        play_by_rule(step, now, pp, slots, number // 2, number % 2)
+        if number == 0 or np.max(now.ends) < np.max(best.ends):
+            best = now
+    return best
+
+
+@compiled
+def _are_alike(step: PlayedStep, slots: Int64Array) -> bool:
+    """Whether all ranks of the only stage go through the same slots as far as they go, and wait for nothing else.
+
+    Any rule has the same then, in more time.
+    """
+    longest = slots[step.rows[np.argmax(np.diff(step.rows))] :]
     for row in range(step.rows.size - 1):
-        own = step.slots[step.rows[row] : step.rows[row + 1]]
+        own = slots[step.rows[row] : step.rows[row + 1]]
         if np.any(own != longest[: own.size]):
             return False
     return not (np.any(step.needs != -1) or np.any(step.meets >= 0))
 
 
 @compiled
-def _play_alike(step: _Step, now: _Now) -> Int64Array:
-    """Play a step whose ranks `_are_alike`: its slots. Any rule of `_play` has the same, in more time."""
-    longest = np.argmax(np.diff(step.rows))
-    slots = step.slots[step.rows[longest] : step.rows[longest + 1]]
-    for slot in slots:
-        begin, lasts = np.max(now.free), 0
-        for row in range(now.free.size):
-            if now.next[row] < step.rows[row + 1]:
-                lasts = max(lasts, step.durations[now.next[row]])
-        for row in range(now.free.size):
-            if now.next[row] < step.rows[row + 1]:
-                end = begin + lasts if slot >= 0 else now.free[row] + step.durations[now.next[row]]
-                _do(step, now, row, int(end), 0)
-            elif slot >= 0:
-                now.free[row] = begin + lasts
-        now.over[0] += slot >= 0
-    return slots[slots >= 0]
-
-
-@compiled
-def _play(step: _Step, now: _Now, pp: int, rule: int, patience: int) -> tuple[Int64Array, Int64Array]:
-    """Play a step from its beginning, by one rule: slots in the order of play, as one number each, and their stages.
+def play_by_rule(step: PlayedStep, now: Now, pp: int, slots: Int64Array, rule: int, patience: int) -> None:
+    """Play a step from its beginning, event by event, by one rule.
 
     `patience`: 1 if a slot waits for ranks that could soon do their own in it, up to half of what it takes, else 0.
     """
     num_rows = step.rows.size - 1
-    slots, slot_stages = np.empty(step.slots.size, np.int64), np.empty(step.slots.size, np.int64)
-    num_slots = 0
-    for each in range(num_rows):
-        now.start[each] = _start(step, now, pp, each)
+    start = np.full(num_rows, -1, np.int64)  # of each row, see `start_of`
+    left = np.empty(step.ops.size, np.int64)  # of each action, what it and all after it on its row last
+    for row in range(num_rows):
+        own = slice(step.rows[row], step.rows[row + 1])
+        left[own] = np.cumsum(step.lasts[own][::-1])[::-1]
+    stage = -1
     while True:
-        at, stage, row = _first(step, now, pp)
+        for row in range(num_rows):
+            if start[row] < 0 or row % pp == stage:
+                start[row] = start_of(step, now, row, pp)
+        at, stage, row = _first(now, pp, slots, start)
         if at == _NEVER:
             break
-        if row < 0:
-            slots[num_slots], slot_stages[num_slots] = _meet(step, now, pp, stage, at, rule, patience), stage
-            num_slots += 1
+        if row >= 0:
+            do_together(step, now, row, at, pp)
         else:
-            meets = step.meets[now.next[row]]
-            for other in range(row % pp, num_rows, pp):
-                is_there = now.next[other] < step.rows[other + 1] and step.meets[now.next[other]] == meets >= 0
-                if other == row or is_there:
-                    _do(step, now, other, at + step.durations[now.next[other]], stage)
-        for each in range(num_rows):
-            if now.start[each] < 0 or each % pp == stage:
-                now.start[each] = _start(step, now, pp, each)
-    return slots[:num_slots], slot_stages[:num_slots]
+            meet(step, now, stage, _join(step, now, pp, stage, at, slots, start, left, rule, patience), pp)
 
 
-@compiled
-def _first(step: _Step, now: _Now, pp: int) -> tuple[int, int, int]:
+@compiled_in_place
+def _first(now: Now, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int, int, int]:
     """What begins first: when, on which stage, and the row if it meets no slot (else -1); at `_NEVER` if nothing can.
 
     Of what begins at one time, what meets no slot: it may be what a slot would then have more ranks for.
     """
-    at, at_stage, at_row = _NEVER, -1, -1
+    at, at_stage, at_row = np.int64(_NEVER), -1, -1
     for stage in range(pp):
-        free = np.max(now.free[stage::pp])  # a slot needs all ranks
-        for row in range(stage, now.next.size, pp):
-            if now.start[row] < 0:
+        free = np.int64(0)  # a slot needs all ranks
+        for row in range(stage, now.free.size, pp):
+            free = max(free, now.free[row])
+        for row in range(stage, now.free.size, pp):
+            if start[row] < 0:
                 continue
-            meets = step.slots[now.next[row]] >= 0
-            start = max(free, now.start[row]) if meets else now.start[row]
-            if start < at or (start == at and at_row < 0 and not meets):
-                at, at_stage, at_row = start, stage, -1 if meets else row
-    return at, at_stage, at_row
+            meets = slots[now.next[row]] >= 0
+            begin = max(free, start[row]) if meets else start[row]
+            if begin < at or (begin == at and at_row < 0 and not meets):
+                at, at_stage, at_row = begin, stage, -1 if meets else row
+    return int(at), at_stage, at_row
 
 
-@compiled
-def _meet(step: _Step, now: _Now, pp: int, stage: int, at: int, rule: int, patience: int) -> int:
-    """Play a slot of a stage that begins at `at`, or a little later; returns what it is, as one number."""
-    slot, most, best = -1, -1, -1
-    for row in range(stage, now.next.size, pp):
-        if 0 <= now.start[row] <= at and step.slots[now.next[row]] >= 0:
+@compiled_in_place
+def _join(
+    step: PlayedStep,
+    now: Now,
+    pp: int,
+    stage: int,
+    at: int,
+    slots: Int64Array,
+    start: Int64Array,
+    left: Int64Array,
+    rule: int,
+    patience: int,
+) -> int:
+    """Say who is in the slot of a stage that begins at `at`, or a little later; returns when it does."""
+    rows = range(stage, now.free.size, pp)
+    slot, most, best = np.int64(-1), -1, -1
+    for row in rows:
+        if 0 <= start[row] <= at and slots[now.next[row]] >= 0:
             same = 0
             if rule == _MOST:
-                for other in range(stage, now.next.size, pp):
-                    same += _is_in(step, now, other, step.slots[now.next[row]], at)
-            if same > most or (same == most and now.left[row] > now.left[best]):
-                slot, most, best = step.slots[now.next[row]], same, row
-    longest = 0
-    for again in range(1 + patience):
-        for row in range(stage, now.next.size, pp):
-            if _is_in(step, now, row, slot, at):
-                longest = max(longest, step.durations[now.next[row]])
-        if again < patience:
-            soon = at + longest // 2
-            for row in range(stage, now.next.size, pp):
-                if _is_in(step, now, row, slot, soon):
-                    at = max(at, now.start[row])
-    for row in range(stage, now.next.size, pp):
-        if _is_in(step, now, row, slot, at):
-            _do(step, now, row, at + longest, stage)
-        else:
-            now.free[row] = at + longest
-    now.over[stage] += 1
-    return slot
-
-
-@compiled
-def _do(step: _Step, now: _Now, row: int, end: int, stage: int) -> None:
-    """Do the next action of a row until `end`."""
-    action = now.next[row]
-    now.free[row] = now.ends[action] = end
-    now.before[action] = now.over[stage]
-    now.left[row] -= step.durations[action]
-    now.next[row] += 1
-
-
-@compiled
-def _is_in(step: _Step, now: _Now, row: int, slot: int, at: int) -> bool:
-    """Whether a row could do its next action in a slot that begins at `at`."""
-    return bool(0 <= now.start[row] <= at and step.slots[now.next[row]] == slot)
-
-
-@compiled
-def _start(step: _Step, now: _Now, pp: int, row: int) -> int:
-    """When the next action of a row could begin if it met no slot; -1 if there is none, or that is not known yet."""
-    if now.next[row] == step.rows[row + 1]:
-        return -1
-    meets = step.meets[now.next[row]]
-    if meets < 0:
-        return _ready(step, now, row)
-    latest, num_there = 0, 0
-    for other in range(row % pp, now.next.size, pp):
-        if now.next[other] < step.rows[other + 1] and step.meets[now.next[other]] == meets:
-            ready = _ready(step, now, other)
-            if ready < 0:
-                return -1
-            latest, num_there = max(latest, ready), num_there + 1
-    return latest if num_there == step.sizes[now.next[row]] else -1
-
-
-@compiled
-def _ready(step: _Step, now: _Now, row: int) -> int:
-    """When a row is free and what its next action waits for is there; -1 if that is not done yet."""
-    action = now.next[row]
-    needs = step.needs[action]
-    ready: int = now.free[row]
-    if needs >= 0:
-        ready = max(ready, now.ends[needs] + step.links[action])
-    return -1 if needs < -1 or (needs >= 0 and now.ends[needs] < 0) else ready
+                for other in rows:
+                    same += 0 <= start[other] <= at and slots[now.next[other]] == slots[now.next[row]]
+            if same > most or (same == most and left[now.next[row]] > left[now.next[best]]):
+                slot, most, best = slots[now.next[row]], same, row
+    if patience:
+        longest = np.int64(0)
+        for row in rows:
+            if 0 <= start[row] <= at and slots[now.next[row]] == slot:
+                longest = max(longest, step.lasts[now.next[row]])
+        soon = at + longest // 2
+        for row in rows:
+            if 0 <= start[row] <= soon and slots[now.next[row]] == slot:
+                at = max(at, start[row])
+    for row in rows:
+        now.is_in[row] = 0 <= start[row] <= at and slots[now.next[row]] == slot
+    return at

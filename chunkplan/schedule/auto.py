@@ -33,6 +33,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import (
     BACKWARD,
@@ -43,10 +44,9 @@ from chunkplan.schedule.actions import (
     times_of_rank,
 )
 from chunkplan.schedule.bounds import Jobs, jobs_of, least_memory
-from chunkplan.schedule.holdings import KV, START, kv_tokens, stage_holdings
+from chunkplan.schedule.holdings import KV, START, kv_tokens, peak_retained, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.local_search import HISTORY, Answer, change, draw
-from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.orders import (
     Order,
     least_forwards,
@@ -55,7 +55,7 @@ from chunkplan.schedule.orders import (
     most_forwards_by_kv,
     units_by_work,
 )
-from chunkplan.schedule.simulate import simulate_ranks
+from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.tails import write_tails
 from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_template
 
@@ -168,14 +168,12 @@ def as_template(
     done, [num_ranks]: later than anything where one holds too much.
     """
     num_ranks = chunks.rank_chunks.size - 1
-    actions, ends, retained = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
+    actions = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
     if splits_backward:
         actions = _split(actions)
-        ends, retained = simulate_ranks(chunks, actions, times, pp)
-    if np.any(chunks.cp_size > 1):
-        ends = simulate_steps(chunks, actions, times, num_ranks, pp)
+    ends = simulate(chunks, actions, times, pp, STRAIGHT, num_ranks)
     kv = kv_tokens(chunks)
-    of_template, kv_limit = np.int64(np.max(retained)), np.int64(0)
+    of_template, kv_limit = np.int64(np.max(peak_retained(chunks, actions))), np.int64(0)
     for rank in range(num_ranks):
         held = stage_holdings(chunks, kv, actions, rank, 0, pp)  # the first stage runs furthest ahead: it holds most
         for action in range(held.shape[0]):

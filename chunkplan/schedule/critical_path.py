@@ -6,6 +6,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT, StagePlacement, links_before
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
     BACKWARD,
@@ -19,21 +20,21 @@ from chunkplan.schedule.actions import (
 
 
 def start_times(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, v_shaped: bool = False
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, placement: StagePlacement = STRAIGHT
 ) -> Int64Array:
     """When each action of all stages of some ranks starts, int64 [num_actions]; `ends` is when it ends.
 
-    `v_shaped`: where model stages lie, see `model_stage_of`.
+    `placement`: where model stages lie.
     """
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = model_stages_of(actions, pp, v_shaped)
+    model_stage = model_stages_of(actions, pp, placement)
     chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
     starts: Int64Array = ends - times.durations[actions.ops, model_stage, chunk]
     return starts
 
 
 def arrival_times(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, v_shaped: bool = False
+    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, placement: StagePlacement = STRAIGHT
 ) -> tuple[Int64Array, Int64Array]:
     """When each action is there, int64 [num_actions]: its stage is free and what it waits for has arrived.
 
@@ -42,7 +43,7 @@ def arrival_times(
     """
     num_model_stages = times.durations.shape[1]
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = model_stages_of(actions, pp, v_shaped)
+    model_stage = model_stages_of(actions, pp, placement)
     chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
     is_forward = actions.ops <= FORWARD_KV
     is_backward = (actions.ops == BACKWARD) | (actions.ops == BACKWARD_INPUT)
@@ -53,9 +54,7 @@ def arrival_times(
         sender[way, model_stage[places] + 1, chunk[places]] = places
     sent_by = np.where(is_forward, sender[0, model_stage, chunk], sender[1, model_stage + 2, chunk])
     sent_by[~is_forward & ~is_backward] = -1
-    link = times.link[chunk] if pp > 1 else np.zeros_like(ends)
-    if v_shaped:  # no link lies between the two model stages where the V turns
-        link = np.where(model_stage == np.where(is_forward, pp, pp - 1), 0, link)
+    link = times.link[chunk] * links_before(np.where(is_forward, model_stage, model_stage + 1), pp, placement)
     sent = np.where(sent_by < 0, 0, ends[sent_by] + link)
 
     before = np.arange(ends.size) - 1
@@ -71,7 +70,7 @@ def critical_path(
     ends: Int64Array,
     pp: int,
     last: int,
-    v_shaped: bool = False,
+    placement: StagePlacement = STRAIGHT,
     meeting: Int8Array | None = None,
 ) -> list[int]:
     """The places in `actions` of those on the critical path to the one at `last`, in order of time.
@@ -86,13 +85,13 @@ def critical_path(
 
     Args:
         chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
-        ends: int64 [num_actions], see `simulate` and `simulate_steps`.
+        ends: int64 [num_actions], see `simulate`.
         pp: stages of a rank.
-        v_shaped: see `model_stage_of`.
+        placement: where model stages lie.
         meeting: which ops ranks meet for in slots, see `meeting_of`; None: for none.
     """
-    starts = start_times(chunks, actions, times, ends, pp, v_shaped)
-    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp, v_shaped)
+    starts = start_times(chunks, actions, times, ends, pp, placement)
+    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp, placement)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
     slots = np.full(ends.size, -1, np.int64)
     if meeting is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.layers import V_SHAPED
+from chunkplan.layers import FAMILIES
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
@@ -25,8 +25,8 @@ from chunkplan.schedule.actions import (
 from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.given_slots import ends_in_slots
-from chunkplan.schedule.meetings import simulate_steps
-from chunkplan.schedule.simulate import simulate_ranks
+from chunkplan.schedule.holdings import peak_retained
+from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
 #: Name -> the rule it follows, the same for all ranks.
@@ -83,7 +83,7 @@ def schedule_ranks(
     meeting: Int8Array | None = None,
     actions: Actions | None = None,
 ) -> Scheduled:
-    """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate_steps`).
+    """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate`).
 
     Args:
         schedule: one of `SCHEDULES`.
@@ -103,11 +103,9 @@ def schedule_ranks(
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
-    if actions is not None:
-        ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
-    elif schedule in _TEMPLATES:
-        actions, ends, retained = follow_template(_TEMPLATES[schedule], chunks, times, pp)
-    else:
+    if actions is None and schedule in _TEMPLATES:
+        actions = follow_template(_TEMPLATES[schedule], chunks, times, pp)
+    elif actions is None:
         found = []
         if schedule in _OF_STEPS:
             own = _apart(chunks, dp)
@@ -123,14 +121,14 @@ def schedule_ranks(
                 actions, lower_bound[rank] = _SEARCHES[schedule](*of_rank, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
-        ends, retained = simulate_ranks(chunks, actions, times, pp, schedule in V_SHAPED)
+    placement = FAMILIES[schedule].placement._replace(virtual_stages=times.durations.shape[1] // pp)
     if meeting is not None:
-        ends, slots = align_steps(chunks, actions, times, meeting_of("weights"), dp, pp, schedule in V_SHAPED)
+        ends, slots = align_steps(chunks, actions, times, meeting_of("weights"), dp, pp, placement)
         if (meeting < 0).any():
-            ends = ends_in_slots(chunks, actions, times, meeting, slots, dp, pp, schedule in V_SHAPED)
-    elif np.any(chunks.cp_size > 1):
-        ends = simulate_steps(chunks, actions, times, dp, pp)
-    retained = -(-retained // (times.durations.shape[1] // pp))
+            ends = ends_in_slots(chunks, actions, times, meeting, slots, dp, pp, placement)
+    else:
+        ends = simulate(chunks, actions, times, pp, placement, dp)
+    retained = -(-peak_retained(chunks, actions) // placement.virtual_stages)
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
     assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"

@@ -96,14 +96,14 @@ def stage_holdings(
 
 @compiled
 def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
-    """The most tokens whose activations each stage of one rank retains at any time, int64 [pp]."""
-    pp = actions.stages.size - 1
+    """The most tokens whose activations each stage of some ranks retains at any time, int64 [num_ranks * pp]."""
+    pp = (actions.stages.size - 1) // (chunks.rank_chunks.size - 1)
     kv = kv_tokens(chunks)
-    peaks = np.zeros(pp, np.int64)
-    for stage in range(pp):
-        held = stage_holdings(chunks, kv, actions, 0, stage, pp)
+    peaks = np.zeros(actions.stages.size - 1, np.int64)
+    for row in range(peaks.size):
+        held = stage_holdings(chunks, kv, actions, row // pp, row % pp, pp)
         for action in range(held.shape[0]):
-            peaks[stage] = max(peaks[stage], held[action, START, ACTIVATIONS])
+            peaks[row] = max(peaks[row], held[action, START, ACTIVATIONS])
     return peaks
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import StagePlacement
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import Actions, backward_order
 from chunkplan.schedule.alternate import alternate, forwards_before
@@ -52,7 +53,9 @@ def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Action
                 actions.chunk_ids[own],
                 actions.virtual_stages[own],
             )
-        if warm_up >= order.forwards.size or np.all(simulate(actions, times) >= 0):
+        if warm_up >= order.forwards.size or np.all(
+            simulate(chunks, actions, times, pp, StagePlacement(num_virtual, False)) >= 0
+        ):
             break
         warm_up += pp
 

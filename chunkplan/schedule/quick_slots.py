@@ -11,13 +11,15 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.planfile.chunks import Chunks, chunks_of_ranks
-from chunkplan.schedule.actions import Actions, Int8Array, actions_of_rank, times_of_ranks
-from chunkplan.schedule.alignment import _LONGEST, _begin, _play, _step
+from chunkplan.layers import StagePlacement
+from chunkplan.planfile.chunks import Chunks
+from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.alignment import LONGEST, play_by_rule, slot_kinds
+from chunkplan.schedule.simulate import beginning, step_of
 
 
 def quick_slots(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, v_shaped: bool
+    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, placement: StagePlacement
 ) -> Int64Array:
     """The slot of each action on its stage, int64 [num_actions]: always for what the rank does that has most left.
 
@@ -27,10 +29,11 @@ def quick_slots(
     is_done = _on_one_stage(chunks, actions, times, meeting, dp, slots)
     for number in np.flatnonzero(~is_done).tolist():
         first = number * dp
-        of_step = chunks_of_ranks(chunks, first, first + dp), actions_of_rank(actions, first // dp, dp * pp)
-        step = _step(*of_step, times_of_ranks(chunks, times, first, first + dp), meeting, pp, v_shaped)
-        _play(step, now := _begin(step, pp), pp, _LONGEST, 0)
-        slots[slice(*actions.stages[[first * pp, (first + dp) * pp]])] = now.before
+        own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
+        step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
+        kinds = slot_kinds(step, actions.virtual_stages[own], meeting, times.durations.shape[1] // pp)
+        play_by_rule(step, now := beginning(step, pp), pp, kinds, LONGEST, 0)
+        slots[own] = now.before
     return slots
 
 

@@ -59,7 +59,7 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     is_small = chunks.keeps_activations.size * pp <= _PAIRS
     makespan = int(local_search(chunks, times, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
     state_aware_1f1b(chunks, pp, template)
-    template_end = int(simulate(template, times).max())
+    template_end = int(simulate(chunks, template, times, pp).max())
     if template_end < makespan and peak_retained(chunks, template).max() <= memory:
         actions, makespan = template, template_end
     lower_bound = int(makespan_bound(chunks, times, jobs_of(chunks, times, pp), memory))

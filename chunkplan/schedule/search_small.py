@@ -35,13 +35,13 @@ def search_small(
     """
     from ortools.sat.python import cp_model
 
-    makespan = int(simulate(hint, times).max())
+    makespan = int(simulate(chunks, hint, times, pp).max())
     # Rounded down, so that what is proved for the rounded times holds for the true ones.
     unit = max(makespan >> _TIME_BITS, 1)
     rounded = ChunkTimes(times.durations // unit, times.link // unit)
     n = chunks.keeps_activations.size
     work = jobs_of(chunks, rounded, pp).work
-    hint_start = _starts(hint, simulate(hint, rounded), work)
+    hint_start = _starts(hint, simulate(chunks, hint, rounded, pp), work)
     horizon = makespan // unit + 1
 
     model = cp_model.CpModel()
@@ -81,7 +81,7 @@ def search_small(
     lower_bound = max(lower_bound, unit * int(np.ceil(solver.best_objective_bound - 1e-6)))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found = _actions(chunks, times, np.array([[solver.value(time) for time in each] for each in start]), hint)
-        ends = simulate(found, times)
+        ends = simulate(chunks, found, times, pp)
         if ends.min() >= 0 and ends.max() < makespan and peak_retained(chunks, found).max() <= memory:
             return found, int(ends.max()), lower_bound
     return hint, makespan, lower_bound

@@ -12,7 +12,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
-from chunkplan.layers import V_SHAPED, split_layers, stage_parts
+from chunkplan.layers import FAMILIES, StagePlacement, split_layers, stage_parts
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
@@ -20,7 +20,7 @@ from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
 from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.critical_path import arrival_times, critical_path, start_times
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
-from chunkplan.schedule.meetings import StepRanks
+from chunkplan.schedule.step_ranks import StepRanks
 
 _NO_LIMIT = 2**62
 
@@ -135,7 +135,7 @@ class Simulation:
         if self.cost is None:
             return 0
         layers = self.stage_layers or split_layers(self.cost.shape.num_layers, self.pp * self.virtual_stages)
-        return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers, v_shaped=self.v_shaped))
+        return self.in_unit(reduction_ns(self.cost, dp=self.dp, pp=self.pp, layers=layers, placement=self.placement))
 
     @property
     def shares_chunks(self) -> bool:
@@ -148,9 +148,9 @@ class Simulation:
         return self.step is not None and self.step.meeting is not None
 
     @property
-    def v_shaped(self) -> bool:
-        """Where model stages lie, see `model_stage_of`."""
-        return self.schedule in V_SHAPED
+    def placement(self) -> StagePlacement:
+        """Where model stages lie."""
+        return FAMILIES[self.schedule].placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def lower_bound(self) -> float:
@@ -161,7 +161,7 @@ class Simulation:
         else:
             after = 0 if BACKWARD_INPUT in self.actions.ops else jobs.after.min(axis=1)  # a weight half can be the last
             bound = int(np.max(jobs.before.min(axis=1) + self._busy + after))
-        if self.v_shaped:
+        if self.placement.turns:
             bound = max(bound, unit_bound(self.table, self.times))
         return self.in_unit(max(bound, self.proved_ticks))
 
@@ -248,9 +248,9 @@ class Simulation:
         step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
         first = 0 if self.step is None else int(step.actions.stages[self.rank * self.pp])
         last = first + int(np.argmax(self.ends))
-        starts = start_times(step.chunks, step.actions, step.times, step.ends, self.pp, self.v_shaped)
+        starts = start_times(step.chunks, step.actions, step.times, step.ends, self.pp, self.placement)
         path = critical_path(
-            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.v_shaped, step.meeting
+            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.placement, step.meeting
         )
         found = []
         for place in path:
@@ -268,7 +268,7 @@ class Simulation:
     @cached_property
     def starts(self) -> Int64Array:
         """When each action starts, int64 [num_actions]."""
-        return start_times(self.table, self.actions, self.times, self.ends, self.pp, self.v_shaped)
+        return start_times(self.table, self.actions, self.times, self.ends, self.pp, self.placement)
 
     @cached_property
     def waits(self) -> Int64Array:
@@ -276,7 +276,7 @@ class Simulation:
         there, or until its slot is due, and in this for those whose action takes longer."""
         if self.step is None:
             return np.zeros_like(self.ends)
-        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp, self.v_shaped)[0]
+        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp, self.placement)[0]
 
     @cached_property
     def exchange_of_actions(self) -> Int64Array:
@@ -294,7 +294,7 @@ class Simulation:
     @cached_property
     def model_stages(self) -> Int64Array:
         """The model stage of each action, int64 [num_actions]."""
-        return model_stages_of(self.actions, self.pp, self.v_shaped)
+        return model_stages_of(self.actions, self.pp, self.placement)
 
     @cached_property
     def held(self) -> list[list[tuple[int, int, int]]]:
@@ -338,4 +338,4 @@ class Simulation:
     @cached_property
     def _useful(self) -> Int64Array:
         both = (self.times.durations[FORWARD] + self.times.durations[BACKWARD]).sum(axis=1)
-        return np.array([sum(own) for own in stage_parts(both.tolist(), self.pp, self.v_shaped)], np.int64)
+        return np.array([sum(own) for own in stage_parts(both.tolist(), self.pp, self.placement)], np.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,37 +17,48 @@ from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
-from chunkplan.schedule.actions import Actions, join_actions
+from chunkplan.schedule.actions import Actions, Int8Array, join_actions
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.given_slots import ends_in_slots
-from chunkplan.schedule.meetings import StepRanks, simulate_steps
+from chunkplan.schedule.simulate import simulate
 
 
-def simulate_together(plan: Plan, described: PlanStep) -> StepRanks:
-    """All ranks of a step simulated together.
+class StepRanks(NamedTuple):
+    """What all ranks of a step do, which follow one another in `chunks`.
+
+    `ends` is that of `simulate`, or where ranks meet in slots for what `meeting` says (`alignment.meeting_of`), that of
+    `ends_in_slots`.
+    """
+
+    chunks: Chunks
+    times: ChunkTimes
+    actions: Actions
+    ends: Int64Array
+    meeting: Int8Array | None = None
+
+
+def simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> StepRanks:
+    """Some ranks of a step simulated together: all of them, or some that meet nobody.
 
     Raises:
         DataError: the plan is damaged.
     """
-    config, place = plan.config, f"step {described.step}"
-    rows = [described.chunks.get(rank, []) for rank in range(config.dp)]
+    config, place = plan.config, f"step {described.step}" + (f", rank {ranks[0]}" if len(ranks) == 1 else "")
+    rows = [described.chunks.get(rank, []) for rank in ranks]
     chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.sights)
     chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
-    actions = join_actions(
-        [
-            planned_actions(described, rank, config.pp, config.virtual_stages, len(of_rank), f"{place}, rank {rank}")
-            for rank, of_rank in enumerate(rows)
-        ]
-    )
+    actions = join_actions([_planned_actions(described, rank, config) for rank in ranks])
     _check_groups(chunks, place)
     times = times_of(chunks, plan.cost, config)
     meeting = meeting_on(plan.cost, config.dp)
     if meeting is None:
-        ends = simulate_steps(chunks, actions, times, config.dp, config.pp)
+        ends = simulate(chunks, actions, times, config.pp, config.placement, len(ranks))
     else:
         slots = planned_slots(described, config.dp, config.pp)
-        ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.v_shaped)
-    return StepRanks(chunks, times, actions, checked_ends(ends, place), meeting)
+        ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.placement)
+    if (ends < 0).any():
+        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
+    return StepRanks(chunks, times, actions, ends, meeting)
 
 
 def _check_groups(chunks: Chunks, place: str) -> None:
@@ -68,25 +81,15 @@ def _check_groups(chunks: Chunks, place: str) -> None:
         raise DataError("the ranks that share the chunk do not agree on it", where=where, hint=VALIDATE_HINT)
 
 
-def checked_ends(ends: Int64Array, place: str) -> Int64Array:
-    """Return `ends`, int64 [num_actions].
-
-    Raises:
-        DataError: some actions are never done.
-    """
-    if (ends < 0).any():
-        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
-    return ends
-
-
-def planned_actions(step: PlanStep, rank: int, pp: int, virtual_stages: int, num_chunks: int, place: str) -> Actions:
+def _planned_actions(step: PlanStep, rank: int, config: PlanConfig) -> Actions:
     """The actions of a rank's stages, checked as far as simulating them asks for."""
-    stages = [step.actions.get((rank, stage), []) for stage in range(pp)]
+    stages = [step.actions.get((rank, stage), []) for stage in range(config.pp)]
+    place, num_chunks = f"step {step.step}, rank {rank}", len(step.chunks.get(rank, []))
     actions = [action for stage in stages for action in stage]
     if not all(stages):
         raise DataError("a stage has no actions", where=place, hint=VALIDATE_HINT)
     for action in actions:
-        known = action.op in OPS and 0 <= action.virtual_stage < virtual_stages
+        known = action.op in OPS and 0 <= action.virtual_stage < config.virtual_stages
         if not known or not 0 <= action.chunk_id < num_chunks:
             raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
     return Actions(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.schedule.actions import Actions, empty_actions, times_of_rank
 from chunkplan.schedule.algorithm2 import algorithm2
 from chunkplan.schedule.interleaved import interleaved_1f1b
-from chunkplan.schedule.simulate import simulate_ranks
 from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
 
 ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = range(3)
@@ -29,11 +27,8 @@ def write_template(template: int, chunks: Chunks, times: ChunkTimes, pp: int, ac
 
 
 @compiled
-def follow_template(
-    template: int, chunks: Chunks, times: ChunkTimes, pp: int
-) -> tuple[Actions, Int64Array, Int64Array]:
-    """The actions of all stages of many ranks, stage after stage; when each action ends, int64 [num_actions]; what each
-    stage retains at most, int64 [num_ranks * pp], see `peak_retained`."""
+def follow_template(template: int, chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
+    """The actions of all stages of many ranks, stage after stage."""
     num_ranks = chunks.rank_chunks.size - 1
     num_model_stages = times.durations.shape[1]
     whole = empty_actions(chunks.keeps_activations, pp, num_model_stages, False)
@@ -49,6 +44,4 @@ def follow_template(
         whole.virtual_stages[own] = actions.virtual_stages
         stages[rank * pp + 1 : (rank + 1) * pp + 1] = start + actions.stages[1:]
         start += actions.ops.size
-    actions = Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages)
-    ends, retained = simulate_ranks(chunks, actions, times, pp)
-    return actions, ends, retained
+    return Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages)

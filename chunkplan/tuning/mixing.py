@@ -169,7 +169,7 @@ def _programs_of(
     waiting = np.array([[pending_bytes_per_token(cost, kind)] for kind in shape.kinds])
     working = np.array([max(working_bytes_per_token(cost, kind, level) for level in levels) for kind in shape.kinds])
     order, stops = np.array(shape.order), list(accumulate(layers))
-    parts = stage_parts(range(len(layers)), config.pp, config.v_shaped)
+    parts = stage_parts(range(len(layers)), config.pp, config.placement)
     stage_of = {model_stage: stage for stage, own in enumerate(parts) for model_stage in own}
     for model_stage, stop in enumerate(stops):
         stage = stage_of[model_stage]

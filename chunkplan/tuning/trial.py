@@ -103,7 +103,7 @@ def try_out(
         for values in (chunked.cost_ns, chunked.recompute_ns)
     )
     reduction = reduction_ns(
-        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), v_shaped=config.v_shaped
+        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
     )
     occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
     return Outcome(

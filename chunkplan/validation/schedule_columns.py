@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_starts
+from chunkplan.layers import model_stage_of, stage_of
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.validation.chunk_columns import ChunkColumns
 from chunkplan.validation.violation import Violation
@@ -240,17 +241,12 @@ class RankBlock:
     @cached_property
     def model_stage(self) -> Int64Array:
         """The model stage of each action, int64 [num_actions]."""
-        virtual_stage = self.virtual_stage.astype(np.int64)
-        is_mirrored = (self.columns.config.schedule == "zero-bubble-v") & (virtual_stage == 1)
-        place = np.where(is_mirrored, self.pp - 1 - self.stage, self.stage)
-        model_stage: Int64Array = virtual_stage * self.pp + place
-        return model_stage
+        placement = self.columns.config.placement
+        return model_stage_of(self.stage, self.virtual_stage.astype(np.int64), self.pp, placement)
 
     def place_of(self, model_stage: int) -> tuple[int, int]:
         """The stage and the virtual stage of a model stage."""
-        virtual_stage, place = divmod(model_stage, self.pp)
-        is_mirrored = self.columns.config.schedule == "zero-bubble-v" and virtual_stage == 1
-        return self.pp - 1 - place if is_mirrored else place, virtual_stage
+        return stage_of(model_stage, self.pp, self.columns.config.placement)
 
     # slots
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from chunkplan.config.plan import SCHEDULE, PlanConfig
+from chunkplan.config.plan import SCHEDULE, SCHEDULES, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
@@ -60,7 +60,7 @@ class SimulateOptions(Options):
     schedule: str = same(
         PlanConfig,
         "schedule",
-        help="algorithm2 (one stage), auto, 1f1b, interleaved, zero-bubble, zero-bubble-v or search.",
+        help=f"algorithm2 (one stage), {', '.join(SCHEDULES[1:-1])} or {SCHEDULES[-1]}.",
         group=_ORDER,
         default_words="the plan's; for lengths algorithm2 or auto",
     )

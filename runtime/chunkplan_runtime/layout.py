@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from chunkplan.errors import UsageError
-from chunkplan.layers import V_SHAPED, model_stage_of
+from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
 from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
@@ -20,14 +20,13 @@ class RankLayout:
 
     Stages are outermost: processes 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights
     and gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
-    fit. Each stage has `virtual_stages` parts of the model; if `v_shaped`, the second ones lie in descending order.
+    fit. `placement`: which parts of the model each stage has.
     """
 
     dp: int = 1
     pp: int = 1
     process: int = 0
-    virtual_stages: int = 1
-    v_shaped: bool = False
+    placement: StagePlacement = STRAIGHT
 
     @property
     def world_size(self) -> int:
@@ -43,6 +42,11 @@ class RankLayout:
     def replica(self) -> int:
         """Which replica of its stage this process has, and so in which of the dp pipelines it is."""
         return self.process % self.dp
+
+    @property
+    def virtual_stages(self) -> int:
+        """How many parts of the model each stage has."""
+        return self.placement.virtual_stages
 
     @property
     def num_model_stages(self) -> int:
@@ -62,11 +66,11 @@ class RankLayout:
     def model_stages(self, stage: int | None = None) -> list[int]:
         """The model stages that a stage has, this one or another, by virtual stage."""
         stage = self.stage if stage is None else stage
-        return [model_stage_of(stage, each, self.pp, self.v_shaped) for each in range(self.virtual_stages)]
+        return [model_stage_of(stage, each, self.pp, self.placement) for each in range(self.virtual_stages)]
 
     def stage_of(self, model_stage: int) -> int:
         """The stage that has a model stage."""
-        return next(stage for stage in range(self.pp) if model_stage in self.model_stages(stage))
+        return stage_of(model_stage, self.pp, self.placement)[0]
 
     def process_of(self, stage: int, replica: int) -> int:
         """The process that has a replica of a stage."""
@@ -100,7 +104,7 @@ class RankLayout:
 def one_pipeline(plan: Plan) -> RankLayout:
     """The layout of one process for each stage of a plan, as the first one sees it."""
     config = plan.config
-    return RankLayout(1, config.pp, 0, config.virtual_stages, config.schedule in V_SHAPED)
+    return RankLayout(1, config.pp, 0, config.placement)
 
 
 def _by_torchrun(numbers: list[int]) -> str:

@@ -24,12 +24,13 @@ from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
-from chunkplan.layers import split_layers
+from chunkplan.layers import FAMILIES, STRAIGHT, split_layers
 from chunkplan.planning.memory import memory_of_stages
 
 GIB = 1 << 30
 A100 = load_hardware("a100")
 [LAYER] = QWEN2_5_7B.kinds
+V = FAMILIES["zero-bubble-v"].placement
 
 
 def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
@@ -281,18 +282,18 @@ def test_in_a_v_of_virtual_stages_the_first_stage_has_embeddings_head_and_logits
     """28 layers on six model stages, of which the third and the fourth are both on the last stage."""
     layers = (5, 5, 5, 5, 4, 4)
     cost = CostModel()
-    parameters = stage_parameters(cost, 3, layers, v_shaped=True)
+    parameters = stage_parameters(cost, 3, layers, placement=V)
     of_layer = parameters[0].layers / 9
     assert [round(of_layers / of_layer) for of_layers, *_ in parameters] == [9, 9, 10]
     assert [of_ends / cost.shape.embedding_parameters for _, of_ends, *_ in parameters] == [2, 0, 0]
     tied = replace(cost, shape=replace(cost.shape, tied_embeddings=True))
-    assert stage_parameters(tied, 3, layers, v_shaped=True)[0].ends == tied.shape.embedding_parameters
-    stages = memory_of(cost, pp=3, layers=layers, v_shaped=True)
+    assert stage_parameters(tied, 3, layers, placement=V)[0].ends == tied.shape.embedding_parameters
+    stages = memory_of(cost, pp=3, layers=layers, placement=V)
     assert [stage.logits > 0 for stage in stages] == [True, False, False]
     assert stages[2].weights < stages[0].weights
     straight = memory_of(cost, pp=3, layers=layers)
     assert [stage.logits > 0 for stage in straight] == [False, False, True]
-    ways = [reduction_ns(cost, dp=8, pp=3, layers=layers, v_shaped=v_shaped) for v_shaped in (True, False)]
+    ways = [reduction_ns(cost, dp=8, pp=3, layers=layers, placement=placement) for placement in (V, STRAIGHT)]
     assert ways[0] > ways[1]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import chunkplan
 from chunkplan import PlanConfig, build, validate
+from chunkplan.layers import FAMILIES
 from chunkplan.packing import PACKERS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import evaluation_folder
@@ -25,9 +26,12 @@ from tests.support.planned_steps import first_step, save, write_analysis
 #: (stages, schedule, virtual stages)
 PIPELINES = st.one_of(
     st.just((1, "algorithm2", 1)),
-    st.tuples(st.integers(2, 4), st.sampled_from(["1f1b", "zero-bubble", "auto"]), st.just(1)),
-    st.tuples(st.integers(2, 4), st.just("interleaved"), st.integers(2, 3)),
-    st.tuples(st.integers(2, 4), st.just("zero-bubble-v"), st.just(2)),
+    *(
+        st.tuples(st.integers(2, 4), st.just(name), st.just(family.placement.virtual_stages))
+        for name, family in FAMILIES.items()
+        if name not in ("algorithm2", "search")
+    ),
+    st.tuples(st.integers(2, 4), st.just("interleaved"), st.just(3)),
 )
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
+from chunkplan.layers import StagePlacement
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
@@ -111,16 +112,20 @@ def test_more_virtual_stages_than_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "v_shaped, model_stages", [(False, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]), (True, [[0, 5, 6], [1, 4, 7], [2, 3, 8]])]
+    "placement, model_stages",
+    [
+        (StagePlacement(3), [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),
+        (StagePlacement(3, True), [[0, 5, 6], [1, 4, 7], [2, 3, 8]]),
+    ],
 )
-def test_virtual_stages_of_a_stage_are_model_stages(v_shaped: bool, model_stages: list[list[int]]) -> None:
-    layouts = [RankLayout(2, 3, rank, 3, v_shaped) for rank in range(6)]
+def test_virtual_stages_of_a_stage_are_model_stages(placement: StagePlacement, model_stages: list[list[int]]) -> None:
+    layouts = [RankLayout(2, 3, rank, placement) for rank in range(6)]
     assert [layout.model_stages() for layout in layouts[::2]] == model_stages
     assert [layout.model_stages() for layout in layouts[1::2]] == model_stages
     for layout in layouts:
         assert [layout.stage_of(each) for each in layout.model_stages()] == [layout.stage] * 3
         assert (layout.is_first, layout.is_last) == (layout.stage == 0, layout.stage == 2)
-    assert RankLayout(pp=3, virtual_stages=2, v_shaped=True).is_last  # beside the first model stage
+    assert RankLayout(pp=3, placement=StagePlacement(2, True)).is_last  # beside the first model stage
 
 
 def test_a_plan_for_what_the_runtime_does_not_do_is_refused_by_name(built: Built) -> None:
@@ -139,16 +144,16 @@ def test_a_plan_for_other_stages_is_refused(built: Built, pp: int, message: str)
 
 
 @pytest.mark.parametrize(
-    "swapped, v_shaped, refused",
+    "swapped, placement, refused",
     [
-        ([(1, 0)], False, "0 and 1"),
-        ([(0, 0), (1, 0)], False, "1 and 2"),
-        ([(1, 1)], True, "2 and 3"),
-        ([(0, 0), (1, 0)], True, None),
+        ([(1, 0)], StagePlacement(2), "0 and 1"),
+        ([(0, 0), (1, 0)], StagePlacement(2), "1 and 2"),
+        ([(1, 1)], StagePlacement(2, True), "2 and 3"),
+        ([(0, 0), (1, 0)], StagePlacement(2, True), None),
     ],
 )
 def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_are_refused(
-    built: Built, swapped: list[tuple[int, int]], v_shaped: bool, refused: str | None
+    built: Built, swapped: list[tuple[int, int]], placement: StagePlacement, refused: str | None
 ) -> None:
     """What the last stage of a V hands to itself may be in any order. (stage, virtual stage) has two chunks swapped."""
     plan, analysis = built(pp=2, k=100, schedule="interleaved", virtual_stages=2)
@@ -162,7 +167,7 @@ def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_
                 first, second = [each for each in own if each["op"] == "forward"][:2]
                 first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
-    layout = RankLayout(pp=2, virtual_stages=2, v_shaped=v_shaped)
+    layout = RankLayout(pp=2, placement=placement)
     stream = PlanStream(*open_plan(plan, analysis, pp=2), vocab_size=97, max_positions=20, layout=layout)
     if refused is None:
         assert len(list(stream)) == 1

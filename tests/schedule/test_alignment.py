@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +15,14 @@ import pytest
 from chunkplan import PlanConfig, build
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import Sharding
-from chunkplan.layers import V_SHAPED
+from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule import alignment
 from chunkplan.schedule.actions import Actions, model_stages_of
 from chunkplan.schedule.alignment import Slots, align, meeting_of
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.simulate import beginning, step_of
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import simulate_ranks
 from tests.support.plain import PLAIN, plain_cost
@@ -39,10 +40,10 @@ class Step(NamedTuple):
     times: ChunkTimes
     dp: int
     pp: int
-    v_shaped: bool
+    placement: StagePlacement
 
     def aligned(self, sharding: Sharding) -> Slots:
-        return align(self.chunks, self.actions, self.times, meeting_of(sharding), self.dp, self.pp, self.v_shaped)
+        return align(self.chunks, self.actions, self.times, meeting_of(sharding), self.dp, self.pp, self.placement)
 
     def row(self, rank: int, stage: int) -> range:
         return range(*self.actions.stages[rank * self.pp + stage : rank * self.pp + stage + 2])
@@ -79,7 +80,9 @@ def random_step(seed: int, *, alike: bool = False) -> Step:
     if alike:
         times.durations[:], times.link[:] = 10, 3
     found = schedule_ranks(chunks, times, pp, schedule, None, str, dp)
-    return Step(chunks, found.actions, times, dp, pp, schedule in V_SHAPED)
+    return Step(
+        chunks, found.actions, times, dp, pp, FAMILIES[schedule].placement._replace(virtual_stages=virtual_stages)
+    )
 
 
 def check(step: Step, sharding: Sharding) -> tuple[int, int]:
@@ -87,7 +90,7 @@ def check(step: Step, sharding: Sharding) -> tuple[int, int]:
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, meets = step.actions.ops, meeting[step.actions.ops] >= 0
     assert (slots.ends >= 0).all()
-    model_stage = model_stages_of(step.actions, step.pp, step.v_shaped)
+    model_stage = model_stages_of(step.actions, step.pp, step.placement)
     rank = np.repeat(np.arange(step.dp * step.pp) // step.pp, np.diff(step.actions.stages))
     chunk = step.chunks.rank_chunks[rank] + step.actions.chunk_ids
     waits: TopologicalSorter[tuple[object, ...]] = TopologicalSorter()
@@ -177,11 +180,14 @@ def test_actions_that_wait_for_each_other_for_ever_are_never_done() -> None:
     assert (align(chunks, actions, times, meeting_of("weights"), 1, 2).ends < 0).any()
 
 
-def played(step: Step, sharding: Sharding) -> dict[int, int]:
-    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is."""
+def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> list[int]:
+    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is.
+
+    `moves`: how long the link to host memory is busy with each action, as in `times.durations`.
+    """
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
-    stages = model_stages_of(step.actions, step.pp, step.v_shaped)
+    stages = model_stages_of(step.actions, step.pp, step.placement)
     queues: dict[tuple[int, int], list[tuple[object, int]]] = {}  # of each rank and stage: events with actions, or -1
     chunk_of: dict[int, int] = {}
     for rank in range(step.dp):
@@ -205,7 +211,7 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
     for key, queue in queues.items():
         for event, _ in queue:
             members.setdefault(event, []).append(key)
-    free = dict.fromkeys(queues, 0)
+    free, host = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
     sent: dict[tuple[bool, int, int], int] = {}
     ends: dict[int, int] = {}
     while any(queues.values()):
@@ -221,6 +227,13 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
             needed = [_needed(step, stages, chunk_of, action, sent) or 0 for _, action in own]
             begin = max([*needed, *(free[key] for key, _ in own)])
             took = [int(step.times.durations[ops[a], stages[a], chunk_of[a]]) if a >= 0 else 0 for _, a in own]
+            for place, (key, action) in enumerate(own):
+                if moves is None or action < 0:
+                    continue
+                move = int(moves[ops[action], stages[action], chunk_of[action]])
+                host[key] = max(host[key], begin) + move if move else host[key]
+                if move and OPS[ops[action]] not in FORWARDS:
+                    took[place] = max(took[place], host[key] - begin)
             for (key, action), own_time in zip(own, took, strict=True):
                 is_slot = isinstance(event, tuple) and event[0] == "slot"
                 free[key] = begin + (max(took) if is_slot else own_time)
@@ -229,7 +242,7 @@ def played(step: Step, sharding: Sharding) -> dict[int, int]:
                     for is_forward, names in ((True, FORWARDS), (False, BACKWARDS)):
                         if OPS[ops[action]] in names:
                             sent[is_forward, int(stages[action]), chunk_of[action]] = free[key]
-    return ends
+    return [ends[action] for action in range(ops.size)]
 
 
 def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: int, sent: dict) -> int | None:
@@ -242,7 +255,7 @@ def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: in
     if not 0 <= sender < step.times.durations.shape[1]:
         return 0
     end = sent.get((is_forward, sender, chunk_of[action]))
-    turns = step.v_shaped and min(sender, int(stages[action])) == step.pp - 1
+    turns = step.placement.turns and min(sender, int(stages[action])) == step.pp - 1
     link = 0 if turns or step.pp == 1 else int(step.times.link[chunk_of[action]])
     return None if end is None else end + link
 
@@ -251,8 +264,7 @@ def _needed(step: Step, stages: np.ndarray, chunk_of: dict[int, int], action: in
 def test_actions_end_when_a_simulation_of_events_has_them_end(sharding: Sharding) -> None:
     for seed in range(40):
         step = random_step(seed)
-        ends = played(step, sharding)
-        assert step.aligned(sharding).ends.tolist() == [ends[action] for action in range(step.actions.ops.size)]
+        assert step.aligned(sharding).ends.tolist() == played(step, sharding)
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
@@ -334,12 +346,10 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         chunks = chunks_without_segments(np.cumsum([0, *group * sizes]), 1, group_id, [True] * n)
         times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
         actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
-        given = chunks, actions, times, meeting_of(sharding), 4, 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alignment, "_play", None)
-            found = align(*given)
-            patch.undo()
-            patch.setattr(alignment, "_are_alike", lambda step: False)
-            played = align(*given)
-        for one, other in zip(found, played, strict=True):
-            assert np.array_equal(one, other)
+        found = align(chunks, actions, times, meeting_of(sharding), 4, 1)
+        step = step_of(chunks, actions, times, 0, 4, 1, STRAIGHT, np.empty((0, 0, 0), np.int64))
+        slots = meeting_of(sharding)[actions.ops].astype(np.int64)
+        assert alignment._are_alike(step, slots)
+        for rule, patience in product((0, 1), (0, 1)):
+            alignment._play_by_rule(step, now := beginning(step, 1), 1, slots, rule, patience)
+            assert np.array_equal(now.ends, found.ends) and np.array_equal(now.before, found.before)

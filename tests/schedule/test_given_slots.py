@@ -10,8 +10,8 @@ from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.schedule.actions import model_stages_of
 from chunkplan.schedule.alignment import meeting_of
 from chunkplan.schedule.given_slots import ends_in_slots
-from chunkplan.schedule.meetings import simulate_steps
 from chunkplan.schedule.quick_slots import quick_slots
+from chunkplan.schedule.simulate import simulate
 from tests.schedule.test_alignment import Step, _needed, random_step
 
 
@@ -21,12 +21,12 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
         step = random_step(seed)
         chosen = step.aligned("weights")
         given = step.chunks, step.actions, step.times
-        ends = ends_in_slots(*given, meeting_of("weights"), chosen.before, step.dp, step.pp, step.v_shaped)
+        ends = ends_in_slots(*given, meeting_of("weights"), chosen.before, step.dp, step.pp, step.placement)
         assert np.array_equal(ends, chosen.ends)
-        sums = ends_in_slots(*given, meeting_of("gradients"), chosen.before, step.dp, step.pp, step.v_shaped)
-        alone = ends_in_slots(*given, meeting_of("optimizer"), chosen.before, step.dp, step.pp, step.v_shaped)
+        sums = ends_in_slots(*given, meeting_of("gradients"), chosen.before, step.dp, step.pp, step.placement)
+        alone = ends_in_slots(*given, meeting_of("optimizer"), chosen.before, step.dp, step.pp, step.placement)
         assert (alone >= 0).all() and (alone <= sums).all() and (sums <= ends).all()
-        assert np.array_equal(alone, simulate_steps(*given, step.dp, step.pp, step.v_shaped))
+        assert np.array_equal(alone, simulate(*given, step.pp, step.placement, step.dp))
         assert [sums[action] for action in range(sums.size)] == list(_sums_in_slots(step, chosen.before))
 
 
@@ -35,8 +35,8 @@ def test_slots_that_cost_nothing_are_those_of_the_simple_rule() -> None:
     for seed in range(60):
         step = random_step(seed)
         given = step.chunks, step.actions, step.times
-        slots = quick_slots(*given, meeting_of("weights"), step.dp, step.pp, step.v_shaped)
-        ends = ends_in_slots(*given, meeting_of("weights"), slots, step.dp, step.pp, step.v_shaped)
+        slots = quick_slots(*given, meeting_of("weights"), step.dp, step.pp, step.placement)
+        ends = ends_in_slots(*given, meeting_of("weights"), slots, step.dp, step.pp, step.placement)
         assert (ends >= 0).all()
         stage = np.repeat(np.arange(step.dp * step.pp) % step.pp, np.diff(step.actions.stages))
         for number in range(step.pp):
@@ -72,7 +72,7 @@ def _most_left_first(step: Step) -> list[int]:
 def _sums_in_slots(step: Step, slots: np.ndarray) -> Iterator[int]:
     """When each action ends in slots of which only those that sum gradients are met in: the least of all times that
     hold what has to be, found by raising them until they do."""
-    ops, stages = step.actions.ops, model_stages_of(step.actions, step.pp, step.v_shaped)
+    ops, stages = step.actions.ops, model_stages_of(step.actions, step.pp, step.placement)
     row = np.repeat(np.arange(step.dp * step.pp), np.diff(step.actions.stages))
     chunk = step.chunks.rank_chunks[row // step.pp] + step.actions.chunk_ids
     lasts = step.times.durations[ops, stages, chunk]

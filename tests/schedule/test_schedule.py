@@ -185,4 +185,5 @@ def test_what_waits_for_itself_is_never_done() -> None:
         virtual_stages=np.zeros(8, np.int32),
         stages=np.array([0, 4, 8]),
     )
-    assert simulate(actions, unit_times([1, 1], 2)).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]
+    chunks = chunks_without_segments([0, 2], 1)
+    assert simulate(chunks, actions, unit_times([1, 1], 2), 2).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]

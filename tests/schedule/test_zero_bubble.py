@@ -40,7 +40,7 @@ def test_zero_bubble_keeps_all_invariants_within_the_memory_and_the_time_of_1f1b
     actions = scheduled(rank, pp)
     end, peaks = look(rank, pp, actions)
     assert max(peaks) <= max(look(rank, pp, template(rank, pp))[1])
-    assert end <= simulate(split_at_once(rank, pp), rank.times).max()
+    assert end <= simulate(rank.chunks, split_at_once(rank, pp), rank.times, pp).max()
     assert peak_retained(rank.chunks, actions).tolist() == peaks
 
 

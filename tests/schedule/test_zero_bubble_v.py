@@ -12,6 +12,7 @@ from hypothesis import given, settings
 import chunkplan
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT, Rates
+from chunkplan.layers import FAMILIES
 from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, empty_actions
 from chunkplan.schedule.auto import AS_TEMPLATE, auto
@@ -110,7 +111,7 @@ def test_a_v_keeps_all_invariants_within_the_memory_of_1f1b(drawn: tuple[Rank, i
         on_v = in_a_v(rank, pp, rates)
         actions = scheduled(on_v, pp)
         end, most = look_at_v(on_v, pp, actions)
-        ends = simulate(actions, on_v.times, v_shaped=True)
+        ends = simulate(on_v.chunks, actions, on_v.times, pp, FAMILIES["zero-bubble-v"].placement)
         assert ends.min() >= 0 and ends.max() == end
         assert unit_bound(*on_v) <= end
         assert peak_retained(on_v.chunks, actions).max() == most <= 2 * memory
@@ -148,7 +149,7 @@ def test_first_and_last_model_stage_are_on_the_first_stage(tmp_path: Path) -> No
     """The head's time is stage 0's, and its activations; nothing goes over a link where the V turns."""
     np.save(tmp_path / "lengths.npy", np.array([4000, 900, 17, 2100, 64, 700]))
     config = chunkplan.PlanConfig(chunk_size=1024, k=1, global_batch=6, pp=3, schedule="zero-bubble-v")
-    assert (config.virtual_stages, config.v_shaped) == (2, True)
+    assert config.placement == (2, True)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)
     assert chunkplan.validate(plan.path).ok
     found = simulate_plan(plan)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
+from chunkplan.layers import StagePlacement
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
@@ -211,15 +212,21 @@ def compare_steps(
 
 
 def compare_orders(
-    rank: int, *, plan: Path, config: Path, seeds: Sequence[int], v_shaped: bool = False, kv_offload: bool = False
+    rank: int,
+    *,
+    plan: Path,
+    config: Path,
+    seeds: Sequence[int],
+    placement: StagePlacement,
+    kv_offload: bool = False,
 ) -> list[float]:
     """By seed the worst error of a gradient of this stage, their norm or the loss, in a random order of chunks.
 
-    `v_shaped`: the virtual stages lie in a V, whatever the plan says.
+    `placement`: where the virtual stages lie, whatever the plan says.
     """
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float64, seed=1)
-    layout = replace(choose_layout(opened, dist.get_world_size(), rank), v_shaped=v_shaped)
+    layout = replace(choose_layout(opened, dist.get_world_size(), rank), placement=placement)
     errors = []
     with evaluate_in_float64(model.model):
         reference_loss = _reference_loss(model, opened, analysis, 0)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.groups import make_groups
@@ -98,10 +99,10 @@ class _Stage(torch.autograd.Function):
 
 
 def drive(
-    rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int, virtual_stages: int = 1, v_shaped: bool = False
+    rank: int, *, pipelines: Sequence[Pipeline], hidden_size: int, placement: StagePlacement = STRAIGHT
 ) -> tuple[list[str], list[str]]:
     """Run schedules one after another: what was wrong, and the threads of execution of each that left something."""
-    layout = RankLayout(1, dist.get_world_size(), rank, virtual_stages, v_shaped)
+    layout = RankLayout(1, dist.get_world_size(), rank, placement)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=30))
     links = groups.links(Wire(hidden_size, torch.float32, torch.device("cpu")))
     wrong: list[str] = []

@@ -77,10 +77,10 @@ def look(rank: Rank, pp: int, actions: Actions) -> tuple[int, list[int]]:
         orders.add(orders_of(rank, done))
         peaks.append(_peak(rank, done))
         work = sum(int(rank.times.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
-        ends = simulate(actions, rank.times)[actions.stages[stage] : actions.stages[stage + 1]]
+        ends = simulate(rank.chunks, actions, rank.times, pp)[actions.stages[stage] : actions.stages[stage + 1]]
         assert work <= ends[-1], "a deadlock, or a stage that does two things at once"
     assert len(orders) == 1, "links take chunks in different orders"
-    return int(simulate(actions, rank.times).max()), peaks
+    return int(simulate(rank.chunks, actions, rank.times, pp).max()), peaks
 
 
 def orders_of(rank: Rank, done: list[tuple[str, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,9 +21,9 @@ from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
-from chunkplan_runtime.execution.order import broken, check_done, checked
 from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
 from chunkplan_runtime.execution.reserve import reserve_inputs, reserve_pages
+from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory

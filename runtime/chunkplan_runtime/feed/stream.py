@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from chunkplan.errors import DataError, UsageError
-from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.likeness import changed_samples, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
@@ -22,6 +20,7 @@ from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
+from chunkplan_runtime.feed.order import check_links
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
 from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
@@ -211,7 +210,7 @@ class PlanStream(IterableDataset[StepWork]):
         for step in self._plan.iter_steps(self._next):
             for dp_rank in self._dp_ranks:
                 check_sharing(step, dp_rank)
-                _check_links(step, dp_rank, self._layout)
+                check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
             reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
             yield StepWork(step, ranks, self._plan, reduces_early)
@@ -284,26 +283,6 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
             hint="use a model with a longer context, such as one stretched by YaRN, or `chunkplan analyze` with "
             f"--max-length {max_positions}, which cuts {(analysis.num_tokens > max_positions).sum():,} sequences short",
         )
-
-
-def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
-    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
-    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
-        orders: dict[int, list[int]] = {each: [] for each in range(layout.num_model_stages)}  # chunks by model stage
-        for stage in range(layout.pp):
-            model_stages = layout.model_stages(stage)
-            for action in step.actions.get((dp_rank, stage), []):
-                # The executor refuses other virtual stages.
-                if action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages:
-                    orders[model_stages[action.virtual_stage]].append(action.chunk_id)
-        for model_stage, (order, after) in enumerate(pairwise(orders.values())):
-            if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
-                kind = "stages" if layout.virtual_stages == 1 else "model stages"
-                raise DataError(
-                    f"{kind} {model_stage} and {model_stage + 1} exchange {what} in different orders",
-                    where=f"step {step.step}, rank {dp_rank}",
-                    hint="`chunkplan validate` names what is wrong with the plan; build it again",
-                )
 
 
 def _tensors_of(chunks: Sequence[Chunk], gather: TokenGather) -> dict[int, ChunkTensors]:

@@ -13,7 +13,6 @@ import pytest
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError
-from chunkplan.layers import V_SHAPED
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.distributed.slots import paddings_of
 from chunkplan_runtime.feed.stream import StepWork
@@ -127,7 +126,7 @@ def check(plan: Plan, dp: int, sharding: Sharding, *, only_forwards: bool) -> No
         work = StepWork(step, [], plan, reduces_early=False)
         processes = {}
         for number in range(dp * plan.config.pp):
-            layout = replace(pipeline, dp=dp, rank=number)
+            layout = replace(pipeline, dp=dp, process=number)
             events = list(events_of(work, layout, sharding, only_forwards=only_forwards))
             processes[layout.stage, layout.replica] = events
             rounds = zip(*layout.rows(plan.config.dp), strict=True)
@@ -144,7 +143,6 @@ def check(plan: Plan, dp: int, sharding: Sharding, *, only_forwards: bool) -> No
 def test_on_any_number_of_processes_all_meet_in_the_slots_of_the_plan(tmp_path: Path, pipeline: str) -> None:
     """Of any sharding, in a step and in an evaluation; no process waits for ever."""
     plan = make_plan(tmp_path, **PIPELINES[pipeline])
-    assert plan.config.v_shaped == (plan.config.schedule in V_SHAPED)
     for dp in (1, 2, 4):
         check(plan, dp, "gradients", only_forwards=False)
         check(plan, dp, "weights", only_forwards=False)

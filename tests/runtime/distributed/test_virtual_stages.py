@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chunkplan.layers import StagePlacement
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.distributed.test_gradients import RECURRENT, check, predicted_tokens, routed
@@ -20,6 +21,7 @@ from tests.support.router_cases import compare_router_loss
 from tests.support.wait_cases import used_groups
 
 TIED = "llama with biases, tied"
+V = StagePlacement(2, True)
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +69,21 @@ def test_split_backwards_of_stages_in_a_v_are_exact(
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 170), marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    "dp, pp, v_shaped",
+    "dp, pp, placement",
     [
-        (1, 2, True),
-        pytest.param(2, 2, True, marks=pytest.mark.soak),
-        pytest.param(1, 2, False, marks=pytest.mark.soak),
-        pytest.param(1, 4, True, marks=pytest.mark.soak),
+        (1, 2, V),
+        pytest.param(2, 2, V, marks=pytest.mark.soak),
+        pytest.param(1, 2, StagePlacement(2), marks=pytest.mark.soak),
+        pytest.param(1, 4, V, marks=pytest.mark.soak),
     ],
 )
 def test_any_legal_order_of_virtual_stages_is_exact(
-    pool: ProcessPool, made: Any, dp: int, pp: int, v_shaped: bool, seeds: range
+    pool: ProcessPool, made: Any, dp: int, pp: int, placement: StagePlacement, seeds: range
 ) -> None:
     """In a V the first stage has the last model stage too: embeddings and head that are tied are one weight there."""
     model = {**MODELS[TIED], "num_hidden_layers": 2 * pp}
     plan = made(model, lengths=[17, 5, 20, 4], dp=dp, pp=pp, schedule="interleaved", virtual_stages=2)
-    how = {"v_shaped": v_shaped, "kv_offload": pp == 4 or not v_shaped}
+    how = {"placement": placement, "kv_offload": pp == 4 or not placement.turns}
     for start in range(0, len(seeds), 25):  # what the pool runs at once has to be done in 90 seconds
         some = seeds[start : start + 25]
         for errors in pool.run(pp * dp, compare_orders, **plan, seeds=some, **how):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from chunkplan.cost.rates import UNIT
+from chunkplan.layers import StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.search import search
@@ -57,16 +58,16 @@ def test_random_orders_bring_the_right_tensors_and_end(pool: ProcessPool, seeds:
     check(pool, [random_pipeline(seed, most_units=4) for seed in seeds])
 
 
-@pytest.mark.parametrize(("virtual_stages", "v_shaped"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize("placement", [StagePlacement(2), StagePlacement(3), StagePlacement(2, True)])
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 150), marks=pytest.mark.soak)])
 def test_random_orders_of_virtual_stages_bring_the_right_tensors_and_end(
-    pool: ProcessPool, seeds: range, virtual_stages: int, v_shaped: bool
+    pool: ProcessPool, seeds: range, placement: StagePlacement
 ) -> None:
     """Two stages of these have several links between them, and in a V one that no process group is for."""
     for pp in (2, 3):
-        layout = RankLayout(1, pp, 0, virtual_stages, v_shaped)
+        layout = RankLayout(1, pp, 0, placement)
         pipelines = [random_pipeline(seed, most_units=3, layout=layout) for seed in seeds]
-        check(pool, pipelines, pp=pp, virtual_stages=virtual_stages, v_shaped=v_shaped)
+        check(pool, pipelines, pp=pp, placement=placement)
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 25), marks=pytest.mark.soak)])
@@ -112,10 +113,10 @@ def test_what_the_plan_does_not_have_is_refused_by_its_name(
 
 def test_a_chunk_that_a_stage_hands_to_itself_too_late_is_refused(pool: ProcessPool) -> None:
     """The last stage of a V has two model stages that follow each other."""
-    layout = RankLayout(1, 2, 0, 2, v_shaped=True)
+    layout = RankLayout(1, 2, 0, StagePlacement(2, True))
     first, last = random_order(random.Random(0), [None], [True], layout)
     assert last[:2] == [("forward", 0, 0), ("forward", 0, 1)]
-    how = {"hidden_size": 3, "virtual_stages": 2, "v_shaped": True}
+    how = {"hidden_size": 3, "placement": StagePlacement(2, True)}
     check(pool, [Pipeline([2], [None], [first, last])], pp=2, **how)
     wrong = [last[1], last[0], *last[2:]]
     with pytest.raises(AssertionError, match="chunk 0 comes to a virtual stage before the one before it has done it"):

@@ -1,0 +1,88 @@
+"""The order that actions have to have to be done: of a chunk on a stage, and of chunks over links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
+from chunkplan_runtime.layout import RankLayout
+
+#: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
+_BEFORE = {
+    "forward": (None,),
+    "forward_kv": (None,),
+    "recompute": ("forward_kv",),
+    "backward": ("forward", "recompute"),
+    "backward_input": ("forward", "recompute"),
+    "backward_weight": ("backward_input",),
+}
+
+#: What a chunk ends with.
+_LAST = ("backward", "backward_weight")
+
+
+def checked(action: Action, done: Mapping[tuple[int, int], str | None], where: str) -> tuple[int, int]:
+    """The virtual stage and chunk of an action, whose chunks have last `done` these ops, if it may come next.
+
+    Raises:
+        UsageError: an op is not known here.
+        DataError: it may not come next.
+    """
+    if action.op not in _BEFORE:
+        raise UsageError(
+            f"{action.op} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
+        )
+    place = action.virtual_stage, action.chunk_id
+    if place not in done:
+        raise broken(f"{action.op} of {_named(place)}, which does not exist", where)
+    before = done[place]
+    if before not in _BEFORE[action.op]:
+        raise broken(f"{action.op} of {_named(place)} after {before or 'nothing'}", where)
+    return place
+
+
+def check_done(done: Mapping[tuple[int, int], str | None], where: str) -> None:
+    """Refuse that a chunk is left without a backward, or the half of one.
+
+    Raises:
+        DataError: naming it.
+    """
+    left = [(place, op) for place, op in done.items() if op not in _LAST]
+    if left:
+        place, op = left[0]
+        missing = "backward_weight" if op == "backward_input" else "backward"
+        raise broken(f"no {missing} of {_named(place)}", where)
+
+
+def check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
+    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever.
+
+    Raises:
+        DataError: naming the first two.
+    """
+    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
+        orders: dict[int, list[int]] = {each: [] for each in range(layout.num_model_stages)}  # chunks by model stage
+        for stage in range(layout.pp):
+            model_stages = layout.model_stages(stage)
+            for action in step.actions.get((dp_rank, stage), []):
+                # The executor refuses other virtual stages.
+                if action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages:
+                    orders[model_stages[action.virtual_stage]].append(action.chunk_id)
+        for model_stage, (order, after) in enumerate(pairwise(orders.values())):
+            if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
+                kind = "stages" if layout.virtual_stages == 1 else "model stages"
+                message = f"{kind} {model_stage} and {model_stage + 1} exchange {what} in different orders"
+                raise broken(message, f"step {step.step}, rank {dp_rank}")
+
+
+def broken(message: str, where: str) -> DataError:
+    """An error of a plan whose actions do not belong together."""
+    return DataError(message, where=where, hint=VALIDATE_HINT)
+
+
+def _named(place: tuple[int, int]) -> str:
+    virtual_stage, chunk_id = place
+    return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
