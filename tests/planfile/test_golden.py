@@ -63,7 +63,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "898819669ffac5af02c2a4c905c70e08e79163f83e2dea3b5441ca48fa8c78b1",
+        "46d5cece135f9c24d3a1bba8d1a747c27ecd3940959d2a4c50ed9c39a457ed95",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
