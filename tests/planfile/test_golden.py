@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "04a716d991407abac20d9dbae210b092a9555b1a55538e326d646edcc1244f58",
+        "46d5cece135f9c24d3a1bba8d1a747c27ecd3940959d2a4c50ed9c39a457ed95",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
