@@ -28,6 +28,9 @@ _LEAST_PART = 16
 #: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it.
 _WORTH = 256
 
+#: What a sequence takes that may not be shared by so many.
+_NEVER = np.int64(1) << 53
+
 #: See `_near_enough`.
 _MUCH = 48
 
@@ -47,12 +50,11 @@ def share_sequences(
 ) -> tuple[Shares, Int64Array]:
     """How ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
 
-    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside.
-
-    Returns with it a time in ns, int64 [num_steps], within which no plan has the slowest rank done, however sequences
-    are shared, by the sizes of `config` and in chunks of ChunkSize: the larger of two. Ranks do what there is at least
-    to do, each sequence taken as the number of ranks does it with which it is least, in as few chunks as their tokens
-    fill; and the longest sequence takes as long as on the number of ranks with which it is fastest.
+    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside. Returns with it a time in ns,
+    int64 [num_steps], within which no plan has the slowest rank done, however sequences are shared, by the sizes of
+    `config` and in chunks of ChunkSize: the larger of two. Ranks do what there is at least to do, each sequence
+    taken as the number of ranks does it with which it is least, in as few chunks as their tokens fill; and the
+    longest sequence takes as long as on the number of ranks with which it is fastest.
     """
     sizes = np.array(config.cp_sizes)
     dp, chunk_ns = config.dp, cost.chunk_ns
@@ -101,10 +103,6 @@ def share_sequences(
     shares.first_rank[large] = first_rank
     shares.work[large] = times[chosen, np.arange(large.size)]
     return shares, bounds
-
-
-#: What a sequence takes that may not be shared by so many.
-_NEVER = np.int64(1) << 53
 
 
 def _shared_times(

@@ -118,7 +118,7 @@ def align(
 
 @compiled
 def slot_kinds(step: PlayedStep, virtual_stages: Int32Array, meeting: Int8Array, num_virtual_stages: int) -> Int64Array:
-    """The op and virtual stage of the slot of each action that needs one, as one number, else -1; int64 [num_actions]."""
+    """The op and virtual stage of the slot of each action that needs one, as one number, else -1, by action."""
     kinds = np.empty(step.ops.size, np.int64)
     for action in range(step.ops.size):
         slot = meeting[step.ops[action]]

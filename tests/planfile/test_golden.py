@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "46d5cece135f9c24d3a1bba8d1a747c27ecd3940959d2a4c50ed9c39a457ed95",
+        "fd9163fbd7c3d32574990f0934e3aa57d50796bd2146b4d7d73edcb227f41453",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
@@ -124,7 +124,7 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
     plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
-    assert plan.content_hash == "2a59eebb16299ceda403c8ccd3156ef556e73d6961b5a36c0467b0859eda15c0"
+    assert plan.content_hash == "942e5a0297cdbb84a2f6c36bfc37734d4e546f64cabc798d48e0dcdba78a6cdb"
     assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
     whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config, cost=plain_cost())
