@@ -312,7 +312,7 @@ def _print_step_json(step: PlanStep, shares: StepShares, plan: Plan) -> None:
 
     document = {"exact": plan.manifest["analysis"]["exact"], **asdict(step)}
     document["reduction_us"] = reduction_us_of(plan.manifest)
-    del document["actions"], document["schedule_us"]
+    del document["actions"], document["schedule_us"], document["slots"]
     document["shared_sequences"] = [asdict(sequence) for sequence in shares.sequences]
     document["unshared_lower_bound_us"] = shares.unshared_lower_bound_us
     document["chunks"] = [
@@ -324,6 +324,7 @@ def _print_step_json(step: PlanStep, shares: StepShares, plan: Plan) -> None:
             "stage": stage,
             "predicted_us": step.schedule_us[rank, stage],
             "actions": [asdict(action) for action in actions],
+            **({"slots": step.slots[rank, stage]} if step.slots else {}),
         }
         for (rank, stage), actions in step.actions.items()
     ]
