@@ -21,6 +21,7 @@ from chunkplan.packing import PACKERS
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import evaluation_folder
 from chunkplan.planning.batches import batch_sizes, epoch_order
+from tests.support.places import GOLDEN
 from tests.support.planned_steps import first_step, save, write_analysis
 
 #: (stages, schedule, virtual stages)
@@ -86,11 +87,12 @@ def test_the_same_input_makes_the_same_plan_in_another_process_with_any_workers(
         "import chunkplan, sys; from chunkplan.planning import pipeline; pipeline.BLOCK_SEQUENCES = 256\n"
         "print(chunkplan.build(sys.argv[1], sys.argv[2], chunkplan.PlanConfig("
         "chunk_size=256, k=2, global_batch=64, dp=3, pp=2, cp='off', seed=5, epochs=2), "
+        "cost=chunkplan.CostModel(hardware=chunkplan.load_hardware(sys.argv[4])), "
         "workers=int(sys.argv[3])).content_hash)"
     )
     hashes = {
         subprocess.run(
-            [sys.executable, "-c", code, str(lengths), str(tmp_path / workers), workers],
+            [sys.executable, "-c", code, str(lengths), str(tmp_path / workers), workers, str(GOLDEN / "h100.toml")],
             check=True,
             capture_output=True,
             text=True,

@@ -270,7 +270,7 @@ def _attend_backward(
                     gradient.add_(add)
         del block, pair
     assert grad_query is not None, "a part sees itself"
-    return grad_query.to(query.dtype)
+    return grad_query
 
 
 def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
