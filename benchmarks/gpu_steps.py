@@ -20,7 +20,7 @@ from chunkplan.cost.durations import attention_pairs_of, durations
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
-from chunkplan.operations import OPS
+from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan_runtime.calibration.measure import wait
@@ -141,7 +141,8 @@ def predicted_seconds(cost: CostModel, work: StepWork, actions: Sequence[Action]
     chunks = list(work.ranks[0].chunks.values())
     tokens = np.array([chunk.num_tokens for chunk in chunks])
     pairs = np.array([_pairs(cost, chunk) for chunk in chunks])
-    times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0]
+    kept = np.array([KEPT_ATTENTION.index(chunk.kept_attention) for chunk in chunks], np.int8)
+    times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,), None, kept)[:, 0]
     place = {chunk.chunk_id: number for number, chunk in enumerate(chunks)}
     return sum(int(times[OPS.index(action.op), place[action.chunk_id]]) for action in actions) / 1e9
 
@@ -154,11 +155,14 @@ def _pairs(cost: CostModel, chunk: Chunk) -> float:
 def predicted_bytes(cost: CostModel, work: StepWork) -> int:
     """What the cost model says the step's tensors take at its fullest moment, without what is reserved.
 
-    With K of 1: the chunk at work, and of the longest sequence that is split keys and values, with their gradients.
+    With K of 1: the chunk at work, and of the longest sequence that is split keys and values, with their gradients, and
+    what its other chunks keep of attention.
     """
     chunks = list(work.ranks[0].chunks.values())
     size = max(chunk.num_tokens for chunk in chunks)
-    kv = max((chunk.segments[0].end for chunk in chunks if chunk.group_id is not None), default=0)
-    held = Held(activations=size, kv=kv, kv_gradients=kv)
+    split = [chunk for chunk in chunks if chunk.group_id is not None]
+    kv, longest = max(((chunk.segments[0].end, chunk.group_id) for chunk in split), default=(0, None))
+    attention = sum(chunk.num_tokens for chunk in split if (chunk.group_id, chunk.kept_attention) == (longest, "gpu"))
+    held = Held(activations=size, kv=kv, attention=attention, kv_gradients=kv)
     [memory] = stage_memory(cost, dp=1, layers=(cost.shape.num_layers,), held=[held], chunk_size=size)
     return memory.total - memory.reserved

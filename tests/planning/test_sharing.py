@@ -251,7 +251,8 @@ def test_what_is_chosen_by_is_what_chunks_then_take(size: int) -> None:
     assert block.sequences.cp_size[0] == size
     times = sum_runs(block.cost_ns, block.chunks.rank_chunks)
     np.testing.assert_allclose(times, block.sequences.work[0], rtol=1e-3)
-    shares, _ = share_sequences(np.array([0, 1]), cut_sequences(np.array([300_000]), config, COST), config, COST)
+    alone = cut_sequences(np.array([300_000]), block.necessary_ns, config, COST)
+    shares, _ = share_sequences(np.array([0, 1]), alone, block.necessary_ns, config, COST)
     assert shares.work[0] == block.sequences.work[0]
 
 

@@ -315,8 +315,8 @@ def test_a_plan_takes_what_its_slots_take(config: dict[str, Any], sharding: Shar
                 simulation.waits.max() > 0
             )
         if config["cp"] == "off":
-            assert described.predicted_us >= without.predicted_us
-            later += described.predicted_us > without.predicted_us
+            assert described.predicted_us >= without.predicted_us * (1 - 1e-6)  # a float32
+            later += described.predicted_us > without.predicted_us * (1 + 1e-6)
     assert later or "pp" not in config  # on one stage the rank with the longest sequence has no one to wait for
 
 
@@ -351,5 +351,5 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         slots = meeting_of(sharding)[actions.ops].astype(np.int64)
         assert alignment._are_alike(step, slots)
         for rule, patience in product((0, 1), (0, 1)):
-            alignment._play_by_rule(step, now := beginning(step, 1), 1, slots, rule, patience)
+            alignment.play_by_rule(step, now := beginning(step, 1), 1, slots, rule, patience)
             assert np.array_equal(now.ends, found.ends) and np.array_equal(now.before, found.before)

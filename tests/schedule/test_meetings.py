@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import NOT_KEPT
 from chunkplan.planfile.plan import Action, Plan, PlanStep
+from chunkplan.schedule.actions import RECOMPUTE
 from chunkplan.schedule.critical_path import start_times
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import trace_events
@@ -56,7 +58,11 @@ def check_rank(found: Simulation, step: PlanStep, rank: int) -> None:
     for before, after in pairwise(path):
         link = int((found.step or found).times.link.max()) if before.stage != after.stage else 0
         assert 0 <= after.start - before.end <= link
-    assert sum(found.exchange_of_actions > 0) == sum(found.table.cp_size[found.actions.chunk_ids] > 1)
+    shared = found.table.cp_size[found.actions.chunk_ids] > 1
+    has_attention = found.table.kept_attention[found.actions.chunk_ids] != NOT_KEPT  # heads may be exchanged again
+    again = (found.actions.ops == RECOMPUTE) & has_attention
+    assert np.array_equal(found.exchange_of_actions[~again] > 0, shared[~again])
+    assert not (found.exchange_of_actions[again] > 0)[~shared[again]].any()
 
 
 def check_meetings(step: PlanStep, found: dict[int, Simulation]) -> None:

@@ -39,13 +39,12 @@ class Rank:
     ) -> None:
         chunks = chunks_without_segments([0, len(groups)], units, groups, True if keeps is None else keeps)
         schedule = schedule or ("algorithm2" if pp == 1 else "1f1b")
-        self.actions, ends, self.stage_end, self.peaks, _ = schedule_ranks(
-            chunks, unit_times(units, pp * num_virtual), pp, schedule, None, str
-        )
+        found = schedule_ranks(chunks, unit_times(units, pp * num_virtual), pp, schedule, None, str)
+        self.actions, self.stage_end = found.actions, found.stage_end
         named = [(OPS[op], int(chunk)) for op, chunk in zip(self.actions.ops, self.actions.chunk_ids, strict=True)]
         borders = self.actions.stages[1:-1]
         self.stages = [[named[i] for i in part] for part in np.split(np.arange(len(named)), borders)]
-        self.ends = [part.tolist() for part in np.split(ends, borders)]
+        self.ends = [part.tolist() for part in np.split(found.ends, borders)]
 
     @property
     def makespan(self) -> int:
@@ -169,11 +168,11 @@ def test_ranks_are_scheduled_together_as_they_are_alone(
     first = np.cumsum([0, *(len(rank[0]) for rank in ranks)])
     chunks = chunks_without_segments(first, units, groups, keeps)
     schedule = "algorithm2" if pp == 1 else "1f1b"
-    actions, _, stage_end, _, _ = schedule_ranks(chunks, unit_times(units, pp), pp, schedule, None, str)
+    found = schedule_ranks(chunks, unit_times(units, pp), pp, schedule, None, str)
     alone = [Rank(*rank[:2], pp, rank[2]) for rank in ranks]
-    assert actions.ops.tolist() == [op for rank in alone for op in rank.actions.ops]
-    assert actions.chunk_ids.tolist() == [chunk for rank in alone for chunk in rank.actions.chunk_ids]
-    assert stage_end.tolist() == [end for rank in alone for end in rank.stage_end]
+    assert found.actions.ops.tolist() == [op for rank in alone for op in rank.actions.ops]
+    assert found.actions.chunk_ids.tolist() == [chunk for rank in alone for chunk in rank.actions.chunk_ids]
+    assert found.stage_end.tolist() == [end for rank in alone for end in rank.stage_end]
 
 
 def test_what_waits_for_itself_is_never_done() -> None:

@@ -62,6 +62,7 @@ def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool
     Raises:
         UsageError: see `check_plan` and `PlanStream`.
     """
-    check_plan(config, plan)
     most = max_positions(config)
-    return PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
+    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
+    check_plan(config, plan)
+    return stream

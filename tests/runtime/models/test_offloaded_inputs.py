@@ -73,7 +73,7 @@ def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
         model.current.host_inputs = HostTensors()
         RankExecutor(model).run(work, 30)
         cost = CostModel(shape=shape_of_config(config, "a test"), precision="fp32", checkpointing=levels)
-        predicted = stage_host_bytes(cost, layers=(3,), retained_tokens=[8 * k], kv_tokens=[0])
+        predicted = stage_host_bytes(cost, layers=(3,), retained_tokens=[8 * k], kv_tokens=[0], attention_tokens=[0])
         held = model.current.host_inputs
         assert (held.num_bytes,) == predicted
         assert sum(memory.nbytes for memory in held.unused) == held.num_bytes
