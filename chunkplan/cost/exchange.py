@@ -34,8 +34,8 @@ def exchange_times(
 ) -> ExchangeTimes:
     """The exchange of chunks of `num_tokens` tokens in all after `prefix_tokens`, each shared by `size` ranks; all [n].
 
-    `heads` of the ranks share the heads, the others pages, of which there are `num_pages` with the chunk's own.
-    `attention_pairs`: of each chunk, where it holds more than one sequence.
+    `heads` of the ranks share the heads, the others pages, of which there are `num_pages` with the chunk's own; `size`
+    and `heads` may be [1], for all. `attention_pairs`: of each chunk, where it holds more than one sequence.
     """
     shape, hardware = cost.shape, cost.hardware
     tokens = num_tokens.astype(np.float64)

@@ -22,8 +22,9 @@ from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
 from chunkplan.planning.splitting import most_kept, most_tokens, split_sequences
 
-#: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave.
-_LEAST_PART = 16
+#: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave. Those
+#: that fit a chunk do so themselves, unless they are a larger part of it.
+_LEAST_PART, _LEAST_PART_OF_SHORT = 16, 4
 
 #: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it.
 _WORTH = 256
@@ -62,7 +63,8 @@ def share_sequences(
     is_short = num_parts == 0  # [n]
     alone = sequences.work + np.where(is_short, chunk_ns * sequences.tokens // config.chunk_size, 0)  # [n]
     step = np.repeat(np.arange(step_starts.size - 1), np.diff(step_starts))  # [n]
-    is_large = alone * (_LEAST_PART * dp) > sum_runs(alone, step_starts)[step]  # [n]
+    least_part = np.where(is_short, _LEAST_PART_OF_SHORT, _LEAST_PART)  # [n]
+    is_large = alone * (least_part * dp) > sum_runs(alone, step_starts)[step]  # [n]
     large = np.flatnonzero(is_large)  # [m]
     times = np.empty((sizes.size, large.size), np.int64)  # [num_sizes, m]
     heads = np.ones((sizes.size, large.size), np.int64)  # [num_sizes, m]
@@ -121,14 +123,16 @@ def _shared_times(
     is_again = index < np.repeat(num_parts - k, num_parts)  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
-    pairs = seen_pairs(rates, own / size, attention_pairs_of(own, begins, cost.shape.sights) / size)
+    all_pairs = attention_pairs_of(own, begins, cost.shape.sights)  # [num_parts]
+    pairs = seen_pairs(rates, own / size, all_pairs / size)
     of_work = rates.of_work(own / size, pairs)
     own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))
     own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * pairs
     best = np.full(tokens.size, _NEVER)
     by_heads = np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
-        exchange = exchange_times(cost, own, begins, index + 1, np.full(own.size, size), np.full(own.size, heads))
+        degrees = np.array([size]), np.array([heads])
+        exchange = exchange_times(cost, own, begins, index + 1, *degrees, attention_pairs=all_pairs)
         forward = again = num_layers * (own_forward + exchange.forward)
         if config.keep_attention != "off":
             again = num_layers * (rates.token * own / size + rates.chunk + exchange.by_heads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
@@ -18,6 +18,7 @@ from chunkplan.schedule.alignment import LONGEST, play_by_rule, slot_kinds
 from chunkplan.schedule.simulate import beginning, step_of
 
 
+@compiled
 def quick_slots(
     chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, pp: int, placement: StagePlacement
 ) -> Int64Array:
@@ -25,34 +26,22 @@ def quick_slots(
 
     The arguments are those of `align_steps`; `meeting`, in which every op needs a slot.
     """
-    slots = np.empty(actions.ops.size, np.int64)
-    is_done = _on_one_stage(chunks, actions, times, meeting, dp, slots)
-    for number in np.flatnonzero(~is_done).tolist():
-        first = number * dp
-        own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
+    slots, num_model_stages = np.empty(actions.ops.size, np.int64), times.durations.shape[1]
+    for first in range(0, chunks.rank_chunks.size - 1, dp):
+        last = first + dp
+        if num_model_stages == 1 and not np.any(
+            chunks.cp_size[chunks.rank_chunks[first] : chunks.rank_chunks[last]] > 1
+        ):
+            # Ranks meet for nothing else, so that all of them go from slot to slot at once.
+            _most_left_first(chunks, actions, times, meeting, first, dp, slots)
+            continue
+        own = slice(actions.stages[first * pp], actions.stages[last * pp])
         step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
-        kinds = slot_kinds(step, actions.virtual_stages[own], meeting, times.durations.shape[1] // pp)
-        play_by_rule(step, now := beginning(step, pp), pp, kinds, LONGEST, 0)
+        kinds = slot_kinds(step, actions.virtual_stages[own], meeting, num_model_stages // pp)
+        now = beginning(step, pp)
+        play_by_rule(step, now, pp, kinds, LONGEST, 0)
         slots[own] = now.before
     return slots
-
-
-@compiled
-def _on_one_stage(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, dp: int, slots: Int64Array
-) -> BoolArray:
-    """Write the slots of steps in which ranks meet for nothing else: then all of them go from slot to slot at once.
-
-    Returns:
-        bool [num_steps], which steps these are: on one stage, without a chunk that ranks share.
-    """
-    is_done = np.zeros((chunks.rank_chunks.size - 1) // dp, np.bool_)
-    for step in range(is_done.size if times.durations.shape[1] == 1 else 0):
-        first, last = step * dp, (step + 1) * dp
-        is_done[step] = not np.any(chunks.cp_size[chunks.rank_chunks[first] : chunks.rank_chunks[last]] > 1)
-        if is_done[step]:
-            _most_left_first(chunks, actions, times, meeting, first, dp, slots)
-    return is_done
 
 
 @compiled
