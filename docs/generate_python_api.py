@@ -153,11 +153,14 @@ for work in executor.stream("chunkplan-out/plan"):
 model.save_pretrained("trained")
 ```
 
-One process does the work of all ranks of the plan, which is one of a single pipeline stage. `from_model` takes
-[types](runtime.md#models) of models that gradients are exact for, also with LoRA adapters by peft, and refuses others
-by name. Dtype, device, optimizer, learning rates and `model.train()` or `model.eval()` are yours, and the model's own
-attention is replaced only while a step runs. `step` adds to `.grad`, over all chunks of the step and in the dtype of
-the weights: so keep these in float32, under autocast. Weights in bfloat16 take less memory, and gradients lose bits.
+One process does the work of all ranks of the plan. One of several pipeline stages, or in which ranks share sequences,
+is refused with the command that builds one of the same steps for a single process (`chunkplan build --like PLAN --dp 1`
+and, for stages, `--pp 1 --schedule algorithm2`). An epoch is one of the plan: a stream that has ended gives no more.
+`from_model` takes [types](runtime.md#models) of models that gradients are exact for, also with LoRA adapters by peft,
+and refuses others by name, as it does weights in float16. Dtype, device, optimizer, learning rates and `model.train()`
+or `model.eval()` are yours, and the model's own attention is replaced only while a step runs. `step` adds to `.grad`,
+over all chunks of the step and in the dtype of the weights: so keep these in float32, under autocast. Weights in
+bfloat16 take less memory, and gradients lose bits.
 `examples/own_loop.py` is a program that goes on where it stopped.
 
 ```python

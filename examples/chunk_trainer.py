@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from chunkplan.errors import ChunkplanError
 from chunkplan_runtime import ChunkTrainer
 
 if len(sys.argv) != 4:
@@ -20,8 +21,12 @@ args = TrainingArguments(
     save_total_limit=2,
     report_to="none",
 )
-trainer = ChunkTrainer(model, args=args, plan=plan)
-trainer.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
-if trainer.eval_dataset is not None:
-    print(trainer.evaluate())
+try:
+    trainer = ChunkTrainer(model, args=args, plan=plan)
+    trainer.train(resume_from_checkpoint=any(Path(output).glob("checkpoint-*")))
+    if trainer.eval_dataset is not None:
+        print(trainer.evaluate())
+except ChunkplanError as error:
+    print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+    sys.exit(error.exit_code)
 trainer.save_model(str(Path(output) / "final"))

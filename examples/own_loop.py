@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from chunkplan.errors import ChunkplanError
 from chunkplan_runtime import Executor
 
 if not 4 <= len(sys.argv) <= 5:
@@ -19,18 +20,21 @@ source = output if state.exists() else name
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
 model.train().to("cuda" if torch.cuda.is_available() else "cpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-executor = Executor.from_model(model)
-stream = executor.stream(plan)
-if state.exists():
-    saved = torch.load(state, weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    stream.load_state_dict(saved["stream"])
-
-for work in islice(stream, at_most):
-    loss = executor.step(work)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {work.step.step}  loss {loss:.6f}", flush=True)
+try:
+    executor = Executor.from_model(model)
+    stream = executor.stream(plan)
+    if state.exists():
+        saved = torch.load(state, weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        stream.load_state_dict(saved["stream"])
+    for work in islice(stream, at_most):
+        loss = executor.step(work)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {work.step.step}  loss {loss:.6f}", flush=True)
+except ChunkplanError as error:
+    print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 model.save_pretrained(output)
 torch.save({"optimizer": optimizer.state_dict(), "stream": stream.state_dict()}, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
@@ -66,9 +66,12 @@ def values_like(config: PlanConfig, given: Mapping[str, Any]) -> Mapping[str, An
     return {**kept, **given}
 
 
-def how_to_build_like(plan: Plan, dp: int) -> str:
-    """The command that builds a plan like `plan` for `dp` ranks, beside it."""
+def how_to_build_like(plan: Plan, dp: int, *, pp: Literal[1] | None = None) -> str:
+    """The command that builds a plan like `plan` for `dp` ranks, beside it; for one stage, if `pp` says so."""
     words = ["chunkplan", "build", "--like", str(plan.path), "--dp", str(dp)]
+    if pp is not None:
+        words += ["--pp", "1", "--schedule", "algorithm2", "--virtual-stages", "1"]
+        words += ["--stage-layers", str(sum(plan.config.stage_layers))] if plan.config.stage_layers else []
     if isinstance(plan.config.cp, int) and dp % plan.config.cp:
         words += ["--cp", "auto"]
     return shlex.join([*words, "--output", str(Path(f"{plan.path}-dp{dp}"))])

@@ -113,10 +113,18 @@ def _by_torchrun(numbers: list[int]) -> str:
     return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
 
 
-def refuse_other_replicas(plan: Plan, dp: int, *, start: str = "", like: Plan | None = None) -> None:
+def refuse_other_replicas(
+    plan: Plan,
+    dp: int,
+    *,
+    start: str = "",
+    like: Plan | None = None,
+    then: str = "give that as --plan, and --resume to go on with a run of this one",
+) -> None:
     """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
 
-    `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one.
+    `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one;
+    `then`: what is done with what is built.
 
     Raises:
         UsageError: it is one.
@@ -128,7 +136,7 @@ def refuse_other_replicas(plan: Plan, dp: int, *, start: str = "", like: Plan | 
         f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not {dp}",
         where=str(plan.path),
         hint=f"{start}, or " * bool(start) + f"`{how_to_build_like(like or plan, dp)}` builds one of the same steps "
-        "for these: give that as --plan, and --resume to go on with a run of this one",
+        f"for these: {then}",
     )
 
 

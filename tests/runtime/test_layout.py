@@ -19,6 +19,7 @@ from chunkplan import PlanConfig, build, load_plan
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import StagePlacement
+from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.stages import split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
@@ -144,6 +145,30 @@ def test_a_plan_for_other_stages_is_refused(built: Built, pp: int, message: str)
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp": 2},
+        {"schedule": "1f1b", "stage_layers": (10, 18)},
+        pytest.param({"schedule": "interleaved", "virtual_stages": 3}, marks=pytest.mark.soak),
+        pytest.param({"schedule": "zero-bubble-v", "tail_sharing": True}, marks=pytest.mark.soak),
+        pytest.param({"dp": 2, "cp": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_what_is_said_of_a_plan_for_stages_builds_one_for_a_single_process(
+    built: Built, command: Run, settings: dict[str, Any]
+) -> None:
+    plan, analysis = built(pp=2, **settings)
+    with pytest.raises(UsageError) as refused:
+        open_plan(plan, analysis)
+    [typed] = re.findall("`chunkplan (build .*?)`", refused.value.hint)
+    words = shlex.split(typed)
+    assert command(*words).code == 0
+    like = open_plan(words[-1])
+    assert samples_of(like[0].manifest) == samples_of(load_plan(plan).manifest)
+    assert PlanStream(*like, vocab_size=97, max_positions=20).num_steps == 1
+
+
+@pytest.mark.parametrize(
     "swapped, placement, refused",
     [
         ([(1, 0)], StagePlacement(2), "0 and 1"),
@@ -245,8 +270,9 @@ def test_ranks_that_share_sequences_are_each_on_a_process_of_their_own(
         choose_layout(plan, num_processes, 0)
     hint = str(refused.value.hint)
     assert "with 4 processes in all, or" in hint and "--resume to go on with a run of this one" in hint
-    with pytest.raises(UsageError, match="as many replicas as it has ranks"):
+    with pytest.raises(UsageError, match="as many replicas as it has ranks") as refused:
         PlanStream(plan, analysis, vocab_size=97, max_positions=20, layout=RankLayout(dp=num_processes))
+    assert "for these: open that" in refused.value.hint and "--resume" not in refused.value.hint
     [typed] = re.findall("`chunkplan (build .*?)`", hint)
     words = shlex.split(typed)
     assert command(*words).code == 0

@@ -125,7 +125,6 @@ class RankExecutor:
         with other processes between actions. Only the last model stage knows losses; on others there are none.
 
         Raises:
-            UsageError: an op is not known here.
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"

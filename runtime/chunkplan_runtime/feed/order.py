@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from chunkplan.errors import DataError, UsageError
-from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.errors import DataError
+from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
 from chunkplan_runtime.layout import RankLayout
 
@@ -28,13 +28,8 @@ def checked(action: Action, done: Mapping[tuple[int, int], str | None], where: s
     """The virtual stage and chunk of an action, whose chunks have last `done` these ops, if it may come next.
 
     Raises:
-        UsageError: an op is not known here.
         DataError: it may not come next.
     """
-    if action.op not in _BEFORE:
-        raise UsageError(
-            f"{action.op} is not supported by this runtime", where=where, hint="build the plan with `--schedule auto`"
-        )
     place = action.virtual_stage, action.chunk_id
     if place not in done:
         raise broken(f"{action.op} of {_named(place)}, which does not exist", where)
@@ -55,6 +50,24 @@ def check_done(done: Mapping[tuple[int, int], str | None], where: str) -> None:
         place, op = left[0]
         missing = "backward_weight" if op == "backward_input" else "backward"
         raise broken(f"no {missing} of {_named(place)}", where)
+
+
+def check_words(step: PlanStep, dp_rank: int) -> None:
+    """Refuse words that are not known here.
+
+    Raises:
+        DataError: naming the first chunk of which there is one.
+    """
+    words: list[tuple[str, Sequence[str], str, int]] = []
+    for chunk in step.chunks.get(dp_rank, []):
+        words.append(("kept_attention", KEPT_ATTENTION, chunk.kept_attention, chunk.chunk_id))
+    for (of_rank, _), actions in step.actions.items():
+        words += [("op", OPS, action.op, action.chunk_id) for action in actions if of_rank == dp_rank]
+    for name, known, word, chunk_id in words:
+        if word not in known:
+            expected = ", ".join(f'"{each}"' for each in known)
+            where = f"step {step.step}, rank {dp_rank}, chunk {chunk_id}"
+            raise broken(f'{name} is "{word}", expected one of {expected}', where)
 
 
 def check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:

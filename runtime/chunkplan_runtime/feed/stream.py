@@ -13,14 +13,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.likeness import changed_samples, samples_of
+from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.device_waits import pinned
 from chunkplan_runtime.feed.gather import TokenGather
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.feed.last_backward import may_reduce
-from chunkplan_runtime.feed.order import check_links
+from chunkplan_runtime.feed.order import check_links, check_words
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
 from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
@@ -86,8 +86,12 @@ class StreamPosition(TypedDict):
     step: int
 
 
-def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1) -> tuple[Plan, Analysis]:
+def open_plan(
+    plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1, option: str = "analysis="
+) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
+
+    `option`: what says where that is, for hints.
 
     Raises:
         UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
@@ -96,12 +100,14 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int =
     opened = load_plan(plan)
     check_runnable(opened)
     if opened.config.pp != pp:
+        like = f"`{how_to_build_like(opened, 1, pp=1)}` builds one of the same steps for one process"
         raise UsageError(
             f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
             where=str(opened.path),
-            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config.pp}`",
+            hint=f"{like if pp == 1 else f'build it with `--pp {pp}`'}; or train with "
+            f"`torchrun --nproc-per-node {opened.config.pp} -m chunkplan_runtime.train`",
         )
-    return opened, load_same_analysis(opened, analysis)
+    return opened, load_same_analysis(opened, analysis, option=option)
 
 
 class PlanStream(IterableDataset[StepWork]):
@@ -134,7 +140,7 @@ class PlanStream(IterableDataset[StepWork]):
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
         check_fits(analysis, vocab_size, max_positions)
         layout = one_pipeline(plan) if layout is None else layout
-        refuse_other_replicas(plan, layout.dp)
+        refuse_other_replicas(plan, layout.dp, then="open that, which goes on from a position in this one")
         self._plan = plan
         self._analysis = analysis
         self._vocab_size = vocab_size
@@ -209,6 +215,7 @@ class PlanStream(IterableDataset[StepWork]):
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
             for dp_rank in self._dp_ranks:
+                check_words(step, dp_rank)
                 check_sharing(step, dp_rank)
                 check_links(step, dp_rank, self._layout)
             ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]

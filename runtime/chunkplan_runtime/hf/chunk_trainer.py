@@ -33,7 +33,7 @@ from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
-from chunkplan_runtime.training.executor import Executor
+from chunkplan_runtime.training.executor import Executor, check_argument
 
 
 class ChunkTrainer(Trainer):
@@ -73,7 +73,7 @@ class ChunkTrainer(Trainer):
         passed_on = accepted_arguments(others)
         args = TrainingArguments() if args is None else args
         check_settings(args)
-        options_of(CostModel)["fused_kernels"].check(fused_kernels)
+        check_argument("fused_kernels", fused_kernels, options_of(CostModel)["fused_kernels"].domain, "torch")
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
         self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)

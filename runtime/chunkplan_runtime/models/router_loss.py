@@ -39,7 +39,7 @@ from chunkplan_runtime.spans import Span
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]
 
-_HINT = "use `--router-loss none`, or set output_router_logits to false, to train without it"
+_HINT = 'use `--router-loss none`, router_loss="none" in Python, or set output_router_logits to false'
 
 _KNOWN_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 

@@ -76,14 +76,14 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
         UsageError: one is not there, or is not for the processes there are.
         DataError: one is damaged, or not of the same analysis as the other.
     """
-    plan, analysis = open_plan(config.plan, config.analysis, pp=layout.pp)
+    plan, analysis = open_plan(config.plan, config.analysis, pp=layout.pp, option="--analysis")
     folder = evaluation_folder(config, plan)
     if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
         raise UsageError(
             f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
             hint="analyze both together, and build with --holdout",
         )
-    evaluation = None if folder is None else open_plan(folder, analysis.path, pp=layout.pp)[0]
+    evaluation = None if folder is None else open_plan(folder, analysis.path, pp=layout.pp, option="--analysis")[0]
     if evaluation is not None and evaluation.config.dp % layout.dp:
         raise UsageError(
             f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from chunkplan.cost.model import CostModel
+from chunkplan.cost.checkpointing import CHECKPOINTING
+from chunkplan.domains import Domain, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import options_of
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
@@ -29,6 +30,11 @@ from chunkplan_runtime.proof.record import exact_router_loss
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
+
+_HINT = "give what AutoModelForCausalLM has loaded, not what torch.compile or DistributedDataParallel made of it"
+
+#: What weights may be in: gradients in narrower dtypes need loss scaling.
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Executor:
@@ -67,11 +73,16 @@ class Executor:
         Raises:
             UsageError: gradients are not known to be exact for the model, or it has no such level of checkpointing.
         """
-        options_of(CostModel)["checkpointing"].check(checkpointing)
+        check_argument("checkpointing", checkpointing, CHECKPOINTING, "full")
+        check_argument("seed", seed, whole(), 0)
         base, scope = suitable(model, router_loss)
         register_attention()
         found = for_chunks(base, Kernels())
-        found.set_checkpointing(checkpointing)
+        try:
+            found.set_checkpointing(checkpointing)
+        except UsageError as error:
+            hint = re.sub(r"--checkpointing (\S+)", r'checkpointing="\1"', error.hint)
+            raise UsageError(error.message.removeprefix("--"), hint=hint) from None
         return cls(found, seed=seed, kv_offload=kv_offload, router_loss=scope)
 
     def stream(self, plan: str | Path, analysis: str | Path | None = None) -> PlanStream:
@@ -93,11 +104,16 @@ class Executor:
         and its loss is 0.
 
         Raises:
-            UsageError: the step is not one for this model, or autocast is in float16. If it comes from within a chunk,
-                or is another error, there are gradients of a part of the step.
+            UsageError: the step is not one for this model, or there would be no gradients, or none to trust. If it
+                comes from within a chunk, or is another error, there are gradients of a part of the step.
             DataError: the plan's actions are not in an order that gives exact gradients.
         """
         self._check(work)
+        has_gradients = torch.is_grad_enabled()
+        if not has_gradients or not any(each.requires_grad for each in self._model.model.parameters()):
+            why = "all weights are frozen" if has_gradients else "gradients are switched off around it"
+            hint = "set `requires_grad` of some" if has_gradients else "leave out torch.no_grad or inference_mode there"
+            raise UsageError(f"a step would teach nothing: {why}", hint=f"{hint}; `evaluate` gives the loss alone")
         if not work.step.num_target_tokens:
             return 0.0
         ranks, router_loss = self._ranks, self._ranks.router_loss
@@ -122,8 +138,12 @@ class Executor:
             losses = [self._ranks.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks]
         return sum(losses, 0.0)
 
-    def _check(self, work: StepWork) -> None:
-        """Refuse a step of a stream that was made for another model."""
+    def _check(self, work: object) -> None:
+        """Refuse what is no step or is of a stream that was made for another model, and a model that was changed."""
+        if not isinstance(work, StepWork):
+            hint = "`for work in executor.stream(PLAN):` gives steps"
+            raise UsageError(f"expected a step of a plan, not {type(work).__name__}", hint=hint)
+        _check_weights(self._model.model)
         config = self._model.config
         if work.plan.content_hash not in self._plans:
             check_plan(config, work.plan)
@@ -157,8 +177,16 @@ class Executor:
         # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
         config._attn_implementation = ATTENTION
         try:
-            with torch.autocast(device, enabled=False):
+            with torch.inference_mode(False), torch.autocast(device, enabled=False):
                 yield
+        except RuntimeError as error:
+            dtypes = sorted({str(each.dtype) for each in self._model.model.parameters()})
+            if type(error) is not RuntimeError or len(dtypes) == 1 or "dtype" not in str(error):
+                raise
+            raise UsageError(
+                f"weights in {' and '.join(dtypes)} do not go together here: {error}",
+                hint="call it within torch.autocast, or give all weights one dtype: `model.to(torch.float32)`",
+            ) from error
         finally:
             config._attn_implementation = attention
             self._model.current.context = None
@@ -171,6 +199,16 @@ class Executor:
         """
         with self._autocast():
             return do(*arguments)
+
+
+def check_argument(name: str, value: object, domain: Domain, example: object) -> None:
+    """Refuse an argument that is not what it may be.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not domain.holds(value):
+        raise UsageError(f"{name} is {value!r}, expected {domain.expected}", hint=f"for example {name}={example!r}")
 
 
 def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
@@ -192,7 +230,7 @@ def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
     is_model = isinstance(base, PreTrainedModel)
     if not is_model:
-        raise UsageError("not a model of transformers", where=where, hint="load it with AutoModelForCausalLM")
+        raise UsageError("not a model of transformers", where=where, hint=_HINT)
     config: Any = base.config
     check_config(config, where, router_loss=True)
     scope = exact_router_loss(config, router_loss, where)
@@ -207,11 +245,28 @@ def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
             where=where,
             hint="model.resize_token_embeddings(N) changes both",
         )
-    devices = sorted({str(device) for device in getattr(base, "hf_device_map", {}).values()})
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model lies on several devices ({', '.join(devices)})",
-            where=where,
-            hint="load it without device_map; this runtime has one device",
-        )
+    _check_weights(base, where)
     return base, scope
+
+
+def _check_weights(model: Any, where: str | None = None) -> None:
+    """Refuse weights whose gradients could not be trusted, or that are not all in one place.
+
+    Raises:
+        UsageError: naming what they are.
+    """
+    weights = list(model.parameters())
+    narrow = sorted({str(each.dtype) for each in weights if each.is_floating_point() and each.dtype not in _DTYPES})
+    if narrow:
+        raise UsageError(
+            f"weights in {', '.join(narrow)} need loss scaling, which this runtime has not",
+            where=where,
+            hint="load the model with dtype=torch.float32, and run steps within torch.autocast in torch.bfloat16",
+        )
+    devices = sorted({str(each.device) for each in weights})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise UsageError(
+            f"the weights are on {' and '.join(devices)}, expected one device, such as cpu or cuda",
+            where=where,
+            hint="load the model without device_map, outside of torch.device, and move it: `model.to(DEVICE)`",
+        )

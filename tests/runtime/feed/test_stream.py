@@ -155,6 +155,26 @@ def test_a_plan_that_asks_for_other_tokens_is_refused(written, tmp_path, segment
     assert raised.value.hint == "build the plan again"
 
 
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        ({"kept": {1: "disk"}}, 'kept_attention is "disk", expected one of "", "gpu", "host"'),
+        ({"kept": {1: "GPU"}}, 'kept_attention is "GPU"'),
+        ({"actions": [("forward", 0), ("backwards", 1)]}, 'op is "backwards", expected one of "forward", "forward_kv"'),
+        ({"actions": [("forward", 0), ("", 1)]}, 'op is "", expected'),
+    ],
+)
+def test_words_that_nobody_knows_are_refused_as_they_are_read(handmade_plan, damaged, message):
+    sequences = [(IDS, TARGET), (IDS[:3] + 20, TARGET[:3])]
+    damaged_one = handmade_plan(
+        sequences, [{0: [[(0, 0, 4)], [(0, 4, 10)]]}, {0: [[(1, 0, 3)], [(0, 0, 4)]]}], **damaged
+    )
+    with pytest.raises(DataError, match=message) as raised:
+        next(iter(stream(damaged_one)))
+    assert raised.value.where == "step 0, rank 0, chunk 1"
+    assert "`chunkplan validate`" in raised.value.hint
+
+
 def other_lengths(part):
     """The same number of tokens, cut into other sequences."""
     with pa.ipc.open_file(part) as file:

@@ -162,8 +162,8 @@ def test_models_that_chunks_would_get_wrong_are_refused(made, tiny_config, new_t
         with pytest.raises(UsageError, match=message):
             new_trainer(model)
     spread = new_model()
-    spread.hf_device_map = {"model": 0, "lm_head": "cpu"}
-    with pytest.raises(UsageError, match="several devices"):
+    spread.lm_head.to("meta")
+    with pytest.raises(UsageError, match="on cpu and meta, expected one device"):
         new_trainer(spread)
 
 

@@ -307,5 +307,5 @@ def test_fused_kernels_train_the_same_model_to_rounding(new_trainer, new_model):
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
         assert ("forward" in vars(model.model.norm)) == (kernels == "torch")
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
-    with pytest.raises(UsageError, match="--fused-kernels is 'triton'"):
+    with pytest.raises(UsageError, match=r"^fused_kernels is 'triton'"):
         new_trainer(fused_kernels="triton")

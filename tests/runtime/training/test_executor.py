@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import ExitStack
 
 import numpy as np
@@ -189,6 +190,9 @@ def without_rows(model):
     ("change", "message"),
     [
         (lambda make: torch.nn.Linear(2, 2), "Linear: not a model of transformers"),
+        (lambda make: torch.compile(make()), "OptimizedModule: not a model of transformers"),
+        (lambda make: make().half(), "weights in torch.float16 need loss scaling"),
+        (lambda make: make().to("meta"), "the weights are on meta, expected one device"),
         (lambda make: make().model, "no head that predicts tokens"),
         (lambda make: AutoModel.from_config(make().config), "no head that predicts tokens"),
         (lambda make: make(attention_dropout=0.1), "attention_dropout is 0.1"),
@@ -205,13 +209,17 @@ def test_a_model_that_chunks_would_get_wrong_is_refused(change, message, new_mod
 def test_a_level_a_router_loss_and_an_autocast_that_are_not_there_are_refused(new_model, new_plan):
     model = new_model(dtype=torch.float32)
     for options, message in (
-        ({"checkpointing": "some"}, "checkpointing is 'some'"),
-        ({"checkpointing": "full:1"}, "of 1 layers: the model has 2"),
+        ({"checkpointing": "some"}, "^checkpointing is 'some'"),
+        ({"checkpointing": None}, "^checkpointing is None"),
+        ({"checkpointing": "full:1"}, "^checkpointing is full:1, of 1 layers: the model has 2"),
         ({"router_loss": "step"}, "router_loss is 'step'"),
         ({"router_loss": "batch"}, "no load-balancing loss for model type 'llama'"),
+        ({"seed": None}, "seed is None, expected a whole number from 0"),
+        ({"seed": -1}, "seed is -1"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message) as refused:
             Executor.from_model(model, **options)
+        assert refused.value.hint.startswith("use one of") or f"{next(iter(options))}=" in refused.value.hint
     executor, (plan, _) = Executor.from_model(model), new_plan()
     work = next(iter(executor.stream(plan)))
     for run in (executor.step, executor.evaluate):
@@ -221,13 +229,61 @@ def test_a_level_a_router_loss_and_an_autocast_that_are_not_there_are_refused(ne
     assert executor.step(work) > 0
 
 
+def test_a_step_that_would_leave_no_gradients_or_none_to_trust_is_refused(new_model, new_plan):
+    plan, _ = new_plan()
+    model = new_model(dtype=torch.float32)
+    executor = Executor.from_model(model)
+    [work] = list(executor.stream(plan))
+
+    def assert_refused(message, run=executor.step, given=work):
+        with pytest.raises(UsageError, match=message) as refused:
+            run(given)
+        assert refused.value.hint
+        assert gradients_of(model) == {}
+
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert_refused("gradients are switched off around it")
+            assert executor.evaluate(work) > 0
+    for given in (None, work.step, [work], {"input_ids": torch.ones(1, 3)}):
+        for run in (executor.step, executor.evaluate):
+            assert_refused(f"expected a step of a plan, not {type(given).__name__}", run, given)
+    model.requires_grad_(False)
+    assert_refused("all weights are frozen")
+    assert executor.evaluate(work) > 0
+    model.lm_head.requires_grad_()
+    assert executor.step(work) > 0
+    assert [*gradients_of(model)] == ["lm_head.weight"]
+    model.half()
+    assert_refused("weights in torch.float16 need loss scaling")
+
+
+@pytest.mark.parametrize("part", ["model.layers.1", "model.norm", "lm_head"])
+def test_weights_of_several_dtypes_go_together_in_an_autocast_or_are_refused(part, new_model, new_plan):
+    plan, _ = new_plan()
+    model = new_model(dtype=torch.bfloat16)
+    model.get_submodule(part).float()
+    executor = Executor.from_model(model)
+    [work] = list(executor.stream(plan))
+    for run in (executor.step, executor.evaluate):
+        with pytest.raises(
+            UsageError, match=r"weights in torch\.bfloat16 and torch\.float32 do not go together"
+        ) as told:
+            run(work)
+        assert "torch.autocast" in told.value.hint
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert run(work) > 0
+
+
 def test_a_plan_that_the_model_does_not_take_is_refused_by_name_with_what_to_do(new_model, new_plan, tmp_path):
     plan, _ = new_plan()
+    moved = shutil.copytree(plan, tmp_path / "moved" / "plan")
     staged, _ = new_plan([{0: [[(1, 0, 5)]]}], pp=2, actions=[])
     for model, folder, message, hint in (
         (new_model(vocab_size=50), plan, "the model's vocabulary has 50", "analyze with the tokenizer"),
         (new_model(max_position_embeddings=16), plan, "the model takes 16 positions", "--max-length 16"),
-        (new_model(), staged, "for 2 pipeline stages", "--pp 1"),
+        (new_model(), staged, "for 2 pipeline stages", "chunkplan build --like"),
+        (new_model(), moved, "the analysis of the plan .* is not at", "say where it is with analysis="),
         (new_model(), tmp_path / "nothing", "nothing", ""),
     ):
         with pytest.raises(UsageError, match=message) as refused:

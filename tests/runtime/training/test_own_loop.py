@@ -40,6 +40,20 @@ def test_an_example_says_what_it_takes(monkeypatch, example, arguments):
         runpy.run_path(str(path), run_name="__main__")
 
 
+@pytest.mark.parametrize("example", ["own_loop.py", "chunk_trainer.py"])
+def test_an_example_says_what_is_wrong_with_a_plan_and_what_to_do(
+    workspace, monkeypatch, capsys, example, handmade_plan, random_sequences
+):
+    staged, _ = handmade_plan(random_sequences([5]), [{0: [[(0, 0, 5)]]}], pp=2, actions=[])
+    monkeypatch.setattr("sys.argv", [example, "path/to/model", str(staged), "output"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE.with_name(example)), run_name="__main__")
+    assert ended.value.code == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert error == f"error: {staged}: the plan is for 2 pipeline stages, one is there"
+    assert hint.startswith(f"hint: `chunkplan build --like {staged} --dp 1 --pp 1 ")
+
+
 def test_a_run_in_two_halves_is_the_run_in_one(workspace, monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr("sys.argv", [str(EXAMPLE), "path/to/model", "chunkplan-out/plan", *map(str, arguments)])
