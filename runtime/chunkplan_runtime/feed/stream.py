@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.likeness import changed_samples, samples_of
+from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.device_waits import pinned
@@ -86,8 +86,12 @@ class StreamPosition(TypedDict):
     step: int
 
 
-def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1) -> tuple[Plan, Analysis]:
+def open_plan(
+    plan: str | Path, analysis: str | Path | None = None, *, dp: int = 1, pp: int = 1
+) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
+
+    `dp`: how many replicas there are of each stage, for a hint.
 
     Raises:
         UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
@@ -99,7 +103,8 @@ def open_plan(plan: str | Path, analysis: str | Path | None = None, *, pp: int =
         raise UsageError(
             f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
             where=str(opened.path),
-            hint=f"build it with `--pp {pp}`, or train with `torchrun --nproc-per-node {opened.config.pp}`",
+            hint=f"train with `torchrun --nproc-per-node {opened.config.pp}`, or `{how_to_build_like(opened, dp, pp)}` "
+            "builds one of the same steps for these",
         )
     return opened, load_same_analysis(opened, analysis)
 
