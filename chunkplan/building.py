@@ -23,7 +23,7 @@ from chunkplan.files.folder import refuse_other_content, replace_folder
 from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
-from chunkplan.planfile.likeness import values_like
+from chunkplan.planfile.likeness import refuse_to_replace, values_like
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_same_analysis, load_to_rebuild
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
@@ -97,17 +97,21 @@ def build_like(
 ) -> Plan:
     """`build` of the steps that `plan` has, with the same samples in each: for other ranks, stages or chunks.
 
-    `changes` are fields of `PlanConfig`; all else is as in `plan`, which may be of an earlier schema version. A run of
-    `plan` goes on with the new one from any of its checkpoints. `analysis`: where that of `plan` is, if it has moved.
+    `changes` are fields of `PlanConfig`; all else is as in `plan`, which may be of an earlier schema version, but for
+    what cannot hold with them: such a schedule, virtual stages, layers of stages or `cp` fall back to their defaults. A
+    run of `plan` goes on with the new one from any of its checkpoints. `analysis`: where that of `plan` is, if it has
+    moved.
 
     Raises:
-        UsageError: as `build`, or `changes` would give steps other samples.
+        UsageError: as `build`, or `changes` would give steps other samples, or `output` is `plan`.
         DataError: as `build`, or `plan` or its analysis is damaged, or `analysis` another one.
     """
     like = load_to_rebuild(plan)
+    refuse_to_replace(like.path, Path(output))
     loaded = load_same_analysis(like, analysis)
-    config = PlanConfig(**values_like(like.config, with_sources(loaded, changes)))
-    return build(loaded, output, config, cost=cost or like.cost, workers=workers, progress=progress)
+    cost = cost or like.cost
+    values, _ = values_like(like.config, with_sources(loaded, changes), cost.shape)
+    return build(loaded, output, PlanConfig(**values), cost=cost, workers=workers, progress=progress)
 
 
 def with_sources(analysis: Analysis, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -274,7 +278,7 @@ def _check_sizes(analysis: Analysis, config: PlanConfig, cost: CostModel) -> tup
         raise DataError(
             f"sequence {sequence} has {analysis.num_tokens[sequence]:,} tokens, and nothing may be split",
             where=analysis.place(sequence),
-            hint=f"use a --chunk-size of {longest} or more, or leave out --no-split",
+            hint=f"use a --chunk-size of {longest} or more, or split it: --split full in place of none",
         )
     return num_steps, num_occurrences, longest
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
@@ -151,7 +151,7 @@ def _option(name: str, declared: Mapping[str, Any]) -> Option:
     flag, words = declared["flag"], declared["default_words"]
     if words is None:
         default = declared["default"]
-        words = "" if any(default is none for none in (MISSING, None, False)) else _in_words(default)
+        words = "" if any(default is none for none in (MISSING, None, False)) else in_words(default)
     return Option(name, flag="--" + name.replace("_", "-") if flag is None else flag, default_words=words, **values)
 
 
@@ -168,10 +168,17 @@ def same(config: type[Options], name: str, **changed: Any) -> Any:
     return option(**(declared | changed))
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return "not given"
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={in_words(one)}" for name, one in value.items())
     if isinstance(value, (tuple, list)):
-        return ",".join(map(_in_words, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        return ",".join(map(in_words, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +220,17 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
 
 
-def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def read_toml(
+    path: Path,
+    *configs: type[Options],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    flags: Collection[str] = (),
+) -> dict[str, Any]:
     """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
 
     What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old
-    names of entries, each with the new one: their values come back by the old name.
+    names of entries, each with the new one: their values come back by the old name. `flags`: those of the command,
+    for hints.
 
     Raises:
         UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
@@ -237,6 +250,8 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
         found = declared.get(renamed.get(name, name))
         if found is None:
             hint = f"it is one of {', '.join(declared)}"
+            if f"--{name}" in flags:
+                hint = f"give --{name} in the command: an entry of a file is one of {', '.join(declared)}"
             for one in options:
                 if one.flag == f"--{name}":  # which says something else than a field of that name
                     hint = (

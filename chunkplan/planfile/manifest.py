@@ -69,10 +69,19 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _build_again(plan: Path) -> str:
-    """The command that builds a plan again, beside it."""
-    again = plan.resolve().with_name(f"{plan.resolve().name}-{SCHEMA_VERSION}")
-    return f"build it again: `chunkplan build --like {shlex.quote(str(plan))} --output {shlex.quote(str(again))}`"
+def how_to_build_beside(plan: Path, name: str, *words: str) -> str:
+    """The command that builds a plan like `plan`, with the options in `words`, beside it."""
+    named = plan.resolve() if plan.name in ("", "..") else plan
+    output = named.with_name(f"{named.name}-{name}")
+    return shlex.join(["chunkplan", "build", "--like", str(plan), *words, "--output", str(output)])
+
+
+def _how_to_renew(folder: Path, kind: str, version: int) -> str:
+    """What to do about an analysis or a plan of a schema version that is not read."""
+    if kind == "plan" and version >= _OLDEST_TO_REBUILD:
+        return f"build it again: `{how_to_build_beside(folder, str(SCHEMA_VERSION))}`"
+    anew = "analyze its data again with `chunkplan analyze`"
+    return anew if kind == "analysis" else f"{anew}, and give `chunkplan build` what is under `config` in this file"
 
 
 def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[str, Any]:
@@ -121,7 +130,7 @@ def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
             f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {oldest} on",
             where=str(path),
-            hint=_build_again(folder) if kind == "plan" and version >= _OLDEST_TO_REBUILD else _HINT,
+            hint=_how_to_renew(folder, kind, version),
         )
     mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
     if mismatch:

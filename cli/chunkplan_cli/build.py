@@ -47,6 +47,7 @@ _MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
     how=BuildOptions,
 )
 def build(
+    context: typer.Context,
     analysis: AnalysisArgument = None,
     *,
     plan: Given,
@@ -79,15 +80,15 @@ def build(
     options = BuildOptions(**how)
     if "checkpointing" in how and (auto or options.checkpointing != AUTO):
         machine["checkpointing"] = options.checkpointing
-    values = resolve(plan, options.config)
+    values = resolve(plan, options.config, context)
     place = Workspace.find(workspace)
     target = output or place.plan
     replaced = describe_old(target)
     if options.like:
-        _check_like(auto=auto, has_output=dry_run or output is not None)
-        like, loaded, values = open_like(options.like, analysis, values)
+        _check_like(options.like, auto=auto, has_output=dry_run or output is not None)
+        loaded, cost, values = open_like(options.like, output, analysis, values, machine)
     else:
-        like, loaded = None, load_analysis(find_analysis(analysis, place))
+        loaded = load_analysis(find_analysis(analysis, place))
     if keys := unread_words(loaded.manifest.get("sources", ())):
         note(f"not read of the data: {keys}")
     with note_compilation():
@@ -96,8 +97,8 @@ def build(
             settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
             cost = found.cost
         else:
-            _refuse_without_auto(tuning, options.from_file)
-            cost = replace(like.cost, **machine) if like else CostModel(**machine)
+            _refuse_without_auto(tuning, options)
+            cost = cost if options.like else CostModel(**machine)
             settings = _settings(values, cost)
             _refuse_to_share_alone(machine, cost, settings)
             if options.checkpointing == AUTO:
@@ -115,9 +116,9 @@ def build(
     memory = memory_at(built.moments, built.ranks, settings, cost)
     _show(built, None if dry_run else target, memory, positions, as_json=as_json)
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
-    if not auto and not like and settings.split != "none":
+    if not auto and not options.like and settings.split != "none":
         warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
-    warn_of_memory(memory, cost, settings, None if options.from_file or like else tune)
+    warn_of_memory(memory, cost, settings, None if options.from_file or options.like else tune)
     warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, target, replaced, dry_run=dry_run)
     if not dry_run:
@@ -209,14 +210,21 @@ def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: 
     note(f"plan in {target}" + (f" (replaced {replaced})" if replaced else ""))
 
 
-def _check_like(*, auto: bool, has_output: bool) -> None:
+def _check_like(like: Path, *, auto: bool, has_output: bool) -> None:
     if auto:
         raise UsageError("--like and --auto exclude each other", hint="leave one of them out")
     if not has_output:
-        raise UsageError("--like without --output could replace the plan itself", hint="say where the new one goes")
+        raise UsageError(
+            "--like without --output could replace the plan itself",
+            hint=f"say where the new one goes, for example --output {shlex.quote(f'{like}-2')}",
+        )
 
 
-def _refuse_without_auto(tuning: Given, from_file: Path | None) -> None:
-    flags = [options_of(TuneOptions)[name].flag for name in tuning] + (["--from"] if from_file else [])
+def _refuse_without_auto(tuning: Given, options: BuildOptions) -> None:
+    flags = [options_of(TuneOptions)[name].flag for name in tuning] + (["--from"] if options.from_file else [])
+    if flags and options.like:
+        raise UsageError(
+            f"{flags[0]} is for --auto, which --like excludes", hint="leave it out; --dp and --pp say for which ranks"
+        )
     if flags:
         raise UsageError(f"{flags[0]} is for --auto", hint="add --auto, or leave it out")

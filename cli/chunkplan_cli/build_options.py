@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Options, option, options_of, read_toml, same
+from chunkplan.options import Options, in_words, option, options_of, read_toml, same
 from chunkplan_cli.declared import OPTIONS, Given
 from chunkplan_cli.terminal import note
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
-    from chunkplan.planfile.plan import Plan
 
 #: Of `--checkpointing`: what fits and runs least again, layer by layer.
 AUTO = "auto"
@@ -66,9 +67,10 @@ class BuildOptions(Options):
     )
 
 
-def resolve(given: Given, config: Path | None) -> Given:
-    """Join the options of a plan in the TOML file with those given, which win."""
-    return Given((read_toml(config, PlanConfig) if config is not None else {}) | given)
+def resolve(given: Given, config: Path | None, context: typer.Context) -> Given:
+    """Join the options of a plan in the TOML file with those given, which win; `context`: of the command."""
+    flags = {flag for parameter in context.command.params for flag in parameter.opts}
+    return Given((read_toml(config, PlanConfig, flags=flags) if config is not None else {}) | given)
 
 
 def plan_config(values: Given) -> PlanConfig:
@@ -82,25 +84,38 @@ def plan_config(values: Given) -> PlanConfig:
     return PlanConfig(**values)
 
 
-def open_like(plan: Path, analysis: Path | None, given: Given) -> tuple[Plan, Analysis, Given]:
-    """The plan that a new one is to be like, of which only the manifest is read, its analysis, and the new options.
+def open_like(
+    plan: Path, output: Path | None, analysis: Path | None, given: Given, machine: Given
+) -> tuple[Analysis, CostModel, Given]:
+    """The analysis, the cost model and the options of a plan like `plan`, of which only the manifest is read.
+
+    `machine` is what was given of the cost model. What of `plan` cannot hold for the new one is said.
 
     Raises:
-        UsageError: one is not there, or `analysis` is another one, or what is `given` would give steps other samples.
+        UsageError: one is not there, or `analysis` is another one, what is `given` would give steps other samples or
+            does not go together, or `output` is `plan`.
         DataError: one is damaged, or was replaced.
     """
     from chunkplan.building import with_sources
-    from chunkplan.planfile.likeness import values_like
+    from chunkplan.planfile.likeness import refuse_to_replace, values_like
     from chunkplan.planfile.load import load_analysis, load_same_analysis, load_to_rebuild
 
     like = load_to_rebuild(plan)
+    if output is not None:
+        refuse_to_replace(plan, output)
     found = load_same_analysis(like, option="ANALYSIS") if analysis is None else load_analysis(analysis)
     if found.content_hash != like.manifest["analysis"]["content_hash"]:
         raise UsageError(
             f"{analysis} is not the analysis of the plan {plan}: --like keeps which samples each step has",
             hint="leave it out; or leave --like out, for a plan of its own",
         )
-    return like, found, Given(values_like(like.config, with_sources(found, given)))
+    cost = replace(like.cost, **machine)
+    values, fallen = values_like(like.config, with_sources(found, given), cost.shape)
+    if fallen:
+        options = options_of(PlanConfig)
+        words = ", ".join(f"{options[name].spelled} {in_words(getattr(like.config, name))}" for name in fallen)
+        note(f"left to the default, as what {plan} has cannot hold here: {words}")
+    return found, cost, Given(values)
 
 
 def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import gcd
 
 from chunkplan.errors import UsageError
 from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
@@ -113,13 +114,17 @@ def _by_torchrun(numbers: list[int]) -> str:
     return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
 
 
+_GO_ON = "give that as --plan, and --resume to go on with a run of this one"
+
+
+def _or_build_like(plan: Plan, dp: int, pp: int, *, start: str = "", then: str = _GO_ON) -> str:
+    """A hint for other processes than a plan is for; `start`: how to start those; `then`: what is done with the new."""
+    command = how_to_build_like(plan, dp, pp)
+    return f"{start}, or " * bool(start) + f"`{command}` builds one of the same steps for these: {then}"
+
+
 def refuse_other_replicas(
-    plan: Plan,
-    dp: int,
-    *,
-    start: str = "",
-    like: Plan | None = None,
-    then: str = "give that as --plan, and --resume to go on with a run of this one",
+    plan: Plan, dp: int, *, start: str = "", like: Plan | None = None, then: str = _GO_ON
 ) -> None:
     """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
 
@@ -135,8 +140,7 @@ def refuse_other_replicas(
     raise UsageError(
         f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not {dp}",
         where=str(plan.path),
-        hint=f"{start}, or " * bool(start) + f"`{how_to_build_like(like or plan, dp)}` builds one of the same steps "
-        f"for these: {then}",
+        hint=_or_build_like(like or plan, dp, plan.config.pp, start=start, then=then),
     )
 
 
@@ -159,9 +163,10 @@ def choose_layout(
     start = how_to_start([pp * each for each in fitting])
     if not is_uneven and dp:
         refuse_other_replicas(plan, dp, start=start)
+    num_stages = gcd(world_size, pp)
     shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
     raise UsageError(
         f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
         where=str(plan.path),
-        hint=f"{start}, or build the plan with another --dp" + (" or --pp" if pp > 1 else ""),
+        hint=_or_build_like(plan, world_size // num_stages, num_stages, start=start),
     )

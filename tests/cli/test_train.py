@@ -51,8 +51,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.soak
 def test_it_trains_with_the_plan_of_the_workspace_on_as_many_processes_as_that_is_for(planned: Path) -> None:
     """What was started is said as torchrun takes it; the command that `build` names is this one."""
-    built = run(planned, "build", "--like", "chunkplan-out/plan", "--output", "chunkplan-out/plan")
-    assert "to train: chunkplan train --plan chunkplan-out/plan --model NAME" in built.stderr
+    built = run(planned, "build", "--like", "chunkplan-out/plan", "--output", "chunkplan-out/like")
+    assert "to train: chunkplan train --plan chunkplan-out/like --model NAME" in built.stderr
     ran = run(planned, "train", *MODEL)
     assert ran.returncode == 0, ran.stderr
     assert "started as: torchrun --nproc-per-node 2 -m chunkplan_runtime.train --plan chunkplan-out/plan" in ran.stderr
@@ -94,7 +94,9 @@ def test_processes_that_cannot_share_the_plan_are_not_started(planned: Path) -> 
     assert ran.returncode == 2, ran.stderr
     error, hint = ran.stderr.splitlines()
     assert error.endswith("3 processes cannot share the plan's 2 data-parallel ranks evenly")
-    assert hint == "hint: `--nproc 2` or `--nproc 1`, or build the plan with another --dp"
+    plan = planned / "chunkplan-out" / "plan"
+    like = f"chunkplan build --like {plan} --dp 3 --output {plan}-dp3"
+    assert hint.startswith(f"hint: `--nproc 2` or `--nproc 1`, or `{like}` builds one of the same steps")
 
 
 @pytest.mark.soak

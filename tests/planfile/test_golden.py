@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan, validate
+from chunkplan import PlanConfig, analyze, build, build_like, load_analysis, load_plan, validate
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError
 from chunkplan.files.folder import MANIFEST
@@ -185,7 +185,7 @@ def test_an_analysis_of_this_version_is_read_and_valid(version: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "version"), [*(("plan", version) for version in range(1, 6)), ("analysis", 3)])
-def test_an_older_version_is_refused_by_name(kind: str, version: int) -> None:
+def test_an_older_version_is_refused_by_name(kind: str, version: int, tmp_path: Path) -> None:
     load, folder = load_plan if kind == "plan" else load_analysis, GOLDEN / f"{kind}-{version}"
     with pytest.raises(DataError, match=f"written by schema version {version} .* reads .* from version") as refused:
         load(folder)
@@ -196,7 +196,13 @@ def test_an_older_version_is_refused_by_name(kind: str, version: int) -> None:
         assert (words, Path(like), option) == (["chunkplan", "build", "--like"], folder, "--output")
         assert not Path(output).exists() and Path(output).parent == GOLDEN
     else:
-        assert "write it again" in refused.value.hint
+        anew = "analyze its data again with `chunkplan analyze`"
+        config = ", and give `chunkplan build` what is under `config` in this file" if kind == "plan" else ""
+        assert refused.value.hint == anew + config
+    if kind == "plan" and version < 3:
+        with pytest.raises(DataError, match="reads plans from version 3 on") as refused:
+            build_like(folder, tmp_path / "new")
+        assert refused.value.hint == anew + config and '"config": {' in Path(refused.value.where).read_text()
 
 
 @pytest.mark.parametrize("kind", ["plan", "analysis"])

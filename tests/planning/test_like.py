@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -96,8 +97,9 @@ def test_what_was_chosen_stays_and_what_followed_follows_anew(tmp_path: Path) ->
     assert like("off", dp=2).config.cp == "off"
     assert like("two", dp=8).config.cp == 2
     assert like("k", dp=1).config.cp == "off"
+    assert [like("two", dp=dp).config.cp for dp in (1, 3)] == ["off", "auto"]
     with pytest.raises(UsageError, match="cp is 2, expected a divisor of dp, which is 3"):
-        like("two", dp=3)
+        like("two", dp=3, cp=2)
     assert like("two").content_hash == load_plan(made["two"]).content_hash
 
 
@@ -110,12 +112,12 @@ def test_the_command_refuses_what_would_change_samples_and_takes_what_is_the_sam
     assert built.code == 0, built.err
     like = ("build", "--like", "plan", "--dp", 2, "--output", "new")
     for words, message in {
-        ("--global-batch", 8): "--global-batch is 8, that of the plan is 4",
-        ("--seed", 0): "--seed is 0, that of the plan is 3",
-        ("--epochs", 1): "--epochs is 1, that of the plan is 2",
-        ("--holdout", 0.5): "--holdout is 0.5, that of the plan is 2",
-        ("--last-batch", "keep"): "--last-batch is 'keep', that of the plan is 'drop'",
-        ("--config", "seed.toml"): "--seed is 1, that of the plan is 3",
+        ("--global-batch", 8): "--global-batch is 8, for the plan it was 4",
+        ("--seed", 0): "--seed is 0, for the plan it was 3",
+        ("--epochs", 1): "--epochs is 1, for the plan it was 2",
+        ("--holdout", 0.5): "--holdout is 0.5, for the plan it was 2",
+        ("--last-batch", "keep"): "--last-batch is keep, for the plan it was drop",
+        ("--config", "seed.toml"): "--seed is 1, for the plan it was 3",
         ("--auto",): "--like and --auto exclude each other",
         ("--gpus", 8): "--gpus is for --auto",
     }.items():
@@ -125,6 +127,17 @@ def test_the_command_refuses_what_would_change_samples_and_takes_what_is_the_sam
     assert ran.code == 2 and "others.npy is not the analysis of the plan plan" in ran.err
     ran = command("build", "--like", "plan", "--dp", 2)
     assert ran.code == 2 and "--like without --output could replace the plan itself" in ran.err
+    for words, message in {("--gpus", 8): "--gpus is for --auto", ("--from", "x.json"): "--from is for --auto"}.items():
+        ran = command(*like, *words)
+        assert f"error: {message}, which --like excludes\nhint: leave it out; --dp and --pp say" in ran.err
+    ran = command("build", "lengths.npy", "--chunk-size", 64, "--k", 1, "--output", "whole")
+    assert ran.code == 0, ran.err
+    ran = command("build", "--like", "whole", "--holdout", 2, "--output", "new")
+    assert ran.code == 2 and "error: --holdout is 2, for the plan it was not given: --like keeps" in ran.err
+    for entry in ("like", "output", "model-config"):
+        (tmp_path / "entry.toml").write_text(f'{entry} = "plan"\n')
+        ran = command("build", "--config", "entry.toml")
+        assert ran.code == 2 and f"entry `{entry}`\nhint: give --{entry} in the command: an entry of a file" in ran.err
     ran = command("build", "--like", "lengths.npy", "--output", "new")
     assert ran.code == 2 and "Traceback" not in ran.err
     assert not (tmp_path / "new").exists()
@@ -145,7 +158,82 @@ def test_a_mix_is_the_same_by_the_name_of_its_source(tmp_path: Path, command: Ru
     assert command(*like, "--mix", "a.jsonl=2").code == 0
     for words in (("--mix", "a.jsonl=3"), ("--mix", "b.jsonl=2"), ("--mix", "a.jsonl=2", "--mix", "b.jsonl=2")):
         ran = command(*like, *words)
-        assert ran.code == 2 and "--mix is " in ran.err and "that of the plan is " in ran.err
+        assert ran.code == 2
+        assert f"error: --mix is {','.join(words[1::2])}, for the plan it was a.jsonl=2: --like" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "typed", "fallen"),
+    [
+        ({"pp": 2, "schedule": "zero-bubble"}, {"pp": 1}, "--schedule zero-bubble"),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"pp": 4}, None),
+        ({"pp": 2, "schedule": "zero-bubble-v"}, {"pp": 20}, "--schedule zero-bubble-v"),
+        ({"pp": 2, "schedule": "interleaved"}, {"pp": 1, "dp": 2}, "--schedule interleaved"),
+        (
+            {"pp": 2, "schedule": "interleaved", "virtual_stages": 3, "stage_layers": "4,4,5,5,5,5"},
+            {"pp": 1},
+            "--stage-layers 4,4,5,5,5,5, --virtual-stages 3, --schedule interleaved",
+        ),
+        ({"pp": 2, "schedule": "interleaved", "virtual_stages": 8}, {"pp": 4}, "--virtual-stages 8"),
+        ({"pp": 2, "schedule": "interleaved", "virtual_stages": 3}, {"schedule": "1f1b"}, "--virtual-stages 3"),
+        ({"pp": 2, "stage_layers": "13,15"}, {"pp": 4}, "--stage-layers 13,15"),
+        ({"pp": 2, "stage_layers": "13,15"}, {"pp": 1}, "--stage-layers 13,15"),
+        ({"pp": 2, "stage_layers": "13,15"}, {"dp": 2}, None),
+        ({"pp": 2, "stage_layers": "13,15"}, {"model_config": "model"}, "--stage-layers 13,15"),
+        ({"dp": 4, "cp": 2}, {"dp": 1}, "--cp 2"),
+        ({"dp": 4, "cp": 2}, {"dp": 3}, "--cp 2"),
+        ({"dp": 4, "cp": 2}, {"dp": 6}, None),
+        ({"dp": 4, "cp": 2}, {"balance": "search"}, "--cp 2"),
+        ({"dp": 4, "cp": 2}, {"split": "none", "chunk_size": 2000}, "--cp 2"),
+        ({"dp": 4, "cp": 2, "pp": 2, "schedule": "1f1b"}, {"pp": 1}, "--schedule 1f1b"),
+        ({"dp": 4, "cp": 2, "pp": 2, "stage_layers": "13,15"}, {"pp": 1, "dp": 3}, "--cp 2, --stage-layers 13,15"),
+    ],
+)
+def test_what_cannot_hold_and_was_not_typed_falls_back_and_is_said(
+    tmp_path: Path, command: Run, options: dict[str, Any], typed: dict[str, Any], fallen: str | None
+) -> None:
+    """As little as has to falls back; all else stays as it was."""
+
+    def build_words(*words: Any, **values: Any) -> list[Any]:
+        flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
+        return ["build", *words, *flags, "--json"]
+
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    (tmp_path / "model").symlink_to(ROOT / "sample_data" / "model")
+    made = command(*build_words("lengths.npy", chunk_size=64, k=1, output="plan", **options))
+    assert made.code == 0, made.err
+    before = json.loads(made.out)["manifest"]["config"]
+    ran = command(*build_words(like="plan", output="new", **typed))
+    assert ran.code == 0, ran.err
+    said = f"left to the default, as what plan has cannot hold here: {fallen}\n"
+    assert said in ran.err if fallen else "left to the default" not in ran.err
+    now = json.loads(ran.out)["manifest"]["config"]
+    for name in options:
+        is_kept = name not in typed and f"--{name.replace('_', '-')} " not in (fallen or "")
+        assert (now.get(name) == before[name]) == is_kept, name
+    assert validate(tmp_path / "new").ok
+
+
+def test_a_plan_and_what_it_holds_out_are_not_replaced(
+    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    config = PlanConfig(chunk_size=64, k=1, dp=2, holdout=2)
+    plan = build(tmp_path / "lengths.npy", tmp_path / "plan", config)
+    (tmp_path / "link").symlink_to("plan")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    plans = ("plan", "link", tmp_path / "plan")
+    outputs = ("plan", "./plan", "plan/", tmp_path / "plan", "link", "folder/../plan", "gone/../plan", "plan-eval")
+    for like, output in [(like, output) for like in plans for output in outputs]:
+        ran = command("build", "--like", like, "--dp", 1, "--output", output)
+        assert ran.code == 2 and "error: the new plan would replace " in ran.err, (like, output, ran.err)
+        [other] = re.findall(r"hint: give a new folder, for example --output (\S+)\n", ran.err)
+        assert not Path(other).exists()
+        with pytest.raises(UsageError, match="the new plan would replace"):
+            build_like(like, output, dp=1)
+    assert load_plan(tmp_path / "plan").content_hash == plan.content_hash
+    assert command("build", "--like", "plan", "--output", other).code == 0
 
 
 @pytest.mark.parametrize("version", [3, 4, 5])

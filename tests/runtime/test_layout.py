@@ -71,10 +71,17 @@ def test_replicas_of_a_stage_lie_side_by_side() -> None:
     "plan_dp, pp, world_size, message, hint",
     [
         (4, 1, 3, "3 processes cannot share the plan's 4 data-parallel ranks evenly", "with 1 or 2 or 4 processes"),
-        (4, 1, 8, "8 processes cannot share", "another --dp"),
+        (4, 1, 8, "8 processes cannot share", "`chunkplan build --like plan --dp 8 --output plan-dp8`"),
         (1, 1, 2, "2 processes cannot share the plan's 1 data-parallel rank evenly", "with 1 process in all"),
         (2, 4, 1, "1 process cannot share the plan's 2 data-parallel ranks of 4 stages each", "with 4 or 8 processes"),
-        (2, 4, 6, "6 processes cannot share", "another --dp or --pp"),
+        (2, 4, 6, "6 processes cannot share", "--like plan --dp 3 --pp 2 --output plan-dp3-pp2`"),
+        (
+            2,
+            2,
+            1,
+            "1 process cannot share",
+            "--like plan --dp 1 --pp 1 --output plan-dp1-pp1` builds one of the same steps",
+        ),
     ],
 )
 def test_processes_that_do_not_fit_are_refused(plan_dp: int, pp: int, world_size: int, message: str, hint: str) -> None:

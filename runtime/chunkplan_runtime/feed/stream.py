@@ -87,11 +87,16 @@ class StreamPosition(TypedDict):
 
 
 def open_plan(
-    plan: str | Path, analysis: str | Path | None = None, *, pp: int = 1, option: str = "analysis="
+    plan: str | Path,
+    analysis: str | Path | None = None,
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    option: str = "analysis=",
 ) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
 
-    `option`: what says where that is, for hints.
+    `dp`: how many replicas there are of each stage, and `option`: what says where the analysis is, for hints.
 
     Raises:
         UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
@@ -100,11 +105,10 @@ def open_plan(
     opened = load_plan(plan)
     check_runnable(opened)
     if opened.config.pp != pp:
-        like = f"`{how_to_build_like(opened, 1, pp=1)}` builds one of the same steps for one process"
         raise UsageError(
             f"the plan is for {opened.config.pp} pipeline stages, {'one is' if pp == 1 else f'{pp} are'} there",
             where=str(opened.path),
-            hint=f"{like if pp == 1 else f'build it with `--pp {pp}`'}; or train with "
+            hint=f"`{how_to_build_like(opened, dp, pp)}` builds one of the same steps for these; or train with "
             f"`torchrun --nproc-per-node {opened.config.pp} -m chunkplan_runtime.train`",
         )
     return opened, load_same_analysis(opened, analysis, option=option)

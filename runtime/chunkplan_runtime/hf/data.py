@@ -93,12 +93,12 @@ def open_own(plan: str | Path, analysis: str | Path | None, output: Path) -> tup
     try:
         from chunkplan import build_like  # the planner, which executing a plan does not need
 
-        build_like(opened.path, output, analysis=found.path, dp=1, cp="off")
+        build_like(opened.path, output, analysis=found.path, dp=1)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"ranks of the plan share sequences, and {error.name} is missing, to build one like it for this process",
             where=str(opened.path),
-            hint=f"`{how_to_build_like(opened, 1)}` builds it where chunkplan is installed with its planner",
+            hint=f"`{how_to_build_like(opened, 1, 1)}` builds it where chunkplan is installed with its planner",
         ) from error
     _logger.warning("ranks share sequences in %s: trained with %s, like it and for one process", opened.path, output)
     return open_plan(output, found.path)

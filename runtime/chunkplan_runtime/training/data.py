@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
@@ -76,22 +77,25 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
         UsageError: one is not there, or is not for the processes there are.
         DataError: one is damaged, or not of the same analysis as the other.
     """
-    plan, analysis = open_plan(config.plan, config.analysis, pp=layout.pp, option="--analysis")
+    of_layout: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "option": "--analysis"}
+    plan, analysis = open_plan(config.plan, config.analysis, **of_layout)
     folder = evaluation_folder(config, plan)
     if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
         raise UsageError(
             f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
             hint="analyze both together, and build with --holdout",
         )
-    evaluation = None if folder is None else open_plan(folder, analysis.path, pp=layout.pp, option="--analysis")[0]
+    evaluation = None if folder is None else open_plan(folder, analysis.path, **of_layout)[0]
     if evaluation is not None and evaluation.config.dp % layout.dp:
         raise UsageError(
             f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
             f"plan {folder} evenly",
-            hint="build both plans with the same --dp",
+            hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
+            "--eval-plan",
         )
     if evaluation is not None:
-        refuse_other_replicas(evaluation, layout.dp, like=plan if config.eval_plan is None else evaluation)
+        own = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
+        refuse_other_replicas(evaluation, layout.dp, **own)
         its_layout = choose_layout(evaluation, layout.world_size, layout.process)
         if its_layout != layout:
             raise UsageError(

@@ -102,7 +102,7 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
         differ = [name for name in differ if why_not or name not in ends]
         hint = f"{why_not}: {hint}" if why_not else hint
     if differ:
-        changes = "; ".join(f"{name} {_was(before.get(name))}, {_is(now.get(name))}" for name in differ)
+        changes = "; ".join(f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ)
         raise UsageError(f"{earlier.checkpoint} is of another run: {changes}", hint=hint)
 
 
@@ -128,11 +128,3 @@ def _why_it_ends_there(earlier: Earlier, config: TrainConfig, num_steps: int) ->
 
 def _rate(config: TrainConfig, step: int, num_steps: int) -> float:
     return learning_rate_factor(config.lr_schedule, step, num_steps, warmup=config.warmup, lowest=config.min_lr)
-
-
-def _was(value: Any) -> str:
-    return "was not given" if value is None else f"was {shorten(value)}"
-
-
-def _is(value: Any) -> str:
-    return "is not given" if value is None else f"is {shorten(value)}"

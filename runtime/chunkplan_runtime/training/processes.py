@@ -18,7 +18,7 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, machine_size, refuse_shared_gpus
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
-from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.agreement import refuse_other_beginnings
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import sharing_blocks
@@ -35,7 +35,7 @@ def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) 
     Raises:
         ChunkplanError: as `train` does.
     """
-    refuse_other_replicas(load_plan(config.plan), 1)
+    choose_layout(load_plan(config.plan), 1, 0)  # refused here if it cannot be
     train(choose_device(config), Job(), callbacks)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import MANIFEST, refuse_inside_ours, remove_left_behind
 from chunkplan.files.lock import try_lock
+from chunkplan.options import in_words
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
@@ -152,5 +153,5 @@ class RunFolder:
 
 def shorten(value: object) -> str:
     """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
-    text = str(value)
+    text = in_words(value)
     return text if len(text) <= 40 else f"{text[:12]}..."

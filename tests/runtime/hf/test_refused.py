@@ -43,7 +43,7 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     with pytest.raises(
-        UsageError, match=r"a checkpoint of another plan: plan\.seed was 1, is 0; plan\.holdout was None, is 2"
+        UsageError, match=r"a checkpoint of another plan: plan\.seed was 1, is 0; plan\.holdout was not given, is 2"
     ):
         new_trainer(**settings).train(resume_from_checkpoint=True)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
@@ -84,7 +84,7 @@ def test_without_the_planner_it_says_what_builds_the_plan_for_its_process(
     monkeypatch.delitem(sys.modules, "chunkplan.building")
     with pytest.raises(UsageError, match="ranks of the plan share sequences, and polars is missing") as refused:
         new_trainer(plan=plan)
-    assert f"`chunkplan build --like {plan} --dp 1 --cp auto --output {plan}-dp1`" in refused.value.hint
+    assert f"`chunkplan build --like {plan} --dp 1 --output {plan}-dp1`" in refused.value.hint
     assert not (tmp_path / "run" / "plan").exists()
 
 

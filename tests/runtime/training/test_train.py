@@ -199,7 +199,9 @@ def test_a_mistake_exits_2_with_a_hint(made, tmp_path, capsys, more, message):
 def test_what_does_not_fit_one_process_is_refused(made, tmp_path, capsys, monkeypatch):
     assert main(options(made, tmp_path, plan="pp")) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert "for 2 pipeline stages, one is there" in error and "--nproc-per-node 2" in hint
+    assert (
+        "1 process cannot share the plan's 1 data-parallel rank of 2 stages each" in error and "--pp 1 --output" in hint
+    )
     for more, message in (
         (("--stage-layers", "1,1"), "--stage-layers with one stage"),
         (("--sharding", "weights"), "--sharding weights with one process"),
