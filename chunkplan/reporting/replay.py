@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -177,7 +176,7 @@ def _shown(replay: Replay, planned: bool) -> list[Simulation]:
     return [replay.measured, replay.replayed, *([replay.planned] if planned else [])]
 
 
-def replays_to_dict(replays: Sequence[Replay], dp: int, *, planned: bool) -> dict[str, Any]:
+def replays_to_dict(replays: Sequence[Replay], dp: int, *, planned: bool) -> dict[str, object]:
     """What `describe_replays` says, of all pipelines, for one JSON document; times are in microseconds.
 
     `slow`: the process that is named as slow, and how many times as long as the others it takes; None where none is.

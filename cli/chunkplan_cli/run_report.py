@@ -25,7 +25,9 @@ def show_run(run: Path, trace: Path | None, *, alone: bool = True, as_json: bool
     from chunkplan.reporting.replay import describe_replays, replay_step, replays_to_dict, write_timeline
 
     if not alone:
-        raise UsageError("--run is for the step that was measured, as it was", hint="beside it give --trace or --json alone")
+        raise UsageError(
+            "--run is for the step that was measured, as it was", hint="beside it give --trace or --json alone"
+        )
     measured = read_measured(run if run.is_file() else run / MEASURED)
     with note_compilation():
         replays = replay_step(measured)
