@@ -200,9 +200,10 @@ def or_word(word: str, expected: Domain) -> Domain:
 
 def find_mismatch(value: Any, expected: Expected, where: str = "") -> str | None:
     """What is wrong with `value`, in words that name the entry, or None."""
+    entry = f"`{where}`" if where else "the document"
     if isinstance(expected, Mapping):
         if not isinstance(value, dict):
-            return f"`{where}` is {_shown(value)}, expected an object"
+            return f"{entry} is {_shown(value)}, expected an object"
         for key, inner in expected.items():
             name = key.removesuffix("?")
             below = f"{where}.{name}" if where else name
@@ -215,12 +216,10 @@ def find_mismatch(value: Any, expected: Expected, where: str = "") -> str | None
         return None
     if isinstance(expected, list):
         if not isinstance(value, list):
-            return f"`{where}` is {_shown(value)}, expected a list"
+            return f"{entry} is {_shown(value)}, expected a list"
         mismatches = (find_mismatch(item, expected[0], f"{where}[{index}]") for index, item in enumerate(value))
         return next((found for found in mismatches if found), None)
-    return (
-        None if expected.holds(expected.load(value)) else f"`{where}` is {_shown(value)}, expected {expected.expected}"
-    )
+    return None if expected.holds(expected.load(value)) else f"{entry} is {_shown(value)}, expected {expected.expected}"
 
 
 def _shown(value: Any) -> str:

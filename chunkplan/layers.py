@@ -54,6 +54,12 @@ FAMILIES = {
     "search": ScheduleFamily(),
 }
 
+
+def family_of(schedule: str) -> ScheduleFamily:
+    """What is known of a schedule; plans that others wrote may name one that is not in `FAMILIES`."""
+    return FAMILIES.get(schedule, ScheduleFamily())
+
+
 _Part = TypeVar("_Part")
 _Index = TypeVar("_Index", int, "Int64Array")
 

@@ -105,6 +105,14 @@ def sharding_words(sharding: str, dp: int) -> str:
     return f"{_SHARDED[sharding]} sharded over {dp:,} ranks ({ZERO[sharding]})"
 
 
+_KEPT = {"gpu": "on the GPU", "host": "in host memory"}
+
+
+def kept_words(where: str) -> str:
+    """Say where a chunk keeps attention for its recompute; nothing of one that keeps none, or of a damaged plan."""
+    return _KEPT.get(where, "")
+
+
 def gibibytes(num_bytes: int) -> str:
     """Print a size of memory, given in bytes."""
     return f"{num_bytes / 2**30:,.1f} GiB"

@@ -148,6 +148,7 @@ def simulate_lengths(
         k=1 if k is None else k,
         global_batch=len(lengths),
         pp=pp,
+        keep_attention="off" if cost == "unit" else "auto",  # units do not tell attention from the rest
         **given(schedule=schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens),
     )
     num_stages = pp * config.virtual_stages

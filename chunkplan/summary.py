@@ -13,6 +13,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
+from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import read_chunks
 from chunkplan.planfile.manifest import config_of, reduction_us_of, sights_of
@@ -29,7 +30,8 @@ class PlanSummary:
     describe the model and the GPU that it was made for. `exceeding` are the steps in which one sequence costs more than
     the mean rank: how many, what they take and cannot do without, whoever has it, and their share of what the heaviest
     ranks have above the mean. `peak_retained_tokens`: the most tokens whose activations a stage holds at once.
-    `recompute_share`: of the predicted cost. `shared` are the sequences that ranks share, and what they are of the
+    `recompute_share`: of the predicted cost. `num_recomputed`: chunks that are run again; `num_kept`: how many of them
+    keep attention for that, by where. `shared` are the sequences that ranks share, and what they are of the
     predicted cost; `unshared_lower_bound_us`: what the steps take at least where none is, with the same ChunkSize and
     K; None where none is shared, or as above. `chunks_over_bound`: num_chunks over the sum of lower bounds, whatever
     way the sequences of a step are assigned to ranks; `packing_over_bound`: given how they are. `predicted_us` and
@@ -59,6 +61,8 @@ class PlanSummary:
     heaviest_over_work: float | None
     peak_retained_tokens: int
     recompute_share: float
+    num_recomputed: int
+    num_kept: dict[str, int]
     num_shared_sequences: int
     shared_work_share: float
     unshared_lower_bound_us: float | None
@@ -129,6 +133,8 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         heaviest_over_work=None if work is None else _over(_total(ranks["heaviest"]), work / config.dp),
         peak_retained_tokens=int(_float(steps["peak_retained_tokens"].max())),
         recompute_share=_total(steps["recompute_us"]) / max(_total(chunks["cost"]), 1e-30),
+        num_recomputed=int((~chunks["keeps_activations"]).sum()),
+        num_kept={where: int((chunks["kept_attention"] == where).sum()) for where in KEPT_ATTENTION if where},
         num_shared_sequences=shared.height,
         shared_work_share=_total(of_shared["cost"]) / max(_total(chunks["cost"]), 1e-30),
         unshared_lower_bound_us=None

@@ -20,7 +20,7 @@ from chunkplan.config.plan_domains import (
 )
 from chunkplan.domains import FLAG, MOST, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.layers import FAMILIES, StagePlacement, split_layers
+from chunkplan.layers import FAMILIES, StagePlacement, family_of, split_layers
 from chunkplan.options import Options, option
 
 Split = Literal["full", "even", "cost", "none"]
@@ -284,12 +284,12 @@ class PlanConfig(Options):
     @property
     def placement(self) -> StagePlacement:
         """Where model stages lie."""
-        return FAMILIES[self.schedule].placement._replace(virtual_stages=self.virtual_stages)
+        return family_of(self.schedule).placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def splits_backwards(self) -> bool:
         """Whether backwards are done in two halves."""
-        return FAMILIES[self.schedule].splits
+        return family_of(self.schedule).splits
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of each model stage: those of `stage_layers`, or as even as they come."""

@@ -12,7 +12,7 @@ from chunkplan.planfile.plan import KINDS, kind_of
 #: The columns that a summary of a plan looks at.
 SUMMED = (
     *("step", "dp_rank", "group_id", "group_index", "num_tokens", "cost", "attention_pairs", "kind"),
-    *("cp_first_rank", "cp_size", "cp_tokens"),
+    *("cp_first_rank", "cp_size", "cp_tokens", "keeps_activations", "kept_attention"),
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from chunkplan.domains import FLAG, TEXT, Expected, find_mismatch, whole
+from chunkplan.domains import FLAG, PATH, TEXT, Expected, find_mismatch, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
 from chunkplan.files.whole_file import whole_file
@@ -69,8 +69,9 @@ _ACTION: Expected = {
     "end_ns": whole(),
     "virtual_stage": whole(),
 }
+_PLACE = replace(PATH, holds=lambda value: PATH.holds(value) and Path(value).is_absolute(), expected="an absolute path")
 _FILE: Expected = {
-    "plan": TEXT,
+    "plan": _PLACE,
     "content_hash": TEXT,
     "step": whole(),
     "dp": whole(1),
@@ -110,8 +111,12 @@ def read_measured(path: Path) -> MeasuredStep:
         ) from error
     if found := find_mismatch(document, _FILE):
         raise DataError(found, where=str(path), hint=_HINT)
-    plan, dp, step = load_plan(document["plan"]), document["dp"], document["step"]
-    config, times = plan.config, []
+    try:
+        plan = load_plan(document["plan"])
+    except UsageError as error:
+        hint = "a run is shown beside its plan: put it back there, or train again"
+        raise UsageError(error.message, where=str(path), hint=hint) from error
+    config, dp, step, times = plan.config, document["dp"], document["step"], []
     if plan.content_hash != document["content_hash"] or len(document["processes"]) != dp * config.pp or config.dp % dp:
         raise DataError(f"not of the plan in {plan.path}", where=str(path), hint=_HINT)
     described = find_step(plan, step)

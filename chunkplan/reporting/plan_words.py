@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from chunkplan.cost.longest import LongestSequence
     from chunkplan.reporting.plan_report import RankRow
 
-_PARTS = {"kv": "KV", "kv_gradients": "KV gradients", "exchanged": "exchanges", "stage_inputs": "stage inputs"}
+_PARTS = {
+    "kept_attention": "kept attention",
+    "kv": "KV",
+    "kv_gradients": "KV gradients",
+    "exchanged": "exchanges",
+    "stage_inputs": "stage inputs",
+}
 
 
 @dataclass(frozen=True)

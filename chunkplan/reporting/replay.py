@@ -176,6 +176,27 @@ def _shown(replay: Replay, planned: bool) -> list[Simulation]:
     return [replay.measured, replay.replayed, *([replay.planned] if planned else [])]
 
 
+def replays_to_dict(replays: Sequence[Replay], dp: int, *, planned: bool) -> dict[str, object]:
+    """What `describe_replays` says, of all pipelines, for one JSON document; times are in microseconds.
+
+    `slow`: the process that is named as slow, and how many times as long as the others it takes; None where none is.
+    """
+    slow = _slowest(replays, dp) if planned and replays else None
+    return {
+        "pipelines": [
+            {
+                "pipeline": each.pipeline,
+                **{
+                    name: {"makespan": shown.makespan, "busy_per_stage": shown.busy_per_stage}
+                    for name, shown in zip(("measured", "replayed", "planned"), _shown(each, planned), strict=False)
+                },
+            }
+            for each in replays
+        ],
+        "slow": slow and {"process": slow[0], "times": slow[1]},
+    }
+
+
 def describe_replays(replays: Sequence[Replay], dp: int, step: int, *, planned: bool) -> list[str]:
     """Lines of a table for a terminal: of the pipeline that took longest, and of a process that is slower than others.
 
@@ -209,8 +230,10 @@ def describe_replays(replays: Sequence[Replay], dp: int, step: int, *, planned: 
     return lines + (_describe_slow(replays, dp) if planned else [])
 
 
-def _describe_slow(replays: Sequence[Replay], dp: int) -> list[str]:
-    """Lines about the process that takes longest for what is planned for it, where it sticks out."""
+def _slowest(replays: Sequence[Replay], dp: int) -> tuple[int, float] | None:
+    """The process that takes longest for what is planned for it, and how many times as long as the others; None where
+    it does not stick out.
+    """
     slowness = {
         stage * dp + each.pipeline: _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)
         for each in replays
@@ -219,9 +242,15 @@ def _describe_slow(replays: Sequence[Replay], dp: int) -> list[str]:
     slowest = max(slowness, key=lambda rank: slowness[rank])
     others = [value for rank, value in slowness.items() if rank != slowest]
     if not others or slowness[slowest] < _SLOW * statistics.median(others):
+        return None
+    return slowest, slowness[slowest] / statistics.median(others)
+
+
+def _describe_slow(replays: Sequence[Replay], dp: int) -> list[str]:
+    """Lines about the process that sticks out, if one does."""
+    if (found := _slowest(replays, dp)) is None:
         return []
-    times = slowness[slowest] / statistics.median(others)
-    pp = replays[0].measured.pp
+    (slowest, times), pp = found, replays[0].measured.pp
     place = f"stage {slowest // dp} of pipeline {slowest % dp}" if pp > 1 else "data parallel"
     who = f"process {slowest} of {dp * pp} ({place})"
     return ["", f"{who} is slow: {times:.1f} times as long", "as the others for the same planned work"]

@@ -12,7 +12,7 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
-from chunkplan.layers import FAMILIES
+from chunkplan.layers import family_of
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
@@ -121,7 +121,7 @@ def schedule_ranks(
                 actions, lower_bound[rank] = _SEARCHES[schedule](*of_rank, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
-    placement = FAMILIES[schedule].placement._replace(virtual_stages=times.durations.shape[1] // pp)
+    placement = family_of(schedule).placement._replace(virtual_stages=times.durations.shape[1] // pp)
     if meeting is not None:
         ends, slots = align_steps(chunks, actions, times, meeting_of("weights"), dp, pp, placement)
         if (meeting < 0).any():

@@ -12,7 +12,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
-from chunkplan.layers import FAMILIES, StagePlacement, split_layers, stage_parts
+from chunkplan.layers import StagePlacement, family_of, split_layers, stage_parts
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
@@ -150,7 +150,7 @@ class Simulation:
     @property
     def placement(self) -> StagePlacement:
         """Where model stages lie."""
-        return FAMILIES[self.schedule].placement._replace(virtual_stages=self.virtual_stages)
+        return family_of(self.schedule).placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def lower_bound(self) -> float:

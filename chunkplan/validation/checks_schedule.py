@@ -22,7 +22,7 @@ class Complaint:
     """What is wrong first, and with which chunk and rank; `bad` is true of every rank it is wrong with, [num_ranks]."""
 
     message: str
-    chunk_id: int
+    chunk_id: int | None
     rank: int
     bad: BoolArray
 

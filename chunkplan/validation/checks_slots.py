@@ -41,6 +41,11 @@ def check_slots(block: RankBlock) -> Complaint | None:
 
 def _check(block: RankBlock, unit: Int64Array) -> Complaint | None:
     """The same of whole steps; `unit` int64 [num_actions]: a number for the step and stage of each action."""
+    num_slots, num_actions = block.schedule.num_slots[block.ranks.rows.ravel()], np.diff(block.action_offsets)
+    if (other := num_slots != num_actions).any():
+        row = int(np.argmax(other))  # a stage of a rank
+        message = f"stage {row % block.pp} has {num_slots[row]} slots for {num_actions[row]} actions"
+        return replace(_complaint(block, np.repeat(other, num_actions), str), message=message, chunk_id=None)
     slots, within = block.schedule.slots[block.action_rows], np.ones(unit.size, bool)
     within[block.action_offsets[:-1]] = False
     before = np.where(within, np.roll(slots, 1), -1)

@@ -33,7 +33,8 @@ class ScheduleColumns:
 
     `step`, `dp_rank` and `stage` are [num_rows], and `actions` [num_rows + 1] is where those of each row begin. `op`,
     `chunk_id`, `virtual_stage` and `slots` are [num_actions]. `op` is an index into `ops`, which starts with
-    `operations.OPS` and ends with what else the file names. `slots` are -1 in rows that have more or fewer.
+    `operations.OPS` and ends with what else the file names. `slots` are -1 in rows that have more or fewer:
+    `num_slots` [num_rows], how many each has.
     """
 
     step: Int32Array
@@ -44,6 +45,7 @@ class ScheduleColumns:
     chunk_id: Int32Array
     virtual_stage: Int32Array
     slots: Int64Array
+    num_slots: Int64Array
     ops: tuple[str, ...]
 
     @classmethod
@@ -58,6 +60,7 @@ class ScheduleColumns:
             np.array([codes.setdefault(str(op), len(codes)) for op in array.dictionary.to_pylist()], np.int32)
             for array in words
         ]
+        slots, num_slots = _slots(table, per_row) if "slots" in table.column_names else np.empty((2, 0), np.int64)
         return cls(
             **{name: table.column(name).to_numpy() for name in ("step", "dp_rank", "stage")},
             actions=offsets_of(per_row),
@@ -66,19 +69,20 @@ class ScheduleColumns:
                 name: np.concatenate([array.field(name).to_numpy() for array in flat])
                 for name in ("chunk_id", "virtual_stage")
             },
-            slots=_slots(table, per_row) if "slots" in table.column_names else np.empty(0, np.int64),
+            slots=slots,
+            num_slots=num_slots,
             ops=tuple(codes),
         )
 
 
-def _slots(table: pa.Table, per_row: Int64Array) -> Int64Array:
-    """The slot of each action, of rows with so many of them."""
+def _slots(table: pa.Table, per_row: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The slot of each action, of rows with so many of them, and how many slots each row has."""
     slots, lists = np.full(int(per_row.sum()), -1), table.column("slots").chunks
     stored = np.concatenate([np.diff(array.offsets.to_numpy()) for array in lists])
     slots[np.repeat(stored == per_row, per_row)] = np.concatenate([array.flatten().to_numpy() for array in lists])[
         np.repeat(stored == per_row, stored)
     ]
-    return slots
+    return slots, stored
 
 
 @dataclass(frozen=True)

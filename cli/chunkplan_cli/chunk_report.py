@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import percent, seconds
+from chunkplan.quantities import kept_words, percent, seconds
 from chunkplan_cli.marked_text import marks_note, print_marked
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.step_report import kind_words
@@ -50,6 +50,8 @@ def _facts(view: ChunkView, chunk_size: int) -> Table:
     if chunk.prefix_tokens:
         grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
     recompute = "" if chunk.keeps_activations else ", with its recompute"
+    if words := kept_words(chunk.kept_attention):
+        recompute += f", for which attention is kept {words}"
     if chunk.cp_size > 1:
         grid.add_row("shared", _shared(view))
         if view.exchange_us is not None:

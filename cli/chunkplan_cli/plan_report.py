@@ -9,7 +9,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, ratio, seconds, selection_words
+from chunkplan.quantities import (
+    ZERO,
+    counted,
+    gibibytes,
+    k_words,
+    kept_words,
+    percent,
+    ratio,
+    seconds,
+    selection_words,
+)
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -79,7 +89,7 @@ def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | Non
     if summary.num_shared_sequences:
         rows.append(("shared sequences", _shared(summary)))
     rows += [
-        ("recomputed", f"{percent(summary.recompute_share)} of the work"),
+        ("recomputed", _recomputed(summary)),
         ("predicted", time_words(summary.predicted_us, summary.lower_bound_us, summary.reduction_us)),
     ]
     for name, value in rows:
@@ -157,3 +167,12 @@ def _shared(summary: PlanSummary) -> str:
         return words
     least = least_words(summary.lower_bound_us, summary.unshared_lower_bound_us, summary.reduction_us)
     return f"{words}; any plan takes {least}"
+
+
+def _recomputed(summary: PlanSummary) -> str:
+    """Say what part of the work is run again and, where chunks keep attention for that, how many do, and where."""
+    words = f"{percent(summary.recompute_share)} of the work"
+    places = [f"{kept_words(where)} by {number:,}" for where, number in summary.num_kept.items() if number]
+    if not places:
+        return words
+    return f"{words}: {counted(summary.num_recomputed, 'chunk')}, attention kept {' and '.join(places)}"

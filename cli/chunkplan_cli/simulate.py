@@ -113,16 +113,15 @@ def simulate(
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 
     if run is not None:
-        show_run(
-            run, trace, alone=not any((plan, step is not None, rank is not None, workspace, as_json, asked, machine))
-        )
+        alone = not any((plan, step is not None, rank is not None, workspace, asked, machine))
+        show_run(run, trace, alone=alone, as_json=as_json)
         return
     lengths = asked.get("lengths")
     of_plan = (("PLAN", plan), ("--step", step), ("--rank", rank), ("--workspace", workspace))
     _refuse_others(lengths is None, [name for name, value in of_plan if value is not None], asked, machine)
     names = asked.get("compare", ())
     options = {name: asked[name] for name in ("virtual_stages", "memory_tokens") if name in asked}
-    alone = {} if names else options | ({"schedule": asked["schedule"]} if "schedule" in asked else {})
+    changed = {} if names else options | ({"schedule": asked["schedule"]} if "schedule" in asked else {})
     loaded = _load(plan, workspace, asked.get("pp")) if lengths is None else None
     if loaded is None and "chunk_size" not in asked:
         raise UsageError("--chunk-size is missing", hint="for example: --chunk-size 8192 --k 4, or --chunk-size none")
@@ -130,7 +129,7 @@ def simulate(
         refuse_overwriting(trace, files_read(machine) if loaded is None else (loaded.path,))
     with note_compilation():
         if loaded is not None:
-            found = simulate_plan(loaded, step or 0, rank=rank, **alone)
+            found = simulate_plan(loaded, step or 0, rank=rank, **changed)
         else:
             found = simulate_lengths(
                 asked["lengths"],
@@ -138,7 +137,7 @@ def simulate(
                 k=asked.get("k"),
                 pp=asked.get("pp", 1),
                 cost="unit" if asked.get("cost") == "unit" else CostModel(**machine),
-                **alone,
+                **changed,
             )
         compared = compare_schedules(found, names, **options) if names else []
         traced = compared or [found]
@@ -147,7 +146,7 @@ def simulate(
             and found.step is not None
             and trace is not None
             and rank is None
-            and not (alone or names)
+            and not (changed or names)
         ):
             # Ranks that share chunks wait for each other, which one alone does not show.
             traced = [*simulate_ranks(loaded, find_step(loaded, step or 0), range(loaded.config.dp)).values()]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.planfile.plan import Chunk
-from chunkplan.quantities import counted, percent, seconds
+from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import ranks_of
 from chunkplan_cli.gantt import print_gantt
@@ -165,6 +165,8 @@ def _contents(chunk: Chunk) -> str:
     if chunk.group_id is None:
         return what
     kept = "" if chunk.keeps_activations else ", recomputed"
+    if words := kept_words(chunk.kept_attention):
+        kept += f" with attention kept {words}"
     shared = f", shared by ranks {ranks_of(chunk)}" if chunk.cp_size > 1 else ""
     return f"part {chunk.group_index + 1} of {chunk.group_size}{kept}{shared}: {what}"
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.operations import OPS
-from chunkplan.quantities import counted, percent, seconds
+from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan.schedule.trace import LETTERS
 from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
@@ -70,6 +70,9 @@ def print_step(
         console.print(Text("F3.1 chunk 3, virtual stage 1", style="dim"))
     if shares.sequences:
         console.print(Text("part 1/2 x4: shared by 4 ranks; time: of one of them, exchange is part of it", style="dim"))
+    for where in sorted({chunk.kept_attention for chunks in step.chunks.values() for chunk in chunks}):
+        if words := kept_words(where):
+            console.print(Text(f"part 1/2 kv {where}: run again, with its attention kept {words}", style="dim"))
     if not lists_actions:
         how = "--actions lists them in order, chunkplan simulate draws when each is done"
         console.print(Text(how, style="dim"))
@@ -117,11 +120,16 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
 
 
 def kind_words(chunk: Chunk) -> str:
-    """Say what kind of chunk it is, which part of a sequence it holds, and how many ranks share that."""
+    """Say what kind of chunk it is, which part of a sequence it holds, and how many ranks share that.
+
+    Of one that is run again also where it keeps attention for that, if it does.
+    """
     if chunk.group_id is None:
         return chunk.kind
     shared = f" x{chunk.cp_size}" if chunk.cp_size > 1 else ""
-    return f"part {chunk.group_index + 1}/{chunk.group_size}{shared}" + ("" if chunk.keeps_activations else " kv")
+    again = "" if chunk.keeps_activations else " kv"
+    again += f" {chunk.kept_attention}" if kept_words(chunk.kept_attention) else ""
+    return f"part {chunk.group_index + 1}/{chunk.group_size}{shared}{again}"
 
 
 def _sequences(chunk: Chunk) -> str:

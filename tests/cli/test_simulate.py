@@ -116,6 +116,7 @@ def test_json_has_what_the_screen_has(run: Run) -> None:
         "prefix_tokens": 2048,
         "keeps_activations": True,
         "segments": [{"sequence_id": 3, "start": 2048, "end": 4096}],
+        "kept_attention": "",
     }
     assert shown["waiting_for_ranks_per_stage"] == shown["exchange_per_stage"] == [0] * 4
     places = [(action["stage"], action["start"]) for action in shown["actions"]]

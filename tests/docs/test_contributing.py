@@ -152,7 +152,12 @@ def test_the_exceptions_are_there_and_named() -> None:
 
 def test_a_recipe_says_where_its_names_are_completed() -> None:
     plan, intake = "chunkplan/config/plan.py", "chunkplan/config/intake.py"
-    homes = {"PACKERS": plan, "SCHEDULES": plan, "SCHEMAS": intake, "KERNELS": "chunkplan/cost/attention_rates.py"}
+    homes = {
+        "PACKERS": plan,
+        "FAMILIES": "chunkplan/layers.py",
+        "SCHEMAS": intake,
+        "KERNELS": "chunkplan/cost/attention_rates.py",
+    }
     for names, home in homes.items():
         assert f"`{names}` of `{home}`" in PAGE
 

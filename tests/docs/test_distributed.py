@@ -206,9 +206,15 @@ def test_the_options_that_are_named_are_there():
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", PAGE))
     assert len(named) > 20
-    assert (
-        named - {"--gpus", "--hardware", "--like", "--nodes"} <= known
-    )  # of `chunkplan tune` and `build`, and of sbatch
+    of_others = {
+        "--gpus",
+        "--hardware",
+        "--like",
+        "--nodes",
+        "--run",
+        "--trace",
+    }  # of `tune`, `build`, sbatch, `simulate`
+    assert named - of_others <= known
 
 
 def test_the_files_that_are_named_exist():

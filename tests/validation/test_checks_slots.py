@@ -86,6 +86,18 @@ def test_slots_that_nobody_can_walk_through_are_found(plan: Path, change: Callab
     assert (found.invariant, found.step) == ("slots", 1)
 
 
+@pytest.mark.parametrize("change", [no_slot, slot_too_many])
+def test_of_a_row_with_too_few_or_too_many_slots_both_numbers_are_said(
+    plan: Path, change: Callable[[Rows], None]
+) -> None:
+    actions = len(rows_of({"schedule": _all_rows(plan)})[0]["actions"])
+    tamper(plan, change)
+    [found] = validate(plan).violations
+    slots = actions + (1 if change is slot_too_many else -1)
+    assert found.message == f"stage 0 has {slots} slots for {actions} actions"
+    assert (found.dp_rank, found.chunk_id) == (0, None)
+
+
 def test_ops_that_fetch_otherwise_are_in_no_slot_together(tmp_path: Path, analysis: Path) -> None:
     """On one stage, of which the ranks change places: forwards and backwards meet."""
     plan = build(analysis, tmp_path / "one", PlanConfig(chunk_size=16, k=2, global_batch=10, dp=2, cp="off")).path

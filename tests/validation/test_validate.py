@@ -85,7 +85,7 @@ def test_another_analysis_is_not_the_plans(plan: Path, analysis: Path, tmp_path:
     result = validate(plan, analysis=other)
     assert [violation.invariant for violation in result.violations] == ["content-hash"]
     assert not result.ok and not result.is_own_analysis
-    alone = ("chunk-ids", "cp-groups", "cp-slices", "cp-order", "equal-chunks", "chunk-size")
+    alone = ("chunk-ids", "cp-groups", "cp-slices", "cp-order", "kept-attention", "equal-chunks", "chunk-size")
     assert result.passed == alone, "what the plan alone says is checked"
     assert {*result.passed, *result.unchecked, "content-hash"} == {*PLAN_INVARIANTS}
     tamper(plan, lambda rows: rows["chunks"][3].update(num_tokens=17))

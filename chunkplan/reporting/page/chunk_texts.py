@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import TokenReader
 from chunkplan.planfile.plan import Chunk
-from chunkplan.quantities import counted
+from chunkplan.quantities import counted, kept_words
 from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
 from chunkplan.reporting.page.chosen_steps import DrawnStep
 from chunkplan.reporting.page.marked_runs import HOW_MARKED, marked_runs
@@ -59,6 +59,8 @@ def _of_chunk(
         notes = ["It holds nothing and counts for nothing: ranks that have too few chunks get such ones."]
     if chunk.prefix_tokens:
         notes.append(f"Its part of a sequence attends to {counted(chunk.prefix_tokens, 'token')} before it.")
+    if words := kept_words(chunk.kept_attention):
+        notes.append(f"It is run again, with its attention kept {words}.")
     if len(chunk.segments) > MOST_SEGMENTS:
         notes.append(f"The first {MOST_SEGMENTS} segments of {len(chunk.segments):,} are here.")
     texts = [

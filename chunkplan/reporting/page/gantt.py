@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import Float64Array
-from chunkplan.operations import OPS
-from chunkplan.quantities import percent, seconds
+from chunkplan.operations import KEPT_ATTENTION, OPS
+from chunkplan.quantities import kept_words, percent, seconds
 from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep
 from chunkplan.reporting.page.drawing import (
     BLUE,
@@ -58,7 +59,7 @@ class _Actions(NamedTuple):
 
     `chunk`: its id, tokens, tokens before it, which part it is of how many, the model stage that runs it; of one that
     ranks share the first and the last of these, how many share heads and how many pages, and the exchange, in ns.
-    `wait`: for these ranks, before it starts.
+    `wait`: for these ranks, before it starts. `kept`: where the chunk keeps attention, its place in `KEPT_ATTENTION`.
     """
 
     row: Int64Array
@@ -67,6 +68,7 @@ class _Actions(NamedTuple):
     start: Float64Array
     duration: Float64Array
     wait: Float64Array
+    kept: Int8Array
     chunk: Int64Array
 
 
@@ -79,8 +81,9 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
     figure = go.Figure()
     for op, (words, colour) in _STYLES.items():
         is_named = False
-        for kind in (_WHOLE, _PART, _SHARED):
-            chosen = np.flatnonzero((actions.op == OPS.index(op)) & (actions.kind == kind))
+        for kind, kept in product((_WHOLE, _PART, _SHARED), range(len(KEPT_ATTENTION))):
+            is_alike = (actions.op == OPS.index(op)) & (actions.kind == kind) & (actions.kept == kept)
+            chosen = np.flatnonzero(is_alike)
             if chosen.size:
                 bars = _Actions._make(column[chosen] for column in actions)
                 bar = _bars(bars, words, colour, kind, with_model_stage=with_model_stage, is_narrow=is_narrow)
@@ -156,6 +159,7 @@ def _actions(simulation: Simulation, first_row: int) -> _Actions:
         simulation.starts / scale,
         (simulation.ends - simulation.starts) / scale,
         simulation.waits / scale,
+        simulation.table.kept_attention[actions.chunk_ids],
         np.column_stack(
             [
                 np.array(chunks, np.int64)[actions.chunk_ids],
@@ -180,6 +184,8 @@ def _bars(actions: _Actions, words: str, colour: str, kind: int, *, with_model_s
         lines.append("%{customdata[8]} by heads x %{customdata[9]} by pages")
         lines.append("exchange %{customdata[10]:.4f} s of it")
     lines += ["model stage %{customdata[5]}"] if with_model_stage else []
+    where = kept_words(KEPT_ATTENTION[actions.kept[0]])
+    lines += [f"attention kept {where}"] if where else []
     pattern = {"fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
     pattern["shape"] = "" if is_narrow else _HATCHES[kind]
     outline = {"width": 0 if is_narrow else 0.5, "color": "rgba(255,255,255,0.7)"}

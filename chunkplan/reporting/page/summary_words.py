@@ -5,7 +5,7 @@ from __future__ import annotations
 from chunkplan.lengths import LengthReport
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, gibibytes, k_words, percent, ratio, seconds, selection_words
+from chunkplan.quantities import counted, gibibytes, k_words, kept_words, percent, ratio, seconds, selection_words
 from chunkplan.reporting.page.parts import Table
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import PlanReport
@@ -100,6 +100,11 @@ def _shared_rows(summary: PlanSummary) -> Facts:
     ]
 
 
+def _kept_rows(summary: PlanSummary) -> Facts:
+    kept = [(f"attention kept {kept_words(where)}", counted(n, "chunk")) for where, n in summary.num_kept.items() if n]
+    return [("run again", counted(summary.num_recomputed, "chunk")), *kept] if kept else []
+
+
 def summary_table(summary: PlanSummary) -> Table:
     """List the numbers of a whole plan."""
     balance = [
@@ -127,6 +132,7 @@ def summary_table(summary: PlanSummary) -> Table:
         *_shared_rows(summary),
         ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
         ("recomputed", f"{percent(summary.recompute_share)} of the work"),
+        *_kept_rows(summary),
         ("predicted time", seconds(summary.total_us)),
         *_reduction(summary),
         ("lower bound of the time", seconds(summary.total_lower_bound_us)),

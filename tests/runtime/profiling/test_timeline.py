@@ -294,10 +294,32 @@ def test_simulate_shows_what_a_run_has_measured(plan: Plan, tmp_path: Path, comm
     ran = command("simulate", "--run", run, "--trace", trace)
     assert ran.code == 0 and "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in ran.out
     assert json.loads(trace.read_text())["otherData"] == {"plan": plan.content_hash}
-    for words in (("--step", 0), ("--rank", 1), (plan.path,), ("--lengths", "9,8"), ("--json",)):
+    assert command("simulate", "--run", run / "measured.json").out == ran.out, "the file in place of the run"
+    for words in (("--step", 0), ("--rank", 1), (plan.path,), ("--lengths", "9,8")):
         ran = command("simulate", *words, "--run", run)
-        assert ran.code == 2 and "hint: beside it give --trace alone" in ran.err
+        assert ran.code == 2 and "hint: beside it give --trace or --json alone" in ran.err
     assert command("simulate", "--run", tmp_path).code == 2
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_json_has_what_the_table_of_a_run_has(plan: Plan, tmp_path: Path, command: Run, planned: bool) -> None:
+    """Of all pipelines, beside a trace or without one."""
+    times = planned_times(plan, RankLayout(dp=2, pp=4), 5)
+    write_measured(tmp_path / "measured.json", plan, times, 2, planned=planned)
+    ran = command("simulate", "--run", tmp_path, "--json", "--trace", tmp_path / "trace.json")
+    shown = json.loads(ran.out)
+    assert (tmp_path / "trace.json").exists()
+    assert (shown["plan"], shown["step"], shown["dp"]) == (str(plan.path), 0, 2)
+    assert [each["pipeline"] for each in shown["pipelines"]] == [0, 1]
+    for each in shown["pipelines"]:
+        own = times[each["pipeline"] :: 2]
+        ends = max(action.end_ns for of_stage in own for action in of_stage.actions)
+        assert each["measured"]["makespan"] == pytest.approx(ends / 1e3)
+        busy = [sum(action.end_ns - action.start_ns for action in of_stage.actions) / ends for of_stage in own]
+        assert each["measured"]["busy_per_stage"] == pytest.approx(busy)
+        assert each["replayed"]["makespan"] <= each["measured"]["makespan"]
+        assert ("planned" in each) == planned
+    assert shown["slow"] == ({"process": 5, "times": pytest.approx(2, rel=0.01)} if planned else None)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +331,9 @@ def test_simulate_shows_what_a_run_has_measured(plan: Plan, tmp_path: Path, comm
         (lambda document: document["processes"].pop(), "not of the plan"),
         (lambda document: document.update(content_hash="0"), "not of the plan"),
         (lambda document: document.pop("dp"), "dp"),
+        (lambda document: document.update(processes={}), r"`processes` is \{\}, expected a list"),
+        (lambda document: document.update(plan=""), "`plan` is '', expected an absolute path"),
+        (lambda document: document.update(plan="/a\0b"), "`plan` is .*, expected an absolute path"),
         (lambda document: document.update(dp=3), "not of the plan"),
     ],
 )
@@ -322,6 +347,15 @@ def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: An
         read_measured(path)
     with pytest.raises(UsageError, match="a run without measured times"):
         read_measured(tmp_path / "none.json")
+
+
+def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    write_measured(path, plan, planned_times(plan, RankLayout(dp=2, pp=4)), 2, planned=True)
+    plan.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"measured\.json: .*plan") as refused:
+        read_measured(path)
+    assert "put it back there" in refused.value.hint
 
 
 def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:

@@ -1,0 +1,149 @@
+"""Which chunks keep attention for their recompute is shown wherever chunks are; nothing is where none keeps any."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chunkplan
+from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan.quantities import percent
+from chunkplan.reporting.page.chosen_steps import drawn_steps
+from chunkplan.reporting.page.gantt import gantt_figure
+from chunkplan.reporting.per_step import per_step
+from tests.support.command_line import Run
+from tests.support.page_cases import write_and_read
+from tests.support.plan_rows import Rows, tamper
+from tests.support.small_plans import built
+
+#: More sequences than one are split.
+LENGTHS = [9000, 300, 200, 7000, 100, 40]
+WORDS = {"gpu": "on the GPU", "host": "in host memory"}
+
+
+def keeping(plan: Plan, *places: str) -> Plan:
+    """The same plan whose chunks that are run again keep attention in `places`, in turn."""
+
+    def change(rows: Rows) -> None:
+        again = [row for row in rows["chunks"] if not row["keeps_activations"]]
+        for number, row in enumerate(again):
+            row["kept_attention"] = places[number % len(places)]
+
+    tamper(plan.path, change)
+    return chunkplan.load_plan(plan.path)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    made = built(tmp_path, LENGTHS, chunk_size=1000, k=1, dp=2, pp=2, global_batch=6, epochs=1)
+    return keeping(made, "gpu", "host", "")
+
+
+def chunks_of(plan: Plan) -> list[tuple[int, Chunk]]:
+    [step] = plan.iter_steps()
+    return [(rank, chunk) for rank, chunks in step.chunks.items() for chunk in chunks]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plan_says_how_many_keep_it_and_where(command: Run, plan: Plan, width: int) -> None:
+    counts = Counter(chunk.kept_attention for _, chunk in chunks_of(plan) if not chunk.keeps_activations)
+    assert min(counts[where] for where in ("", "gpu", "host")) > 2
+    summary = json.loads(command("inspect", plan.path, "--json").out)["summary"]
+    assert summary["num_recomputed"] == counts.total()
+    assert summary["num_kept"] == {where: counts[where] for where in WORDS}
+    shown = command("inspect", plan.path, width=width).out
+    said = (
+        f"{percent(summary['recompute_share'])} of the work: {counts.total()} chunks, attention kept on the GPU by "
+        f"{counts['gpu']} and in host memory by {counts['host']}"
+    )
+    assert said in " ".join(shown.replace("│", " ").split())
+    assert max(map(len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_step_says_it_of_every_chunk_and_what_its_words_mean(command: Run, plan: Plan, width: int) -> None:
+    shown = command("inspect", plan.path, "--step", 0, width=width).out
+    assert max(map(len, shown.splitlines())) <= width
+    rows = [line.split() for line in shown.splitlines() if " part " in line and line.split()[0].isdigit()]
+    parts = [chunk for _, chunk in chunks_of(plan) if chunk.group_id is not None]
+    assert len(rows) == len(parts)
+    for row, chunk in zip(rows, parts, strict=True):
+        expected = [*(["kv"] if not chunk.keeps_activations else []), *filter(None, [chunk.kept_attention])]
+        assert [word for word in row if word in ("kv", "gpu", "host")] == expected
+    for where, words in WORDS.items():
+        assert f"kv {where}: run again, with its attention kept {words}" in shown
+    of_json = json.loads(command("inspect", plan.path, "--step", 0, "--json").out)["chunks"]
+    assert [each["kept_attention"] for each in of_json] == [chunk.kept_attention for _, chunk in chunks_of(plan)]
+
+
+def test_a_chunk_says_it(command: Run, plan: Plan) -> None:
+    for rank, chunk in chunks_of(plan):
+        place = ("inspect", plan.path, "--step", 0, "--rank", rank, "--chunk", chunk.chunk_id)
+        said = " ".join(command(*place).out.split())
+        assert ("attention is kept" in said) == bool(chunk.kept_attention)
+        assert not chunk.kept_attention or f"for which attention is kept {WORDS[chunk.kept_attention]}" in said
+        assert json.loads(command(*place, "--json").out)["kept_attention"] == chunk.kept_attention
+
+
+def test_simulate_says_it_of_few_chunks(command: Run, plan: Plan) -> None:
+    shown = " ".join(command("simulate", plan.path, "--rank", 1).out.split())
+    places = {chunk.kept_attention for rank, chunk in chunks_of(plan) if rank == 1} - {""}
+    assert len(places) == 2
+    assert all(f"recomputed with attention kept {WORDS[where]}:" in shown for where in places)
+
+
+def test_the_page_says_it_in_numbers_of_chunks_and_of_bars(plan: Plan, tmp_path: Path) -> None:
+    made = write_and_read(tmp_path / "page.html", plan)
+    again = [chunk for _, chunk in chunks_of(plan) if not chunk.keeps_activations]
+    counts = Counter(chunk.kept_attention for chunk in again)
+    rows = dict(made.tables["The plan in numbers"])
+    assert rows["run again"] == f"{len(again)} chunks"
+    for where, words in WORDS.items():
+        assert rows[f"attention kept {words}"] == f"{counts[where]} chunks"
+        assert made.text.count(f"It is run again, with its attention kept {words}.") == counts[where]
+    [drawn] = drawn_steps(plan, per_step(plan), 0, None)
+    drawn_as: Counter[str] = Counter()
+    for trace in gantt_figure(drawn).data:
+        if trace.name == "recompute":
+            said = [where for where, words in WORDS.items() if f"attention kept {words}<br>" in trace.hovertemplate]
+            assert ("attention kept" in trace.hovertemplate) == bool(said)
+            drawn_as[said[0] if said else ""] += len(trace.x) // plan.config.pp
+    assert drawn_as == counts
+    named = [trace.name for trace in gantt_figure(drawn).data if trace.showlegend is not False]
+    assert len(named) == len(set(named))
+
+
+def test_nothing_is_said_where_no_chunk_keeps_any(command: Run, plan: Plan, tmp_path: Path) -> None:
+    plan = keeping(plan, "")
+    screens = [command("inspect", plan.path).out, command("inspect", plan.path, "--step", 0).out]
+    screens += [
+        command("inspect", plan.path, "--step", 0, "--rank", rank, "--chunk", chunk.chunk_id).out
+        for rank, chunk in chunks_of(plan)
+    ]
+    assert not any("kept" in screen or "gpu" in screen or "host" in screen for screen in screens)
+    assert "attention kept" not in write_and_read(tmp_path / "page.html", plan).text
+
+
+@pytest.mark.parametrize("words", ["disk", "\x1b[31m"])
+def test_a_place_that_there_is_not_neither_stops_a_screen_nor_reaches_the_terminal(
+    command: Run, plan: Plan, words: str
+) -> None:
+    """`validate` names it."""
+    plan = keeping(plan, words)
+    for options in ([], ["--step", 0], ["--step", 0, "--rank", 0, "--chunk", 0]):
+        ran: Any = command("inspect", plan.path, *options)
+        assert ran.code == 0 and words not in ran.out
+    assert command("validate", plan.path).code == 4
+
+
+def test_what_build_says_is_what_inspect_says(command: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([60_000, 30_000, 500]))
+    options = ("--chunk-size", 8192, "--k", 1, "--lora-rank", 16)
+    made = command("build", tmp_path / "lengths.npy", *options, "--output", tmp_path / "plan").out
+    again = command("inspect", tmp_path / "plan").out
+    assert "attention kept" in made and made.strip() in again
