@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
@@ -224,13 +224,11 @@ def read_toml(
     path: Path,
     *configs: type[Options],
     renamed: Mapping[str, str] = MappingProxyType({}),
-    flags: Collection[str] = (),
 ) -> dict[str, Any]:
     """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
 
     What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old
-    names of entries, each with the new one: their values come back by the old name. `flags`: those of the command,
-    for hints.
+    names of entries, each with the new one: their values come back by the old name.
 
     Raises:
         UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
@@ -249,9 +247,7 @@ def read_toml(
         name = entry.replace("_", "-")
         found = declared.get(renamed.get(name, name))
         if found is None:
-            hint = f"it is one of {', '.join(declared)}"
-            if f"--{name}" in flags:
-                hint = f"give --{name} in the command: an entry of a file is one of {', '.join(declared)}"
+            hint = f"it is one of {', '.join(declared)}; what else there is is given in the command, not in a file"
             for one in options:
                 if one.flag == f"--{name}":  # which says something else than a field of that name
                     hint = (

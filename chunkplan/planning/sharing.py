@@ -57,8 +57,7 @@ def share_sequences(
     taken as the number of ranks does it with which it is least, in as few chunks as their tokens fill; and the
     longest sequence takes as long as on the number of ranks with which it is fastest.
     """
-    sizes = np.array(config.cp_sizes)
-    dp, chunk_ns = config.dp, cost.chunk_ns
+    sizes, dp, chunk_ns = np.array(config.cp_sizes), config.dp, cost.chunk_ns
     num_parts = np.diff(sequences.parts)  # [n]
     is_short = num_parts == 0  # [n]
     alone = sequences.work + np.where(is_short, chunk_ns * sequences.tokens // config.chunk_size, 0)  # [n]
@@ -80,8 +79,7 @@ def share_sequences(
     bounds = (sum_runs(work, step_starts) + num_chunks * chunk_ns) // dp  # [num_steps]
     np.maximum.at(bounds, step[large], times.min(axis=0))
 
-    chosen = np.zeros(large.size, np.int64)  # [m], places in `sizes`
-    first_rank = np.full(large.size, -1, np.int64)  # [m]
+    chosen, first_rank = np.zeros(large.size, np.int64), np.full(large.size, -1)  # [m] both; places in `sizes`
     short_tokens = np.maximum(sum_runs(is_short * sequences.tokens, step_starts), 1)  # [num_steps]
     full_chunk = sum_runs(is_short * alone, step_starts) * config.chunk_size // short_tokens  # [num_steps]
     of_steps = (
@@ -128,8 +126,7 @@ def _shared_times(
     of_work = rates.of_work(own / size, pairs)
     own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))
     own_backward = own_backward + more[0] * own / size + more[1] + rates.again.pair * pairs
-    best = np.full(tokens.size, _NEVER)
-    by_heads = np.ones(tokens.size, np.int64)
+    best, by_heads = np.full(tokens.size, _NEVER), np.ones(tokens.size, np.int64)
     for heads in head_degrees(size, cost):
         degrees = np.array([size]), np.array([heads])
         exchange = exchange_times(cost, own, begins, index + 1, *degrees, attention_pairs=all_pairs)

@@ -47,7 +47,6 @@ _MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
     how=BuildOptions,
 )
 def build(
-    context: typer.Context,
     analysis: AnalysisArgument = None,
     *,
     plan: Given,
@@ -73,14 +72,13 @@ def build(
     from chunkplan.planfile.load import load_analysis
     from chunkplan.planfile.unread_keys import unread_words
     from chunkplan.reporting.plan_memory import memory_at
-    from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose
 
     options = BuildOptions(**how)
     if "checkpointing" in how and (auto or options.checkpointing != AUTO):
         machine["checkpointing"] = options.checkpointing
-    values = resolve(plan, options.config, context)
+    values = resolve(plan, options.config)
     place = Workspace.find(workspace)
     target = output or place.plan
     replaced = describe_old(target)
@@ -103,10 +101,7 @@ def build(
             _refuse_to_share_alone(machine, cost, settings)
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
-            is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})
-            is_asked |= cost.load_in_4bit or cost.shape.is_recurrent
-            if is_asked and (plan_only := why_plan_only(settings, cost)):
-                warn(f"plan only: the runtime cannot run {plan_only} yet")
+            _warn_of_plan_only(machine, cost, settings)
         with planning_progress() as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
@@ -145,6 +140,16 @@ def _refuse_to_share_alone(machine: Given, cost: CostModel, config: PlanConfig) 
             f"--sharding {cost.sharding} with one data-parallel rank, which shares nothing with others",
             hint="leave it out, or give more data-parallel ranks, for example --dp 2",
         )
+
+
+def _warn_of_plan_only(machine: Given, cost: CostModel, config: PlanConfig) -> None:
+    """Say what of what is asked the runtime cannot do."""
+    from chunkplan.tuning.plan_only import why_plan_only
+
+    is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})
+    is_asked |= cost.load_in_4bit or cost.shape.is_recurrent
+    if is_asked and (plan_only := why_plan_only(config, cost)):
+        warn(f"plan only: the runtime cannot run {plan_only} yet")
 
 
 def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostModel) -> bool:

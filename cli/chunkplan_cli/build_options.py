@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
@@ -67,10 +65,9 @@ class BuildOptions(Options):
     )
 
 
-def resolve(given: Given, config: Path | None, context: typer.Context) -> Given:
-    """Join the options of a plan in the TOML file with those given, which win; `context`: of the command."""
-    flags = {flag for parameter in context.command.params for flag in parameter.opts}
-    return Given((read_toml(config, PlanConfig, flags=flags) if config is not None else {}) | given)
+def resolve(given: Given, config: Path | None) -> Given:
+    """Join the options of a plan in the TOML file with those given, which win."""
+    return Given((read_toml(config, PlanConfig) if config is not None else {}) | given)
 
 
 def plan_config(values: Given) -> PlanConfig:

@@ -94,8 +94,7 @@ def test_processes_that_cannot_share_the_plan_are_not_started(planned: Path) -> 
     assert ran.returncode == 2, ran.stderr
     error, hint = ran.stderr.splitlines()
     assert error.endswith("3 processes cannot share the plan's 2 data-parallel ranks evenly")
-    plan = planned / "chunkplan-out" / "plan"
-    like = f"chunkplan build --like {plan} --dp 3 --output {plan}-dp3"
+    like = "chunkplan build --like chunkplan-out/plan --dp 3 --output chunkplan-out/plan-dp3"
     assert hint.startswith(f"hint: `--nproc 2` or `--nproc 1`, or `{like}` builds one of the same steps")
 
 

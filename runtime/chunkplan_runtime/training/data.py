@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,15 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
         UsageError: one is not there, or is not for the processes there are.
         DataError: one is damaged, or not of the same analysis as the other.
     """
-    of_layout: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "option": "--analysis"}
-    plan, analysis = open_plan(config.plan, config.analysis, **of_layout)
+    open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
+    plan, analysis = open_here(config.plan, config.analysis)
     folder = evaluation_folder(config, plan)
     if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
         raise UsageError(
             f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
             hint="analyze both together, and build with --holdout",
         )
-    evaluation = None if folder is None else open_plan(folder, analysis.path, **of_layout)[0]
+    evaluation = None if folder is None else open_here(folder, analysis.path)[0]
     if evaluation is not None and evaluation.config.dp % layout.dp:
         raise UsageError(
             f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
