@@ -246,7 +246,7 @@ def held_parts(simulation: Simulation) -> list[list[str]]:
 def draw_pipeline() -> str:
     """Draw what each stage does when with the chunks of the step."""
     # The chunks of the first picture: on a pipeline only `tail_sharing` mixes parts and short sequences.
-    config = chunkplan.PlanConfig(chunk_size=CHUNK_SIZE, k=2, pp=STAGES, tail_sharing=True)
+    config = chunkplan.PlanConfig(chunk_size=CHUNK_SIZE, k=2, pp=STAGES, tail_sharing=True, keep_attention="off")
     with planned(LENGTHS, config) as plan:
         simulation = chunkplan.simulate_plan(plan)
     assert simulation.chunks == simulated(LENGTHS, k=2, pp=1).chunks

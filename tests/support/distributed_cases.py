@@ -261,13 +261,14 @@ def compare_master_weights(
     *,
     plan: Path,
     config: Path,
+    alone: Path | None = None,
     targets: tuple[str, ...] = (),
     machine_size: int | None = None,
     sharding: Sharding = "optimizer",
 ) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
 
-    And of how many weights. With `targets`, of adapters on these.
+    And of how many weights. With `targets`, of adapters on these. `alone`: a plan like it for the one process.
     """
     opened, analysis = open_for_its_stages(plan)
 
@@ -277,7 +278,8 @@ def compare_master_weights(
 
     model = make_model()
     whole = TrainedWeights(model.model, master_weights=True)
-    stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=10**6)
+    whole_plan = load_plan(alone) if alone else opened
+    stream = PlanStream(whole_plan, analysis, vocab_size=model.vocab_size, max_positions=10**6)
     executor, work = RankExecutor(model), next(iter(stream))
     for each in work.ranks:
         actions = [action for action in each.actions if action.virtual_stage == 0]
