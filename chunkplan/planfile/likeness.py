@@ -89,12 +89,17 @@ def values_like(
 
 
 def refuse_to_replace(plan: Path, output: Path) -> None:
-    """Raise UsageError where a plan like `plan` would take its place, or that of what it holds out."""
+    """Raise UsageError where a plan like `plan` would replace it, or what it holds out, or what it is held out of."""
     target = Path(os.path.realpath(output))
-    for there in (plan, evaluation_folder(plan.resolve())):
-        if target.exists() and there.exists() and target.samefile(there):
+    beside = evaluation_folder(target)
+    if not target.exists():
+        return
+    for there, replaced in ((target, plan), (target, evaluation_folder(plan.resolve())), (beside, plan)):
+        if there.exists() and replaced.exists() and there.samefile(replaced):
+            held_out = f", of which {plan} is held out" * (there is beside)
             raise UsageError(
-                f"the new plan would replace {there}" + ", which it is to be like" * (there is plan),
+                f"the new plan would replace {target if held_out else replaced}"
+                + (held_out or ", which it is to be like" * (replaced is plan)),
                 hint=f"give a new folder, for example --output {shlex.quote(f'{output}-2')}",
             )
 

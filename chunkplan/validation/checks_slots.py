@@ -50,7 +50,7 @@ def _check(block: RankBlock, unit: Int64Array) -> Complaint | None:
     within[block.action_offsets[:-1]] = False
     before = np.where(within, np.roll(slots, 1), -1)
     if (found := slots <= before).any():
-        return _complaint(block, found, lambda at: f"in slot {slots[at]}, after slot {before[at]}")
+        return _complaint(block, found, lambda at: f"in slot {slots[at]}, expected one from {before[at] + 1} on")
     order = np.lexsort((slots, unit))
     is_new = np.diff(unit[order] << 32 | slots[order], prepend=-1) != 0  # [num_actions]
     node = np.empty(unit.size, np.int64)  # [num_actions], the slot of each, counted over all stages

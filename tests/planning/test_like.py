@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,10 @@ def test_a_plan_and_what_it_holds_out_are_not_replaced(
         assert not Path(other).exists()
         with pytest.raises(UsageError, match="the new plan would replace"):
             build_like(like, output, dp=1)
+    (tmp_path / "held").symlink_to("plan-eval")
+    for like, output in product(("plan-eval", "held", tmp_path / "plan-eval"), ("plan", "link", "./plan")):
+        ran = command("build", "--like", like, "--dp", 1, "--output", output)
+        assert ran.code == 2 and f"/plan, of which {like} is held out\nhint: give a new folder" in ran.err, ran.err
     assert load_plan(tmp_path / "plan").content_hash == plan.content_hash
     assert command("build", "--like", "plan", "--output", other).code == 0
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from chunkplan.errors import DataError
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
+from chunkplan.visible import one_line
 from chunkplan_runtime.layout import RankLayout
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
@@ -67,7 +68,7 @@ def check_words(step: PlanStep, dp_rank: int) -> None:
         if word not in known:
             expected = ", ".join(f'"{each}"' for each in known)
             where = f"step {step.step}, rank {dp_rank}, chunk {chunk_id}"
-            raise broken(f'{name} is "{word}", expected one of {expected}', where)
+            raise broken(f'{name} is "{one_line(word)}", expected one of {expected}', where)
 
 
 def check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from chunkplan.cost.checkpointing import CHECKPOINTING
-from chunkplan.domains import Domain, whole
+from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kernel import Kernels
@@ -75,6 +75,7 @@ class Executor:
         """
         check_argument("checkpointing", checkpointing, CHECKPOINTING, "full")
         check_argument("seed", seed, whole(), 0)
+        check_argument("kv_offload", kv_offload, FLAG, True)
         base, scope = suitable(model, router_loss)
         register_attention()
         found = for_chunks(base, Kernels())

@@ -160,6 +160,7 @@ def test_a_plan_that_asks_for_other_tokens_is_refused(written, tmp_path, segment
     [
         ({"kept": {1: "disk"}}, 'kept_attention is "disk", expected one of "", "gpu", "host"'),
         ({"kept": {1: "GPU"}}, 'kept_attention is "GPU"'),
+        ({"kept": {1: "a\n\x1b[31m"}}, r'kept_attention is "a\?\?\[31m'),
         ({"actions": [("forward", 0), ("backwards", 1)]}, 'op is "backwards", expected one of "forward", "forward_kv"'),
         ({"actions": [("forward", 0), ("", 1)]}, 'op is "", expected'),
     ],

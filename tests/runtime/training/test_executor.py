@@ -216,6 +216,7 @@ def test_a_level_a_router_loss_and_an_autocast_that_are_not_there_are_refused(ne
         ({"router_loss": "batch"}, "no load-balancing loss for model type 'llama'"),
         ({"seed": None}, "seed is None, expected a whole number from 0"),
         ({"seed": -1}, "seed is -1"),
+        ({"kv_offload": "no"}, "kv_offload is 'no', expected true or false"),
     ):
         with pytest.raises(UsageError, match=message) as refused:
             Executor.from_model(model, **options)
