@@ -75,7 +75,7 @@ def plan_both(
     write_analysis(folder / "analysis", values.tolist(), vocab_size)
     steps = []
     for cp in ("off", "auto"):
-        settings = PlanConfig(k=K, global_batch=len(values), cp=cp, **config)
+        settings = PlanConfig(k=K, global_batch=len(values), cp=cp, keep_attention="off", **config)
         plan = build(folder / "analysis", folder / f"plan-{cp}", settings, cost=cost)
         described = next(plan.iter_steps())
         ranks = simulate_ranks(plan, described, range(plan.config.dp)).values()

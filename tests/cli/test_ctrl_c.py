@@ -27,7 +27,7 @@ TUNE = ("tune", "--pp", "8", "--schedules", "search")
 
 #: A pipeline that is tried in some seconds, the plan of one, and a step of that plan searched.
 AT_ANY_MOMENT = {
-    "tune": ("--pp", "4", "--chunk-sizes", "16384,65536", "--ks", "1,4", "--schedules", "auto,1f1b"),
+    "tune": ("--pp", "4", "--chunk-sizes", "8192,16384,65536", "--ks", "1,4,16", "--schedules", "auto,1f1b"),
     "build": ("--chunk-size", "8192", "--k", "2", "--pp", "8", "--global-batch", "64", "--schedule", "auto"),
     "simulate": ("--schedule", "search"),
 }
