@@ -79,7 +79,9 @@ def measure_groups(seconds: float, repeats: int, folder: Path) -> list[Row]:
         steps = []
         for schedule in OF_GROUPS:
             settings = {"chunk_size": CHUNK_SIZE, "k": K, "dp": dp, "pp": pp, "cp": "auto", "schedule": schedule}
-            plan = build(own / "analysis", own / schedule, PlanConfig(**settings, global_batch=len(values), keep_attention="off"))
+            plan = build(
+                own / "analysis", own / schedule, PlanConfig(**settings, global_batch=len(values), keep_attention="off")
+            )
             ranks = simulate_ranks(plan, next(plan.iter_steps()), range(dp)).values()
             predicted = max(rank.makespan for rank in ranks) / 1e6
             steps.append(PlannedStep(plan.path, [rank.times.durations for rank in ranks], predicted))

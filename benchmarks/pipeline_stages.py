@@ -115,7 +115,9 @@ class _Stage:
             around = weight_halves(around, durations, job.scale, layout)
         dist.barrier()
         clock.start(0)
-        loss = executor.run(work, num_targets, around).loss
+        # Who sleeps has no attention to keep.
+        chunks = {number: replace(chunk, kept_attention="") for number, chunk in work.chunks.items()}
+        loss = executor.run(replace(work, chunks=chunks), num_targets, around).loss
         times = clock.stop()
         if own is None:
             return Ran(times, loss, 0.0)
