@@ -220,11 +220,7 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
 
 
-def read_toml(
-    path: Path,
-    *configs: type[Options],
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
+def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
 
     What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old

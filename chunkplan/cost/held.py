@@ -31,9 +31,8 @@ class Held(NamedTuple):
     layer with a window keeps all of them too, and a recurrent one a state for each ChunkSize of them. `pending`:
     between the halves of their backward. `attention`: of chunks that keep it on the GPU until their recompute, counted
     likewise. `attention_on_host`: the same in host memory, the most at any moment, as no GPU's memory depends on it.
-    `last_layer`: of whose activations one layer's are left. `kv_gradients`: those
-    of `kv` for which all layers have gradients; for the others one layer is counted, as when the first backward of a
-    sequence begins.
+    `last_layer`: of whose activations one layer's are left. `kv_gradients`: those of `kv` for which all layers have
+    gradients; for the others one layer is counted, as when the first backward of a sequence begins.
     """
 
     activations: int = 0

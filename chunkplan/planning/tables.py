@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.arrays import Int8Array, Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.actions import Actions
 
 #: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
 _OVER_SHARE = 1.001

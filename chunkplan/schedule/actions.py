@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement, links_before, model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
-
-Int8Array = npt.NDArray[np.int8]
 
 FORWARD, FORWARD_KV, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = (
     OPS.index(op) for op in ("forward", "forward_kv", "recompute", "backward", "backward_input", "backward_weight")

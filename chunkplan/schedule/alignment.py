@@ -5,51 +5,34 @@ of them have to do the same fetches and sums in the same order, whatever their o
 meeting: one op, on one virtual stage. In it every rank of the stage either does its next action, if that is the slot's,
 or takes part without one, which is a *padding*. What meets nobody (`meeting_of`) is done between slots.
 
-*Nobody waits for ever.* `align` plays the step through on all stages of all ranks, event by event. An event is a slot
-of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it did
-before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So the
-order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but its
-rank's place in that order. Processes that do the events of theirs in this order cannot wait in a circle, as the first
-event of it that is not done waits for nothing that is not done. And the play goes on to the end for every plan that is
-valid without slots, as any action that could come next there has its slot, and whoever else is on the stage can pad.
+*Nobody waits for ever.* `align_steps` plays the step through on all stages of all ranks, event by event. An event is a
+slot of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it
+did before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So
+the order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but
+its rank's place in that order. Processes that do the events of theirs in this order cannot wait in a circle, as the
+first event of it that is not done waits for nothing that is not done. And the play goes on to the end for every plan
+that is valid without slots, as any action that could come next there has its slot, and whoever else is on the stage can
+pad.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from chunkplan.arrays import Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import Int8Array, Int32Array, Int64Array
 from chunkplan.compiled import compiled, compiled_in_place
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.operations import MEETINGS, OPS
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.simulate import Now, PlayedStep, beginning, do_together, meet, play, start_of, step_of
 
 _NEVER = 1 << 62
 
 #: Which of the ops that could come next a slot is for: that of the rank with most left to do, or that of most ranks.
 LONGEST, _MOST = 0, 1
-
-
-class Slots(NamedTuple):
-    """The slots of a step, and where actions come between them.
-
-    `ops` int8 and `virtual_stages` int64 [num_slots], those of stage s from `stages[s]` to `stages[s + 1]` in order,
-    int64 [pp + 1]. `before` int64 [num_actions]: how many slots of its stage are over when an action begins; if it
-    meets others, the one after these is its own. `ends` int64 [num_actions]: when it ends, in the unit of the times; a
-    slot is over for all at once. -1 of what is never done, as ranks wait for each other for ever.
-    """
-
-    ops: Int8Array
-    virtual_stages: Int64Array
-    stages: Int64Array
-    before: Int64Array
-    ends: Int64Array
 
 
 def meeting_of(sharding: Sharding) -> Int8Array:
@@ -73,9 +56,15 @@ def align_steps(
     pp: int,
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[Int64Array, Int64Array]:
-    """When each action ends in the slots of its step, and how many come before it: int64 [num_actions], see `Slots`.
+    """When each action ends in the slots of its step, and how many of its stage are over before it begins.
 
-    The `dp` ranks of a step follow one another, as do the steps. The other arguments are those of `align`.
+    The `dp` ranks of a step follow one another, as do the steps; chunks, actions and times are as in `simulate`.
+    `meeting`: see `meeting_of`. Of some simple rules that one is taken by which the step is over first. The same
+    arguments have the same slots, on every machine.
+
+    Returns:
+        int64 [num_actions] both. If an action meets others, the slot after those before it is its own, and it is over
+        for all at once. The end of what is never done is -1, as ranks wait for each other for ever.
     """
     ends, before = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
@@ -85,35 +74,6 @@ def align_steps(
         now = _fastest(step, slots, meeting, pp)
         ends[own], before[own] = now.ends, now.before
     return ends, before
-
-
-def align(
-    chunks: Chunks,
-    actions: Actions,
-    times: ChunkTimes,
-    meeting: Int8Array,
-    dp: int,
-    pp: int,
-    placement: StagePlacement = STRAIGHT,
-) -> Slots:
-    """The slots of a step of `dp` ranks, whose chunks, actions and times are as in `simulate`.
-
-    `meeting`: see `meeting_of`. Of some simple rules that one is taken by which the step is over first. The same
-    arguments have the same slots, on every machine.
-    """
-    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, placement)
-    stage = np.repeat(np.arange(dp * pp) % pp, np.diff(actions.stages))
-    met = np.flatnonzero((meeting[actions.ops] >= 0) & (ends >= 0))
-    # Every slot has an action at least, and all of one say the same of it.
-    _, first = np.unique(np.stack([stage[met], before[met]]), axis=1, return_index=True)
-    first = met[first]
-    return Slots(
-        meeting[actions.ops[first]],
-        actions.virtual_stages[first].astype(np.int64),
-        offsets_of(np.bincount(stage[first], minlength=pp)),
-        before,
-        ends,
-    )
 
 
 @compiled

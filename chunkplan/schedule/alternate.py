@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Int8Array
+from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE
 from chunkplan.schedule.orders import Order, least_forwards
 
 

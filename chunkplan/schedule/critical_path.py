@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import STRAIGHT, StagePlacement, links_before
 from chunkplan.planfile.chunks import Chunks
@@ -14,7 +14,6 @@ from chunkplan.schedule.actions import (
     BACKWARD_WEIGHT,
     FORWARD_KV,
     Actions,
-    Int8Array,
     model_stages_of,
 )
 

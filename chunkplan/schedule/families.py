@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.errors import UsageError
 from chunkplan.layers import family_of
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_ranks
 from chunkplan.schedule.actions import (
     Actions,
-    Int8Array,
     empty_actions,
     join_actions,
     times_of_rank,

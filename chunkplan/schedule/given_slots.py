@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, offsets_of
+from chunkplan.arrays import Int8Array, Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.simulate import simulate_slots
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import Actions, Int8Array
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.alignment import LONGEST, play_by_rule, slot_kinds
 from chunkplan.schedule.simulate import beginning, step_of
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import BoolArray, Int8Array, Int64Array
 from chunkplan.compiled import compiled, compiled_in_place, inlined
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import STRAIGHT, StagePlacement
@@ -34,7 +34,6 @@ from chunkplan.schedule.actions import (
     FORWARD_KV,
     RECOMPUTE,
     Actions,
-    Int8Array,
     links_at,
     model_stage_at,
 )

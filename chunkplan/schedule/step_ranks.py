@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array, offsets_of
+from chunkplan.arrays import Int8Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.model import CostModel
@@ -17,7 +17,7 @@ from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
-from chunkplan.schedule.actions import Actions, Int8Array, join_actions
+from chunkplan.schedule.actions import Actions, join_actions
 from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.simulate import simulate

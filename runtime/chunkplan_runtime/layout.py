@@ -10,6 +10,7 @@ from math import gcd
 from chunkplan.errors import UsageError
 from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
 from chunkplan.planfile.likeness import how_to_build_like
+from chunkplan.planfile.measured import ranks_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.sharing import used_blocks
@@ -88,8 +89,7 @@ class RankLayout:
 
     def rows(self, plan_dp: int) -> list[range]:
         """By pipeline, which ranks of a plan for `plan_dp` of them it runs, one after another."""
-        share = plan_dp // self.dp
-        return [range(replica * share, (replica + 1) * share) for replica in range(self.dp)]
+        return [ranks_of(replica, self.dp, plan_dp) for replica in range(self.dp)]
 
     def dp_ranks(self, plan_dp: int) -> range:
         """The ranks of a plan that this process's pipeline runs."""

@@ -156,7 +156,10 @@ def test_attention_that_is_kept_on_the_host_is_one_layer_on_the_gpu(tiny_config,
         plan = handmade_plan(random_sequences([4096]), [{0: chunks}], k=1, kept=kept)
         work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=1 << 16, prefetch=0)))
         now = []
-        meet = lambda action: now.append(torch.cuda.memory_allocated())  # noqa: E731
+
+        def meet(action):
+            now.append(torch.cuda.memory_allocated())
+
         RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens, meet=meet)
         return now[3]  # before the forward of the last chunk
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from chunkplan import PlanConfig, build
+from chunkplan.arrays import Int8Array, Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import Sharding
 from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement
@@ -20,7 +21,7 @@ from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule import alignment
 from chunkplan.schedule.actions import Actions, model_stages_of
-from chunkplan.schedule.alignment import Slots, align, meeting_of
+from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import beginning, step_of
 from chunkplan.schedule.trace import trace_events
@@ -30,6 +31,47 @@ from tests.support.plain import PLAIN, plain_cost
 #: Schedules with their virtual stages, and whether ranks may share sequences under them.
 PIPELINES = [("1f1b", 1), ("auto", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)]
 FOR_GROUPS = ("algorithm2", "1f1b")
+
+
+class Slots(NamedTuple):
+    """The slots of a step, and where actions come between them.
+
+    `ops` int8 and `virtual_stages` int64 [num_slots], those of stage s from `stages[s]` to `stages[s + 1]` in order,
+    int64 [pp + 1]. `before` int64 [num_actions]: how many slots of its stage are over when an action begins; if it
+    meets others, the one after these is its own. `ends` int64 [num_actions]: when it ends, in the unit of the times; a
+    slot is over for all at once. -1 of what is never done, as ranks wait for each other for ever.
+    """
+
+    ops: Int8Array
+    virtual_stages: Int64Array
+    stages: Int64Array
+    before: Int64Array
+    ends: Int64Array
+
+
+def align(
+    chunks: Chunks,
+    actions: Actions,
+    times: ChunkTimes,
+    meeting: Int8Array,
+    dp: int,
+    pp: int,
+    placement: StagePlacement = STRAIGHT,
+) -> Slots:
+    """The slots of a step; the arguments are those of `align_steps`."""
+    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, placement)
+    stage = np.repeat(np.arange(dp * pp) % pp, np.diff(actions.stages))
+    met = np.flatnonzero((meeting[actions.ops] >= 0) & (ends >= 0))
+    # Every slot has an action at least, and all of one say the same of it.
+    _, first = np.unique(np.stack([stage[met], before[met]]), axis=1, return_index=True)
+    first = met[first]
+    return Slots(
+        meeting[actions.ops[first]],
+        actions.virtual_stages[first].astype(np.int64),
+        offsets_of(np.bincount(stage[first], minlength=pp)),
+        before,
+        ends,
+    )
 
 
 class Step(NamedTuple):
