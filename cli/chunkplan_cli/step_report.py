@@ -72,7 +72,7 @@ def print_step(
         console.print(Text("part 1/2 x4: shared by 4 ranks; time: of one of them, exchange is part of it", style="dim"))
     for where in sorted({chunk.kept_attention for chunks in step.chunks.values() for chunk in chunks}):
         if words := kept_words(where):
-            console.print(Text(f"part 1/2 kv attn {where}: run again, with its attention kept {words}", style="dim"))
+            console.print(Text(f"part 1/2 attn {where}: run again, with its attention kept {words}", style="dim"))
     if not lists_actions:
         how = "--actions lists them in order, chunkplan simulate draws when each is done"
         console.print(Text(how, style="dim"))
@@ -128,7 +128,7 @@ def kind_words(chunk: Chunk) -> str:
         return chunk.kind
     shared = f" x{chunk.cp_size}" if chunk.cp_size > 1 else ""
     again = "" if chunk.keeps_activations else " kv"
-    again += f" attn {chunk.kept_attention}" if kept_words(chunk.kept_attention) else ""
+    again = f" attn {chunk.kept_attention}" if kept_words(chunk.kept_attention) else again
     return f"part {chunk.group_index + 1}/{chunk.group_size}{shared}{again}"
 
 

@@ -73,10 +73,11 @@ def test_a_step_says_it_of_every_chunk_and_what_its_words_mean(command: Run, pla
     parts = [chunk for _, chunk in chunks_of(plan) if chunk.group_id is not None]
     assert len(rows) == len(parts)
     for row, chunk in zip(rows, parts, strict=True):
-        expected = [*(["kv"] if not chunk.keeps_activations else []), *filter(None, [chunk.kept_attention])]
-        assert [word for word in row if word in ("kv", "gpu", "host")] == expected
+        kept = ["attn", chunk.kept_attention] if chunk.kept_attention else ["kv"]
+        expected = [] if chunk.keeps_activations else kept
+        assert [word for word in row if word in ("kv", "attn", "gpu", "host")] == expected
     for where, words in WORDS.items():
-        assert f"kv attn {where}: run again, with its attention kept {words}" in shown
+        assert f"attn {where}: run again, with its attention kept {words}" in shown
     of_json = json.loads(command("inspect", plan.path, "--step", 0, "--json").out)["chunks"]
     assert [each["kept_attention"] for each in of_json] == [chunk.kept_attention for _, chunk in chunks_of(plan)]
 
