@@ -110,7 +110,10 @@ def _work(rank: int, pipe: Connection) -> None:
                     "gloo", f"file://{store}", timedelta(seconds=TIMEOUT), world_size=world_size, rank=rank
                 )
             function = getattr(importlib.import_module(module), name)
-            pipe.send((None, function(rank, **arguments)))
+            value = function(rank, **arguments)
+            if dist.is_initialized():  # before the answer, after which the folder of its file goes
+                dist.destroy_process_group()
+            pipe.send((None, value))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
         finally:
