@@ -18,6 +18,7 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.reference import ReferenceKernel
 from chunkplan_runtime.attention.torch_cpu import TorchCpuKernel
 from chunkplan_runtime.attention.torch_cuda import TorchCudaKernel
+from chunkplan_runtime.attention.torch_cudnn import TorchCudnnKernel
 
 
 class AttentionKernel(Protocol):
@@ -53,7 +54,8 @@ class AttentionKernel(Protocol):
 
 #: By name, the preferred one first.
 KERNELS: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (FlashAttn2Kernel(), TorchCudaKernel(), TorchCpuKernel(), ReferenceKernel())
+    kernel.name: kernel
+    for kernel in (TorchCudnnKernel(), FlashAttn2Kernel(), TorchCudaKernel(), TorchCpuKernel(), ReferenceKernel())
 }
 
 AUTO = "auto"

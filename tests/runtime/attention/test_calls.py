@@ -33,13 +33,23 @@ from chunkplan_runtime.training.model_setup import Built
 from chunkplan_runtime.training.run_summary import describe_run
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
+from tests.support.cudnn_stand_in import CudnnStandIn
 from tests.support.flash_stand_in import PUBLISHED, write_package
 from tests.support.training_checks import make_training
 
 _NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
 
-#: What of PyTorch is called: the names of the first arguments, in their order, as torch 2.11 to 2.13 have them.
+#: What of PyTorch is called: the names of the first arguments, in their order, as torch 2.11 to 2.14 have them.
 OPERATORS = {
+    "_scaled_dot_product_cudnn_attention": (
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
+        "scale",
+    ),
+    "_scaled_dot_product_cudnn_attention_backward": (
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal",
+        "scale",
+    ),
     "_flash_attention_forward": (
         "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
         "scale window_size_left window_size_right",
@@ -74,10 +84,10 @@ def install(tmp_path, monkeypatch):
 
 
 class Recorder:
-    """Stands in for an operator of PyTorch: what it was given, by name, and what FlashAttention-2 makes of it."""
+    """Stands in for an operator of PyTorch: what it was given, by name, and what `does` makes of it."""
 
-    def __init__(self, name, calls):
-        self._schema, self._calls = getattr(torch.ops.aten, name).default._schema, calls
+    def __init__(self, name, does, calls):
+        self._schema, self._does, self._calls = getattr(torch.ops.aten, name).default._schema, does, calls
 
     def __call__(self, *given, **named):
         arguments = self._schema.arguments
@@ -86,25 +96,34 @@ class Recorder:
         assert set(asked) <= {argument.name for argument in arguments} and len(asked) == len(given) + len(named)
         assert all(argument.name in asked or argument.has_default_value() for argument in arguments)
         self._calls.append({name: value for name, value in asked.items() if value is not None})
-        runs = [asked[name] for name in ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p")]
-        how = (*runs, asked["scale"], asked["is_causal"], asked["window_size_left"], asked["window_size_right"])
-        tensors = [asked[name] for name in ("query", "key", "value")]
-        if "grad_out" not in asked:
-            out, lse, debug, _ = flash_stand_in.flash_attn_varlen_forward(*tensors, *how)
-            return out, lse, torch.zeros(2, dtype=torch.uint64), debug, debug
-        assert asked["rng_state"].dtype == torch.uint64 and asked["rng_state"].shape == (2,)
-        gradients = [torch.empty_like(tensor) for tensor in tensors]
-        sent = asked["grad_out"], *tensors, asked["out"], asked["logsumexp"]
-        flash_stand_in.flash_attn_varlen_backward(*sent, *gradients, *how, 0.0, None, False)
-        return tuple(gradients)
+        return self._does(asked)
+
+
+def flash_attention(asked):
+    """As PyTorch's copy of FlashAttention-2, in both directions."""
+    runs = [asked[name] for name in ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p")]
+    how = (*runs, asked["scale"], asked["is_causal"], asked["window_size_left"], asked["window_size_right"])
+    tensors = [asked[name] for name in ("query", "key", "value")]
+    if "grad_out" not in asked:
+        out, lse, debug, _ = flash_stand_in.flash_attn_varlen_forward(*tensors, *how)
+        return out, lse, torch.zeros(2, dtype=torch.uint64), debug, debug
+    assert asked["rng_state"].dtype == torch.uint64 and asked["rng_state"].shape == (2,)
+    gradients = [torch.empty_like(tensor) for tensor in tensors]
+    sent = asked["grad_out"], *tensors, asked["out"], asked["logsumexp"]
+    flash_stand_in.flash_attn_varlen_backward(*sent, *gradients, *how, 0.0, None, False)
+    return tuple(gradients)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What PyTorch's operators for a GPU are given."""
-    found = []
-    for name in ("_flash_attention_forward", "_flash_attention_backward"):
-        monkeypatch.setattr(torch.ops.aten, name, Recorder(name, found))
+    """What PyTorch's operators for a GPU are given. cuDNN gets whatever lengths it can do."""
+    found, cudnn = [], CudnnStandIn()
+    for name in OPERATORS:
+        if not name.endswith(("_for_cpu", "_for_cpu_backward")):
+            does = getattr(cudnn, "backward" if "backward" in name else "forward")
+            does = does if "cudnn" in name else flash_attention
+            monkeypatch.setattr(torch.ops.aten, name, Recorder(name, does, found))
+    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 1)
     return found
 
 
@@ -115,6 +134,7 @@ def kernel(request, install, calls):
 
 
 both = pytest.mark.parametrize("kernel", ["torch-cuda", "flash-attn-2"], indirect=True)
+with_cudnn = pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-cuda", "flash-attn-2"], indirect=True)
 
 #: One query is what the last part of a sequence may be; a window of no reach is the token itself.
 MORE = [
@@ -127,13 +147,14 @@ MORE = [
 ]
 
 
-@both
+@with_cudnn
 @pytest.mark.parametrize(("num_queries", "num_keys", "form"), FORMS + WINDOWED + MORE)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
 def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, kv_heads, dtype, tolerance):
-    if kernel.name == "torch-cuda" and form.softcap is not None:
-        assert "softcap" in kernel.why_not(torch.device("cuda"), dtype, (16, 16), form)
+    if (kernel.name != "flash-attn-2" and form.softcap) or (kernel.name == "torch-cudnn" and form.reach is not None):
+        refused = kernel.why_not(torch.device("cuda"), torch.bfloat16, (16, 16), form)
+        assert refused in ("it has no softcap", "it has no sliding window")
         return
     torch.manual_seed(0)
     query, grad_out = torch.randn(2, 1, 4, num_queries, 16, dtype=dtype)
@@ -195,14 +216,14 @@ def test_the_operators_of_this_torch_have_the_arguments_that_are_given(name):
     assert all(argument.has_default_value() for argument in rest)
 
 
-@both
+@with_cudnn
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # nothing to make anew
 @given(data=st.data())
 def test_attention_in_parts_is_that_of_the_whole_sequence_and_asks_for_no_query_without_a_key(kernel, data):
     """With pages of four ChunkSizes, as the executor has them, and parts of any length up to one."""
     chunk_size = data.draw(st.integers(1, 9))
     lengths = data.draw(st.lists(st.integers(1, chunk_size), min_size=2, max_size=16))
-    window = data.draw(st.none() | st.integers(1, 60))
+    window = data.draw(st.none() | st.integers(1, 60)) if kernel.name != "torch-cudnn" else None
     cuts = list(itertools.accumulate(lengths))
     torch.manual_seed(0)
     query, grad_out = torch.randn(2, 4, cuts[-1], 8, dtype=torch.float64)
@@ -215,6 +236,122 @@ def test_attention_in_parts_is_that_of_the_whole_sequence_and_asks_for_no_query_
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-13)
     for gradient, leaf in zip(gradients, exact, strict=True):
         torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-13)
+
+
+def called_cudnn(calls, num_queries, num_keys, form):
+    """Whether cuDNN's kernel called cuDNN, forward and backward; what it gave is right."""
+    torch.manual_seed(0)
+    query, grad_out = torch.randn(2, 1, 4, num_queries, 16, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, num_keys, 16, dtype=torch.float64)
+    kernel = KERNELS["torch-cudnn"]
+    out, lse = kernel.forward(query, key, value, form)
+    gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
+    exact = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    expected, _ = plain(*exact, form)
+    wanted = torch.autograd.grad(expected, exact, grad_out)
+    torch.testing.assert_close((out, *gradients), (expected.detach(), *wanted), rtol=1e-12, atol=1e-13)
+    return ["cum_seq_q" not in call for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "form", "is_cudnn"),
+    [
+        (16, 16, Form(0.3, causal=True), True),
+        (16, 16, Form(0.3, causal=True, borders=(0, 16)), True),
+        (16, 16, Form(0.3, causal=False), True),
+        (8, 32, Form(0.3, causal=False), True),
+        (32, 8, Form(0.3, causal=False), True),
+        (16, 32, Form(0.3, causal=True), False),
+        (16, 16, Form(0.3, causal=True, borders=(0, 8, 16)), False),
+        (13, 13, Form(0.3, causal=True), False),
+        (13, 16, Form(0.3, causal=False), False),
+        (16, 13, Form(0.3, causal=False), False),
+        (1, 16, Form(0.3, causal=False), False),
+        (16, 1, Form(0.3, causal=False), False),
+        (1, 1, Form(0.3, causal=True), False),
+        (130, 13, Form(0.3, causal=False), True),  # as many FLOPs as a plan is made of
+    ],
+)
+def test_cudnn_gets_lengths_that_come_again_and_long_calls(num_queries, num_keys, form, is_cudnn, calls, monkeypatch):
+    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 8)
+    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._LONG_CALL", 4 * 4 * 16 * 130 * 13)
+    assert called_cudnn(calls, num_queries, num_keys, form) == [is_cudnn, is_cudnn]
+
+
+def test_where_results_have_to_be_the_same_bits_cudnn_gets_nothing(calls):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert called_cudnn(calls, 16, 16, Form(0.3, causal=True)) == [False, False]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("lse_dims", [3, 4])
+def test_a_plan_of_cudnn_gets_results_of_one_layout_and_an_lse_as_it_gives_it(lse_dims, monkeypatch):
+    """PyTorch finds a plan again by the strides of queries, keys and values alone, and the plan is of the rest too."""
+    calls, cudnn = [], CudnnStandIn(lse_dims)
+    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 1)
+    for name, does in zip(OPERATORS, (cudnn.forward, cudnn.backward), strict=False):
+        monkeypatch.setattr(torch.ops.aten, name, Recorder(name, does, calls))
+    kernel, form = KERNELS["torch-cudnn"], Form(0.3, causal=True)
+    torch.manual_seed(0)
+    query, key, value, grad_out = torch.randn(4, 1, 16, 2, 16, dtype=torch.float64).transpose(2, 3)
+    out, lse = kernel.forward(query, key, value, form)
+    first = kernel.backward(grad_out, query, key, value, out, lse, form)
+    chunk = torch.randn(2, 1, 40, 2, 16, dtype=torch.float64).transpose(2, 3)  # of which the part is a slice
+    chunk[:, :, :, 8:24] = torch.stack([grad_out, out])
+    of_chunk = torch.randn(1, 2, 40, dtype=torch.float64)
+    of_chunk[:, :, 8:24] = lse
+    rows = chunk[:, :, :, 8:24]
+    for each_grad, each_out, each_lse in [
+        (rows[0], rows[1], of_chunk[:, :, 8:24]),
+        (grad_out.contiguous(), out.contiguous(), lse),
+    ]:
+        gradients = kernel.backward(each_grad, query, key, value, each_out, each_lse, form)
+        assert all(torch.equal(one, other) for one, other in zip(first, gradients, strict=True))
+    assert len(calls) == 4 and len(cudnn.plans) == 1
+
+
+#: Name, capability, version of cuDNN or what asking for it raises, dtype, size of heads: who serves, and why cuDNN not.
+MACHINES = [
+    ("H100", (9, 0), 91900, torch.bfloat16, 128, None),
+    ("B200", (10, 0), 91900, torch.float16, 64, None),
+    ("old cuDNN", (9, 0), 90501, torch.bfloat16, 128, "cuDNN 9.5 is there, needed is 9.10 or newer"),
+    ("no cuDNN", (9, 0), None, torch.bfloat16, 128, "this torch has no cuDNN"),
+    ("another cuDNN", (9, 0), RuntimeError("cuDNN version incompatibility"), torch.bfloat16, 128, "cannot be called"),
+    ("A100", (8, 0), 91900, torch.bfloat16, 128, "it needs compute capability 9.0"),
+    ("V100", (7, 0), 91900, torch.float16, 128, "it needs compute capability 8.0"),
+    ("large heads", (9, 0), 91900, torch.bfloat16, 256, "it has no backward for heads of 256"),
+    ("odd heads", (9, 0), 91900, torch.bfloat16, 100, "it has no kernel for heads of 100"),
+    ("float32", (9, 0), 91900, torch.float32, 128, "it takes bfloat16 and float16, not float32"),
+]
+
+
+@pytest.mark.parametrize(("capability", "version", "dtype", "size", "reason"), [case[1:] for case in MACHINES])
+def test_cudnn_serves_what_it_can_and_is_refused_by_name(capability, version, dtype, size, reason, monkeypatch):
+    def asked():
+        if isinstance(version, RuntimeError):
+            raise version
+        return version
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, form = torch.device("cuda", 0), Form(1.0, True)
+    served = "torch-cudnn"
+    if reason is not None:
+        served = "torch-cuda" if capability >= (8, 0) and size != 100 and dtype != torch.float32 else "reference"
+        with pytest.raises(UsageError, match=f"torch-cudnn: .*{reason}"):
+            Kernels("torch-cudnn").choose(gpu, dtype, (size, size), form)
+    assert Kernels().choose(gpu, dtype, (size, size), form).name == served
+    for other in (form._replace(reach=3), form._replace(softcap=5.0)):
+        assert Kernels().choose(gpu, dtype, (size, size), other).name != "torch-cudnn"
+
+
+def test_an_amd_gpu_has_no_cudnn(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    kernel = KERNELS["torch-cudnn"]
+    assert kernel.why_not(torch.device("cuda"), torch.bfloat16, (64, 64), Form(1.0, True)) == "this torch has no cuDNN"
 
 
 @both
