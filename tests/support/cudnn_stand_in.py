@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass
 class CudnnStandIn:
-    """Its plans, by what PyTorch finds them by again; each is for other tensors of one layout, of which it says nothing.
+    """Its plans, by what PyTorch finds them by again. Each is for other tensors of one layout too, and does not say so.
 
-    `lse_dims`: [1, heads, queries, 1] to torch 2.14, [1, heads, queries] in what comes after it.
+    `lse_dims`: how the LSE is given and taken, [1, heads, queries, 1] or [1, heads, queries].
     """
 
     lse_dims: int = 4

@@ -33,7 +33,7 @@ class TorchCudnnKernel(TorchCudaKernel):
 
     name = "torch-cudnn"
     squares_only = True  # cuDNN aligns queries and keys at their starts
-    _lse_dims = 4  # how PyTorch's operators give and take the LSE: [1, heads, num_queries, 1] in 2.11 to 2.14
+    _lse_dims = 4  # of the LSE as PyTorch's operators give and take it: [1, heads, num_queries, 1] in torch 2.11
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""

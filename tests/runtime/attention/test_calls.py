@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.attention import flash_attn_4
 from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
+from chunkplan_runtime.attention.trial import why_wrong
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
@@ -34,7 +37,7 @@ from chunkplan_runtime.training.run_summary import describe_run
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
-from tests.support.flash_stand_in import PUBLISHED, write_package
+from tests.support.flash_stand_in import PUBLISHED, write_package, write_package_4
 from tests.support.training_checks import make_training
 
 _NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
@@ -69,16 +72,19 @@ OPERATORS = {
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Puts a flash-attn in the place of what is installed."""
+    caches = why_not_installed, flash_attn_4.why_not_installed, flash_attn_4._version
 
-    def put(**how):
-        write_package(tmp_path, next(_NAMES), **how)
+    def put(write=write_package, **how):
+        write(tmp_path, next(_NAMES), **how)
         monkeypatch.syspath_prepend(tmp_path)
         for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
             monkeypatch.delitem(sys.modules, name)
-        why_not_installed.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
 
     yield put
-    why_not_installed.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         del sys.modules[name]
 
@@ -129,12 +135,13 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def kernel(request, install, calls):
-    install()
+    install(write_package_4 if request.param == "flash-attn-4" else write_package)
     return KERNELS[request.param]
 
 
-both = pytest.mark.parametrize("kernel", ["torch-cuda", "flash-attn-2"], indirect=True)
-with_cudnn = pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-cuda", "flash-attn-2"], indirect=True)
+FLASH = ["torch-cuda", "flash-attn-2", "flash-attn-4"]
+flash = pytest.mark.parametrize("kernel", FLASH, indirect=True)
+with_cudnn = pytest.mark.parametrize("kernel", ["torch-cudnn", *FLASH], indirect=True)
 
 #: One query is what the last part of a sequence may be; a window of no reach is the token itself.
 MORE = [
@@ -152,7 +159,7 @@ MORE = [
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
 def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, kv_heads, dtype, tolerance):
-    if (kernel.name != "flash-attn-2" and form.softcap) or (kernel.name == "torch-cudnn" and form.reach is not None):
+    if (kernel.name.startswith("torch") and form.softcap) or (kernel.name == "torch-cudnn" and form.reach is not None):
         refused = kernel.why_not(torch.device("cuda"), torch.bfloat16, (16, 16), form)
         assert refused in ("it has no softcap", "it has no sliding window")
         return
@@ -354,7 +361,7 @@ def test_an_amd_gpu_has_no_cudnn(monkeypatch):
     assert kernel.why_not(torch.device("cuda"), torch.bfloat16, (64, 64), Form(1.0, True)) == "this torch has no cuDNN"
 
 
-@both
+@flash
 @pytest.mark.parametrize("form", [Form(0.3, causal=False, reach=3), Form(0.3, causal=True)])
 def test_more_queries_than_keys_under_a_mask_are_a_mistake_of_ours(kernel, form):
     """FlashAttention-2 would give the first of them nothing, and an LSE of +inf."""
@@ -397,6 +404,60 @@ def test_a_flash_attn_of_other_functions_is_left_aside_by_name(how, reason, inst
     assert reason in str(raised.value) and raised.value.hint == "--attention auto"
 
 
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"needs": "no_compiler"}, "flash-attn-4 cannot be imported (No module named 'no_compiler')"),
+        ({"signatures": {}}, "flash-attn-4 cannot be imported (module 'flash_attn.cute.interface' has no attribute"),
+        (
+            {"signatures": {name: text.replace("dow_size_l", "dow_l") for name, text in PUBLISHED_4.items()}},
+            "_flash_attn_fwd of flash-attn-4 4.0.0b36 takes other things than it is given",
+        ),
+        (
+            {"signatures": PUBLISHED_4 | {"_flash_attn_bwd": f"more, {PUBLISHED_4['_flash_attn_bwd']}"}},
+            "_flash_attn_bwd of flash-attn-4 4.0.0b36 takes other things than it is given",
+        ),
+    ],
+)
+def test_a_flash_attn_4_that_cannot_be_called_is_left_aside_by_name(how, reason, install, monkeypatch):
+    install(write_package_4, **how)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu, form = torch.device("cuda", 0), Form(1.0, True)
+    assert flash_attn_4.why_not_installed().startswith(reason)
+    assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
+    with pytest.raises(UsageError, match="no attention kernel can run this model") as raised:
+        Kernels("flash-attn-4").choose(gpu, torch.bfloat16, (64, 64), form)
+    assert reason in str(raised.value)
+
+
+def test_a_flash_attn_4_is_the_first_one_on_hopper_and_is_no_flash_attn_2(install, monkeypatch):
+    install(write_package_4)
+    gpu, form = torch.device("cuda", 0), Form(1.0, True, reach=3, softcap=5.0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert flash_attn_4.why_not_installed() is why_not_installed() is None
+    assert Kernels().choose(gpu, torch.float16, (256, 256), form).name == "flash-attn-4"
+    with pytest.raises(UsageError, match="flash-attn-2: the package flash-attn is not installed"):
+        Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UsageError, match="flash-attn-4: it needs compute capability 9.0"):
+        Kernels("flash-attn-4").choose(gpu, torch.bfloat16, (64, 64), form)
+
+
+def test_without_a_flash_attn_4_it_is_not_installed(install):
+    install()
+    assert flash_attn_4.why_not_installed() is None
+    with pytest.raises(UsageError, match="flash-attn-4: the package flash-attn-4 is not installed"):
+        Kernels("flash-attn-4").choose(torch.device("cuda"), torch.bfloat16, (64, 64), Form(1.0, True))
+
+
+@pytest.mark.parametrize("kernel", ["torch-cudnn", *FLASH], indirect=True)
+def test_the_trial_at_the_start_of_a_run_is_passed_by_what_is_called(kernel):
+    forms = [Form(1.0, True), Form(1.0, True, reach=4095), Form(1.0, True, softcap=20.0)]
+    for form in forms if "flash-attn" in kernel.name else forms[: 2 - (kernel.name == "torch-cudnn")]:
+        for dtype in (torch.bfloat16, torch.float16):
+            assert why_wrong(kernel, torch.device("cpu"), dtype, (16, 16), form) is None
+
+
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "AttributeError"])
 def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(error, install, tmp_path):
     install()
@@ -420,13 +481,15 @@ def test_a_run_prints_why_flash_attn_is_left_aside(
         attention=attention,
     )
     model_config = read_config(made / "config.json")
-    model = new_model(model_config, torch.bfloat16, 0, attention=attention, runs_on=torch.device("cuda", 0))
+    model = new_model(model_config, torch.bfloat16, 0, kernels=Kernels(attention), runs_on=torch.device("cuda", 0))
+    model.kernels.left_out["torch-cudnn"] = "it fails on this device (no plan)"
     said = describe_run(
         config, open_data(config, model_config, RankLayout()), Built(model, model), 12, [], Comparison(True, None, [])
     )
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
     assert (said[2] == told) == is_told and (told in said) == is_told
+    assert (said[3] == "          without torch-cudnn: it fails on this device (no plan)") == is_told
 
 
 def test_a_flash_attn_that_is_the_known_one_is_chosen(install, monkeypatch):
@@ -483,3 +546,25 @@ def test_the_stand_in_has_the_signatures_of_the_published_source(version, tmp_pa
             assert default is None or ast.literal_eval(default) == known.default_value
         returns = ast.unparse(functions[name].returns)
         assert returns.count("Tensor") == len(schema.returns)
+
+
+@pytest.mark.soak
+def test_the_stand_in_of_flash_attn_4_has_the_arguments_of_the_published_package(tmp_path):
+    """Where its newest one can be fetched: names that are given, with defaults where they have them here."""
+    fetch = ["-m", "pip", "download", "flash-attn-4", "--pre", "--no-deps", "-q", "-d", str(tmp_path)]
+    ran = subprocess.run([sys.executable, *fetch], capture_output=True, text=True, timeout=300, check=False)
+    wheels = list(tmp_path.glob("flash_attn_4-*.whl"))
+    if not wheels:
+        pytest.skip(f"flash-attn-4 cannot be fetched: {ran.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        assert "flash_attn/__init__.py" not in archive.namelist()
+        tree = ast.parse(archive.read("flash_attn/cute/interface.py"))
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name, signature in PUBLISHED_4.items():
+        [known] = (node.args for node in ast.parse(f"def it({signature}): ...").body)
+        named = [
+            {each.arg: at >= len(found.args) - len(found.defaults) for at, each in enumerate(found.args)}
+            for found in (functions[name], known)
+        ]
+        assert named[1].items() <= named[0].items()
+        assert all(has_default for each, has_default in named[0].items() if each not in named[1])
