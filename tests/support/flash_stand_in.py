@@ -46,10 +46,8 @@ PUBLISHED_4 = {
 }
 
 
-def write_package_4(
-    folder: Path, namespace: str, signatures: dict[str, str] = PUBLISHED_4, needs: str = "math"
-) -> None:
-    """A package `flash-attn-4`, which is a folder of `flash_attn`, and brings no file of that one; it imports `needs`."""
+def write_package_4(folder: Path, _: str, signatures: dict[str, str] = PUBLISHED_4, needs: str = "math") -> None:
+    """A package `flash-attn-4`, which is a folder of `flash_attn` and brings no file of that; it imports `needs`."""
     (folder / "flash_attn" / "cute").mkdir(parents=True)
     lines = [f"import {needs}", "from tests.support import flash_stand_in"]
     for name, signature in signatures.items():

@@ -37,7 +37,7 @@ from chunkplan_runtime.training.run_summary import describe_run
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
-from tests.support.flash_stand_in import PUBLISHED, write_package, write_package_4
+from tests.support.flash_stand_in import PUBLISHED, PUBLISHED_4, write_package, write_package_4
 from tests.support.training_checks import make_training
 
 _NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
@@ -439,7 +439,7 @@ def test_a_flash_attn_4_is_the_first_one_on_hopper_and_is_no_flash_attn_2(instal
     with pytest.raises(UsageError, match="flash-attn-2: the package flash-attn is not installed"):
         Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UsageError, match="flash-attn-4: it needs compute capability 9.0"):
+    with pytest.raises(UsageError, match=r"flash-attn-4: it needs compute capability 9\.0"):
         Kernels("flash-attn-4").choose(gpu, torch.bfloat16, (64, 64), form)
 
 

@@ -1,4 +1,4 @@
-"""A kernel is tried where it is to run: one that is wrong or fails there is left out by name, and the next one taken."""
+"""A kernel is tried where it is to run: one that is wrong or fails there is left out by name, the next one taken."""
 
 from __future__ import annotations
 
