@@ -46,7 +46,7 @@ class TorchCudnnKernel(TorchCudaKernel):
         if torch.cuda.get_device_capability(device) < (9, 0):
             return "it needs compute capability 9.0"
         try:
-            version = None if torch.version.hip else torch.backends.cudnn.version()
+            version = None if torch.version.hip else torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # there is another one than PyTorch was built for
             return f"cuDNN cannot be called ({str(error).splitlines()[0]})"
         if version is None:
