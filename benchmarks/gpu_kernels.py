@@ -59,7 +59,7 @@ def _row(device: torch.device, sizes: tuple[int, int, int], queries: int, keys: 
             started = time.perf_counter()
             result = forward()
             synchronize(device)
-            row[f"{name} first s"] = round(time.perf_counter() - started, 3)  # with what is compiled, or planned, for it
+            row[f"{name} first s"] = round(time.perf_counter() - started, 3)  # with what is compiled or planned
             out = result[0].reshape(heads, queries, head_dim).float()
             seconds, back_seconds = (_seconds(run, device) for run in (forward, partial(backward, result)))
         except Exception as error:

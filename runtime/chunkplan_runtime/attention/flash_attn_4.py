@@ -100,7 +100,7 @@ def _interface() -> Any:
     return interface
 
 
-def _arguments(query: Tensor, key: Tensor, form: Form) -> dict[str, Any]:
+def _arguments(query: Tensor, key: Tensor, form: Form) -> dict[str, object]:
     """Those of `_RUNS`; where there is no bound of a window it is None."""
     runs = runs_of(query, key, form)
     bounds = runs.queries, runs.keys, runs.longest_query, runs.longest_key
