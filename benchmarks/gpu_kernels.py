@@ -62,6 +62,11 @@ def _row(device: torch.device, sizes: tuple[int, int, int], queries: int, keys: 
             row[f"{name} first s"] = round(time.perf_counter() - started, 3)  # with what is compiled or planned
             out = result[0].reshape(heads, queries, head_dim).float()
             seconds, back_seconds = (_seconds(run, device) for run in (forward, partial(backward, result)))
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                backward(result)
+                row[f"{name} bwd MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
         except Exception as error:
             row[f"{name} error"] = repr(error)[:150]
             continue

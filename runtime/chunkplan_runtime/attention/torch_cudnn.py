@@ -23,6 +23,9 @@ _MULTIPLE = 512
 #: FLOPs of a forward that a plan is made of whatever its lengths: what each layer of a model gains pays for it.
 _LONG_CALL = 2e13
 
+#: Numbers that a tensor with all heads may have.
+_MOST_NUMBERS = 2**31
+
 #: The largest head that all versions have a backward for, and the first version that is called.
 _LARGEST_HEAD = 128
 _VERSION = 91_000
@@ -88,6 +91,8 @@ def _is_for_cudnn(query: Tensor, key: Tensor, form: Form) -> bool:
     if torch.are_deterministic_algorithms_enabled() or (form.borders is not None and len(form.borders) > 2):
         return False
     if num_keys == 1 or (form.causal and num_queries != num_keys):
+        return False
+    if max(num_queries, num_keys) * heads * head_dim >= _MOST_NUMBERS:
         return False
     comes_again = num_queries % _MULTIPLE == 0 and num_keys % _MULTIPLE == 0
     return comes_again or 4 * heads * head_dim * num_queries * num_keys >= _LONG_CALL

@@ -276,12 +276,14 @@ def called_cudnn(calls, num_queries, num_keys, form):
         (1, 16, Form(0.3, causal=False), False),
         (16, 1, Form(0.3, causal=False), False),
         (1, 1, Form(0.3, causal=True), False),
+        (8, 200, Form(0.3, causal=False), False),  # too many numbers
         (130, 13, Form(0.3, causal=False), True),  # as many FLOPs as a plan is made of
     ],
 )
 def test_cudnn_gets_lengths_that_come_again_and_long_calls(num_queries, num_keys, form, is_cudnn, calls, monkeypatch):
     monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 8)
     monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._LONG_CALL", 4 * 4 * 16 * 130 * 13)
+    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MOST_NUMBERS", 4 * 16 * 200)
     assert called_cudnn(calls, num_queries, num_keys, form) == [is_cudnn, is_cudnn]
 
 
