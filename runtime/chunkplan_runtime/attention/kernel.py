@@ -60,7 +60,7 @@ class AttentionKernel(Protocol):
 KERNELS: dict[str, AttentionKernel] = {
     kernel.name: kernel
     for kernel in (
-        *(FlashAttn4Kernel(), TorchCudnnKernel(), FlashAttn2Kernel(), TorchCudaKernel()),
+        *(TorchCudnnKernel(), FlashAttn4Kernel(), FlashAttn2Kernel(), TorchCudaKernel()),
         *(TorchCpuKernel(), ReferenceKernel()),
     )
 }

@@ -432,7 +432,7 @@ def test_a_flash_attn_4_that_cannot_be_called_is_left_aside_by_name(how, reason,
     assert reason in str(raised.value)
 
 
-def test_a_flash_attn_4_is_the_first_one_on_hopper_and_is_no_flash_attn_2(install, monkeypatch):
+def test_a_flash_attn_4_has_what_cudnn_has_not_on_hopper_and_is_no_flash_attn_2(install, monkeypatch):
     install(write_package_4)
     gpu, form = torch.device("cuda", 0), Form(1.0, True, reach=3, softcap=5.0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
