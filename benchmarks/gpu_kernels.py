@@ -1,4 +1,4 @@
-"""Times attention: every kernel that can run, and cuDNN's own operator, by form and size, forward and backward."""
+"""Times attention: every kernel that can run, by form and size, forward and backward, and its first call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _SHAPES = ((8192, 8192, True), (8192, 32768, False), (2048, 2048, True), (2048, 
 
 #: Packed sequences of one length in as many tokens as the first shape has queries.
 _PACKED = 512
-
-_aten = torch.ops.aten
 
 Way = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -57,11 +55,20 @@ def _row(device: torch.device, sizes: tuple[int, int, int], queries: int, keys: 
     first: Tensor | None = None
     for name, (forward, backward) in _ways(device, dtype, query, key, value, grad_out, form).items():
         try:
+            synchronize(device)
+            started = time.perf_counter()
             result = forward()
+            synchronize(device)
+            row[f"{name} first s"] = round(time.perf_counter() - started, 3)  # with what is compiled or planned
             out = result[0].reshape(heads, queries, head_dim).float()
             seconds, back_seconds = (_seconds(run, device) for run in (forward, partial(backward, result)))
-        except RuntimeError as error:
-            row[f"{name} error"] = str(error).splitlines()[0][:150]
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                backward(result)
+                row[f"{name} bwd MiB"] = (torch.cuda.max_memory_allocated() - before) >> 20
+        except Exception as error:
+            row[f"{name} error"] = repr(error)[:150]
             continue
         row[f"{name} fwd"] = _tera(flops / seconds)
         row[f"{name} bwd"] = _tera(2.5 * flops / back_seconds)
@@ -75,27 +82,14 @@ def _ways(
     device: torch.device, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, form: Form
 ) -> dict[str, Way]:
     head_dims = (query.shape[-1], value.shape[-1])
-    ways: dict[str, Way] = {
+    return {
         name: (
             lambda kernel=kernel: kernel.forward(query, key, value, form),
-            lambda result, kernel=kernel: kernel.backward(grad_out, query, key, value, *result[:2], form),
+            lambda result, kernel=kernel: kernel.backward(grad_out, query, key, value, *result, form),
         )
         for name, kernel in KERNELS.items()
         if name != "reference" and kernel.why_not(device, dtype, head_dims, form) is None
     }
-    if device.type == "cuda" and form.borders is None and hasattr(_aten, "_scaled_dot_product_cudnn_attention"):
-
-        def forward() -> Any:
-            return _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, form.causal, False)
-
-        def backward(result: Any) -> Any:
-            out, lse, cum_q, cum_k, max_q, max_k, seed, offset = result[:8]
-            return _aten._scaled_dot_product_cudnn_attention_backward(
-                grad_out, query, key, value, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, form.causal
-            )
-
-        ways["cuDNN operator"] = forward, backward
-    return ways
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

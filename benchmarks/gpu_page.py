@@ -19,7 +19,7 @@ as it comes; `benchmarks/gpu_report.py` says what its parts are. Tokens are rand
 
 ATTENTION = """\
 TFLOP/s in bf16, forward / backward, counting what is seen: half of a causal square, all of a block of earlier keys.
-`torch-cuda` is PyTorch's FlashAttention-2. The cuDNN operator is PyTorch's too."""
+`torch-cuda` is PyTorch's FlashAttention-2. `torch-cudnn` is its cuDNN."""
 
 STEPS = """\
 Forwards and backwards of a step with bf16 weights, fp32 master weights and fp32 gradients, without the optimizer's
@@ -39,7 +39,7 @@ _PLANS = {
     "p05_s256": "0.5B, ChunkSize 8,192",
 }
 
-_KERNELS = {"fa2": "torch-cuda", "cudnn gqa": "cuDNN operator"}
+_KERNELS = {"fa2": "torch-cuda", "cudnn gqa": "torch-cudnn"}
 
 
 def slug(name: str) -> str:

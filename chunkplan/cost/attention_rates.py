@@ -8,7 +8,7 @@ from dataclasses import dataclass
 MEASURED_QUERIES = 8192
 
 #: The kernels of the runtime, `chunkplan_runtime.attention.kernel`.
-KERNELS = ("flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+KERNELS = ("torch-cudnn", "flash-attn-4", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)

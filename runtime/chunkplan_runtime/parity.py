@@ -21,7 +21,7 @@ from chunkplan.files.folder import temporary_folder
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.attention.kernel import AUTO
+from chunkplan_runtime.attention.kernel import AUTO, Kernels
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
@@ -136,7 +136,7 @@ def parity(
             folder / "plan",
             PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
         )
-        model = new_model(config, torch.float64, seed, attention=attention)
+        model = new_model(config, torch.float64, seed, kernels=Kernels(attention))
         model.set_checkpointing(checkpointing)
         report = compare_plan(folder / "plan", analysis.path, model, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)

@@ -31,6 +31,32 @@ PUBLISHED = {
 }
 
 
+#: As `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36 has them: what is called by name, and has no other name.
+PUBLISHED_4 = {
+    "_flash_attn_fwd": (
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
+        "window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False"
+    ),
+    "_flash_attn_bwd": (
+        "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+        "window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, deterministic=False"
+    ),
+}
+
+
+def write_package_4(folder: Path, _: str, signatures: dict[str, str] = PUBLISHED_4, needs: str = "math") -> None:
+    """A package `flash-attn-4`, which is a folder of `flash_attn` and brings no file of that; it imports `needs`."""
+    (folder / "flash_attn" / "cute").mkdir(parents=True)
+    lines = [f"import {needs}", "from tests.support import flash_stand_in"]
+    for name, signature in signatures.items():
+        lines.append(f"def {name}({signature}):\n    return flash_stand_in.{name.removeprefix('_')}(locals())")
+    (folder / "flash_attn" / "cute" / "interface.py").write_text("\n".join(lines) + "\n")
+    (folder / "flash_attn_4-4.0.0b36.dist-info").mkdir()
+    (folder / "flash_attn_4-4.0.0b36.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0b36\n")
+
+
 def write_package(folder: Path, namespace: str, version: str = "2.8.3", signatures: dict[str, str] = PUBLISHED) -> None:
     """A package `flash_attn` in `folder` whose operators are in `namespace`, so that several can have been imported."""
     package = folder / "flash_attn"
@@ -120,6 +146,32 @@ def flash_attn_varlen_backward(
         dk[keys] = _summed(inner.mT @ asked, groups).to(q.dtype)
         dv[keys] = _summed(weights.mT @ sent, groups).to(q.dtype)
     return delta
+
+
+def flash_attn_fwd(asked: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Of flash-attn-4: out, LSE, and three more."""
+    assert asked["return_lse"] is True
+    out, lse, *_ = flash_attn_varlen_forward(*(asked[name] for name in "qkv"), *_how(asked))
+    return out, lse, None, None, None
+
+
+def flash_attn_bwd(asked: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Of flash-attn-4."""
+    assert asked["deterministic"] == torch.are_deterministic_algorithms_enabled()
+    tensors = [asked[name] for name in "qkv"]
+    gradients = [torch.empty_like(each) for each in tensors]
+    given = asked["dout"], *tensors, asked["out"], asked["lse"]
+    flash_attn_varlen_backward(*given, *gradients, *_how(asked), None, asked["deterministic"])
+    return tuple(gradients)
+
+
+def _how(asked: dict[str, Any]) -> list[Any]:
+    """As flash-attn 2 has it: no bound of a window is -1 there."""
+    bounds = [asked[name] for name in ("window_size_left", "window_size_right")]
+    assert all(bound is None or bound >= 0 for bound in bounds)
+    runs = [asked[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    left, right = (-1 if bound is None else bound for bound in bounds)
+    return [*runs, 0.0, asked["softmax_scale"], asked["causal"], left, right, asked["softcap"]]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> None:

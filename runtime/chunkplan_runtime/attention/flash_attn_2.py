@@ -42,7 +42,7 @@ class FlashAttn2Kernel:
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
-        if find_spec("flash_attn") is None:
+        if not _is_there():
             return "the package flash-attn is not installed"
         return why_not_flash(device, dtype, head_dims) or why_not_installed()
 
@@ -73,7 +73,7 @@ class FlashAttn2Kernel:
 @cache
 def why_not_installed() -> str | None:
     """Why the flash-attn that is installed cannot be called; None if it can, or if there is none."""
-    if find_spec("flash_attn") is None:
+    if not _is_there():
         return None
     try:
         import flash_attn  # type: ignore[import-not-found]
@@ -95,6 +95,12 @@ def why_not_installed() -> str | None:
         if has_other or len(schema.returns) != num_results or not all(each.has_default_value() for each in rest):
             return f"{name} of flash-attn {version} takes or gives other things than that of {_dotted(start)}"
     return None
+
+
+def _is_there() -> bool:
+    """Whether the package is installed, and not flash-attn-4 alone, which is a folder in one that has no file."""
+    spec = find_spec("flash_attn")
+    return spec is not None and spec.origin is not None
 
 
 def _dotted(version: tuple[int, int]) -> str:

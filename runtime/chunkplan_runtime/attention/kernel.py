@@ -7,17 +7,22 @@ once it gets the out and lse of all blocks (FlashAttention-2, arXiv 2307.08691, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.flash_attn_2 import FlashAttn2Kernel
+from chunkplan_runtime.attention.flash_attn_4 import FlashAttn4Kernel
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.reference import ReferenceKernel
 from chunkplan_runtime.attention.torch_cpu import TorchCpuKernel
 from chunkplan_runtime.attention.torch_cuda import TorchCudaKernel
+from chunkplan_runtime.attention.torch_cudnn import TorchCudnnKernel
+from chunkplan_runtime.attention.trial import why_wrong
 
 
 class AttentionKernel(Protocol):
@@ -53,21 +58,33 @@ class AttentionKernel(Protocol):
 
 #: By name, the preferred one first.
 KERNELS: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (FlashAttn2Kernel(), TorchCudaKernel(), TorchCpuKernel(), ReferenceKernel())
+    kernel.name: kernel
+    for kernel in (
+        *(TorchCudnnKernel(), FlashAttn4Kernel(), FlashAttn2Kernel(), TorchCudaKernel()),
+        *(TorchCpuKernel(), ReferenceKernel()),
+    )
 }
 
 AUTO = "auto"
 
+#: Those that no device has a say in. All others are tried where they are to run.
+_SURE = ("torch-cpu", "reference")
+
 
 class Kernels:
-    """The kernels a model runs with: the one that was named, or for each layer the first that can serve it."""
+    """The kernels a model runs with: the one that was named, or for each layer the first that can serve it.
 
-    def __init__(self, name: str = AUTO) -> None:
+    `rates`: of the device, in the order of which those kernels come that it has. `left_out`: why kernels that could
+    serve a layer are not right on its device, by name.
+    """
+
+    def __init__(self, name: str = AUTO, rates: Iterable[AttentionRates] = ()) -> None:
         if name != AUTO and name not in KERNELS:
             raise UsageError(
                 f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
             )
-        self._candidates = list(KERNELS.values()) if name == AUTO else [KERNELS[name]]
+        self._candidates = _fastest_first(rates) if name == AUTO else [KERNELS[name]]
+        self.left_out: dict[str, str] = {}
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int], bool, bool], AttentionKernel] = {}
 
     def choose(
@@ -80,15 +97,35 @@ class Kernels:
         """
         case = device, dtype, head_dims, form.reach is not None, form.softcap is not None
         if case not in self._chosen:
-            refusals = []
-            for kernel in self._candidates:
-                reason = kernel.why_not(device, dtype, head_dims, form)
-                if reason is None:
-                    self._chosen[case] = kernel
-                    break
-                refusals.append(f"{kernel.name}: {reason}")
-            else:
+            refusals: list[str] = []
+            kernel = next(self.serving(device, dtype, head_dims, form, refusals), None)
+            if kernel is None:
                 raise UsageError(
                     f"no attention kernel can run this model ({'; '.join(refusals)})", hint="--attention auto"
                 )
+            self._chosen[case] = kernel
         return self._chosen[case]
+
+    def serving(
+        self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form, refusals: list[str]
+    ) -> Iterator[AttentionKernel]:
+        """All that can serve a layer, one after another; `refusals` gets the reasons of the others."""
+        for kernel in self._candidates:
+            reason = kernel.why_not(device, dtype, head_dims, form)
+            if reason is None and kernel.name not in _SURE:
+                reason = why_wrong(kernel, device, dtype, head_dims, form)
+                if reason is not None:
+                    self.left_out[kernel.name] = reason
+            if reason is None:
+                yield kernel
+            else:
+                refusals.append(f"{kernel.name}: {reason}")
+
+
+def _fastest_first(rates: Iterable[AttentionRates]) -> list[AttentionKernel]:
+    """All kernels, the preferred one first, but those that there are rates of by these, in each other's places."""
+    known: dict[str, float] = {}
+    for each in rates:
+        known.setdefault(each.kernel, each.both_blocks)
+    ranked = iter(sorted(known, key=known.__getitem__, reverse=True))
+    return [KERNELS[next(ranked) if name in known else name] for name in KERNELS]

@@ -29,18 +29,20 @@ Seconds = Callable[[Callable[[], object]], float]
 def measure_attention(
     device: torch.device, config: Any, dtype: torch.dtype, attention: str, seconds: Seconds
 ) -> tuple[AttentionRates, ...]:
-    """Measure the kernels that layers of `config`, a transformers config, would run with; their own heads first.
+    """Measure the kernels that layers of `config`, a transformers config, can run with: the fastest first.
 
-    Nothing of a model without attention.
+    Of each the layers' own heads come first. Nothing of a model without attention.
     """
     (kv_heads, key_dim), (_, value_dim) = kv_shapes(config)
     heads, softcap = (entry_of(config, name) for name in ("num_attention_heads", "attn_logit_softcapping"))
     others = [(size, size) for size in _HEAD_SIZES[device.type] if size != (key_dim + value_dim) // 2]
     found = []
     for dims in [(key_dim, value_dim), *others] if heads else ():
-        kernel = Kernels(attention).choose(device, dtype, dims, Form(1.0, causal=True, softcap=softcap))
-        found.append(_of_heads(kernel, device, dtype, (heads, kv_heads), dims, seconds))
-    return tuple(found)
+        serving = [*Kernels(attention).serving(device, dtype, dims, Form(1.0, causal=True, softcap=softcap), [])]
+        for kernel in serving[:-1] or serving:  # the last one is plain attention, which is for want of others
+            found.append(_of_heads(kernel, device, dtype, (heads, kv_heads), dims, seconds))
+    own = {each.kernel: each.both_blocks for each in reversed(found)}
+    return tuple(sorted(found, key=lambda each: own[each.kernel], reverse=True))
 
 
 def _of_heads(

@@ -15,6 +15,7 @@ from chunkplan.cost.measurements import ChunkTime
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
+from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.calibration.device_rates import measure_device, memory
 from chunkplan_runtime.calibration.measure import Probe, first_layers, make_probes, measure
 from chunkplan_runtime.calibration.options import CalibrationOptions
@@ -91,9 +92,10 @@ def calibrate(
     config = first_layers(config, num_layers)
     dtype = _DTYPES[precision]
     try:
-        model = new_model(config, dtype, options.seed, device=device, attention=options.attention)
-        TrainedWeights(model.model, master_weights=precision == "bf16")  # gradients are added up as in training
         rates = measure_device(device, config, dtype, options.attention)
+        kernels = Kernels(options.attention, rates.attention)
+        model = new_model(config, dtype, options.seed, device=device, kernels=kernels)
+        TrainedWeights(model.model, master_weights=precision == "bf16")  # gradients are added up as in training
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"{num_layers} layers do not fit the free memory of {device_name(device)}",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chunkplan.cost.measurements import DeviceRates
+from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.calibration.attention import measure_attention
 from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
 from chunkplan_runtime.devices import device_name
@@ -83,7 +84,7 @@ def _layer_overhead_ns(device: torch.device, config: Any, dtype: torch.dtype, at
     narrow = copy.deepcopy(config)
     for name, value in _NARROW.items():
         setattr(narrow, name, value)
-    model = new_model(narrow, dtype, seed=0, device=device, attention=attention)
+    model = new_model(narrow, dtype, seed=0, device=device, kernels=Kernels(attention))
     times = [time_probe(model, Probe((_NARROW_TOKENS,)))[0] for _ in range(1 + _REPEATS)]
     num_layers: int = config.num_hidden_layers
     return sorted(times[1:])[_REPEATS // 2] / num_layers

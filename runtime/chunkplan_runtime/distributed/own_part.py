@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkplan.errors import DataError
+from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.hollow import hollow, hollow_model
@@ -55,7 +56,7 @@ def load_own_part(
     layers: Sequence[range],
     layout: RankLayout,
     *,
-    attention: str,
+    kernels: Kernels,
     device: torch.device,
     held: torch.dtype | None = None,
 ) -> tuple[CausalLM, str]:
@@ -80,7 +81,7 @@ def load_own_part(
     loader: Any = type(
         kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
     )
-    model = load_model(name, config, dtype, attention=attention, runs_on=device, loader=loader)
+    model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
     model.model.__class__ = kind
     model = replace(model, rows=part.rows)
     if layout.pp > 1:

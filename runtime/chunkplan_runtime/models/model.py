@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.attention.kept import watch_expansion
-from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.attention.mask import borders_from_plan
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
@@ -266,16 +266,15 @@ def new_model(
     seed: int,
     *,
     device: torch.device | str = "cpu",
-    attention: str = AUTO,
+    kernels: Kernels | None = None,
     runs_on: torch.device | None = None,
 ) -> CausalLM:
     """A model with random weights, the same for the same seed and kind of device; it will run on another, `runs_on`.
 
     Raises:
         DataError: transformers cannot build it.
-        UsageError: the attention kernel of that name is not there, or cannot run the model.
+        UsageError: no attention kernel can run it.
     """
-    kernels = Kernels(attention)
     torch.manual_seed(seed)
     return for_chunks(make(config, dtype, device).train(), kernels, runs_on)
 
@@ -285,7 +284,7 @@ def load_model(
     config: Any,
     dtype: torch.dtype,
     *,
-    attention: str = AUTO,
+    kernels: Kernels | None = None,
     runs_on: torch.device | None = None,
     loader: Any = AUTO_MODEL,
     **quantized: object,
@@ -299,7 +298,6 @@ def load_model(
         DataError: some of them are missing; transformers would have made them up.
     """
     register_attention()
-    kernels = Kernels(attention)
     try:
         model, report = loader.from_pretrained(
             name,
@@ -330,7 +328,7 @@ def load_model(
     return for_chunks(model.train(), kernels, runs_on)
 
 
-def for_chunks(model: Any, kernels: Kernels, device: torch.device | None = None) -> CausalLM:
+def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device | None = None) -> CausalLM:
     """A model of transformers as the executor sees it, to run on `device` or where it is; it stays an ordinary one too.
 
     Twice is as good as once: all that see a model go by the same `current`.
@@ -338,7 +336,7 @@ def for_chunks(model: Any, kernels: Kernels, device: torch.device | None = None)
     Raises:
         UsageError: no kernel of `kernels` can run its attention.
     """
-    found = CausalLM(model, kernels, current=getattr(model, "chunkplan", None) or Current())
+    found = CausalLM(model, kernels or Kernels(), current=getattr(model, "chunkplan", None) or Current())
     found.attention_kernels(device)
     found.set_checkpointing("none")
     seed_layers(model)

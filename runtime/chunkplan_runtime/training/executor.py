@@ -18,7 +18,6 @@ from chunkplan.cost.checkpointing import CHECKPOINTING
 from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
@@ -78,7 +77,7 @@ class Executor:
         check_argument("kv_offload", kv_offload, FLAG, True)
         base, scope = suitable(model, router_loss)
         register_attention()
-        found = for_chunks(base, Kernels())
+        found = for_chunks(base)
         try:
             found.set_checkpointing(checkpointing)
         except UsageError as error:

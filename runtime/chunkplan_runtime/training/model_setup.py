@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.devices import find_device
+from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.devices import device_name, find_device, is_profile_of
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import local_device_index
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
@@ -96,7 +97,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
     if job.groups is None:
-        model = _whole_model(config, model_config)
+        model = _whole_model(config, model_config, plan)
         model = replace(model, model=model.model.to(config.device))
         fused = _fuse(config, model)
         note = None
@@ -125,25 +126,35 @@ def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> t
     if config.model is not None:
         try:
             held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
-            how: Any = {"attention": config.attention, "device": device, "held": held}
+            how: Any = {"kernels": _kernels(config, plan), "device": device, "held": held}
             with freed_memory_given_back():
                 return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"
-    model = _whole_model(config, model_config)
+    model = _whole_model(config, model_config, plan)
     if note is not None:
         note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"
     identity = fingerprint(model, model, Job())
     return own_stage(model, layers, layout, device), identity, note
 
 
-def _whole_model(config: TrainConfig, model_config: Any) -> CausalLM:
+def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
+    """Those of attention that are asked for; by their rates in the plan's profile, if that is of this device."""
+    try:
+        hardware = plan.cost.hardware
+    except DataError:  # which the comparison with the plan's times tells
+        return Kernels(config.attention)
+    is_here = is_profile_of(hardware.name, device_name(torch.device(config.device)))
+    return Kernels(config.attention, hardware.attention if is_here else ())
+
+
+def _whole_model(config: TrainConfig, model_config: Any, plan: Plan) -> CausalLM:
     """A model on the CPU, where the same seed draws the same for any layout."""
-    dtype, device = dtype_of(config), torch.device(config.device)
+    dtype, device, kernels = dtype_of(config), torch.device(config.device), _kernels(config, plan)
     if config.model is not None:
         quantized = in_4bit(dtype, device) if config.load_in_4bit else {}
-        return load_model(config.model, model_config, dtype, attention=config.attention, runs_on=device, **quantized)
-    return new_model(model_config, dtype, config.seed, attention=config.attention, runs_on=device)
+        return load_model(config.model, model_config, dtype, kernels=kernels, runs_on=device, **quantized)
+    return new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
 
 
 def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) -> CausalLM:

@@ -10,7 +10,7 @@ import torch
 
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.unread_keys import unread_words
-from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
+from chunkplan_runtime.attention import flash_attn_2, flash_attn_4
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.distributed.groups import Groups
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
@@ -41,15 +41,13 @@ def describe_run(
     kernels = ", ".join(
         f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items()
     )
-    device = torch.device(config.device)
-    left_out = why_not_installed() if device.type == "cuda" and config.attention == AUTO else None
     plan, unread = data.plan, unread_words(data.analysis.manifest.get("sources", ()))
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
-        *([f"          without flash-attn-2: {left_out}"] if left_out else ()),
+        *_left_out(config, model),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *([f"not read  of the data: {unread}"] if unread else ()),
@@ -61,6 +59,15 @@ def describe_run(
         f"output    {config.output}",
         *tracker_lines(config),
     ]
+
+
+def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
+    """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
+    if config.attention != AUTO or torch.device(config.device).type != "cuda":
+        return []
+    packages = {"flash-attn-4": flash_attn_4.why_not_installed(), "flash-attn-2": flash_attn_2.why_not_installed()}
+    found = packages | model.kernels.left_out
+    return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
 
 
 def router_lines(config: TrainConfig, model: CausalLM) -> list[str]:

@@ -205,15 +205,16 @@ def test_a_kernel_is_chosen_by_what_it_can_do_and_refused_by_name():
     assert "flash-attn-2" in raised.value.hint
 
 
-@pytest.mark.parametrize("form", [Form(0.3, causal=True), Form(0.3, True, 3, borders=(0, 4, 16))])
-def test_the_operators_for_a_gpu_take_what_they_are_given(form):
+@pytest.mark.parametrize("name", ["torch-cuda", "torch-cudnn"])
+@pytest.mark.parametrize("form", [Form(0.3, causal=True), Form(0.3, causal=True, borders=(0, 4, 512))])
+def test_the_operators_for_a_gpu_take_what_they_are_given(name, form):
     """Shapes and arguments only, by PyTorch's own description of its operators: there may be no GPU here."""
-    query, grad_out = torch.empty(2, 1, 8, 16, 64, dtype=torch.bfloat16, device="meta")
-    key, value = torch.empty(2, 1, 2, 16, 64, dtype=torch.bfloat16, device="meta")
-    kernel = KERNELS["torch-cuda"]
+    query, grad_out = torch.empty(2, 1, 8, 512, 64, dtype=torch.bfloat16, device="meta")
+    key, value = torch.empty(2, 1, 2, 512, 64, dtype=torch.bfloat16, device="meta")
+    kernel = KERNELS[name]
     out, lse = kernel.forward(query, key, value, form)
     assert out.shape == query.shape
-    assert lse.shape == (1, 8, 16)
+    assert lse.shape == (1, 8, 512)
     gradients = kernel.backward(grad_out, query, key, value, out, lse, form)
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
 from chunkplan_runtime import tensor_file
+from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.distributed import own_part
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -59,7 +60,7 @@ def saved(model_type: str, folder: Path, **changes: Any) -> Any:
 
 def part(folder: Path, config: Any, layout: RankLayout, dtype: torch.dtype = torch.float32) -> CausalLM:
     layers = split_layers(config.num_hidden_layers, layout.pp)
-    return load_own_part(str(folder), config, dtype, layers, layout, attention="auto", device=CPU)[0]
+    return load_own_part(str(folder), config, dtype, layers, layout, kernels=Kernels(), device=CPU)[0]
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
