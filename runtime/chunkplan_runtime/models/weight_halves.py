@@ -1,4 +1,4 @@
-"""Backwards in two halves: gradients of inputs first, those of the weights of products when they are asked for.
+"""Products with weights, whose gradients can be left for a half of their own, or added to sums without being made.
 
 Of all that a backward computes, only the gradients of weights that multiply activations are worth a half of their own
 (Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): each is one product, of the input `x` of a linear layer
@@ -9,6 +9,9 @@ here has the gradient of its weight in the input half too.
 
 A weight half adds to `.grad` as a backward does, with the hooks of parameters. What it needs is kept for no longer than
 until then, and nothing else of the graph is.
+
+Where gradients are narrower than their sum, a product with a whole weight is added to the sum at once, in either kind of
+backward (`sum_products`): on a GPU by one kernel, which rounds nothing in between.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.models.modes import computing_in
 
 #: A virtual stage of this process, and a chunk_id.
 Place = tuple[int, int]
+
+#: Of a function from a sum, None where it has not begun, to the same with more in it: do so, or say that none may begin.
+Add = Callable[[Callable[[Tensor | None], Tensor]], bool]
 
 
 class WeightHalves:
@@ -58,7 +65,8 @@ class WeightHalves:
         """Add the gradients of weights that the chunk's input half has left."""
         by_weight: dict[Tensor, list[Factors]] = {}
         for factors in self.kept.pop(place):
-            by_weight.setdefault(factors.place.weight, []).append(factors)
+            if not factors.are_added():
+                by_weight.setdefault(factors.place.weight, []).append(factors)
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
@@ -88,6 +96,11 @@ class _Place:
         """Whether it is the parameter as it is."""
         return self.size == self.weight.size() and self.stride == self.weight.stride()
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter is a matrix, and it is that as it is or transposed."""
+        return self.weight.ndim == 2 and (self.is_whole or self.stride == self.weight.mT.stride())
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -110,6 +123,23 @@ class Factors:
             return torch.bmm(self.gradient.mT, self.x)
         return self.gradient.reshape(-1, self.place.size[0]).mT @ self.x.reshape(-1, self.place.size[1])
 
+    def are_added(self) -> bool:
+        """Add the product to the sum of its weight, where that has one; whether it is in it."""
+        weight = self.place.weight
+        return isinstance(weight, Summed) and self.place.is_matrix and weight.add(self._added_to)
+
+    def _added_to(self, total: Tensor | None) -> Tensor:
+        """`total` and the gradient, laid out as the weight is."""
+        n, k = self.place.size
+        gradient, x = self.gradient.reshape(-1, n), self.x.reshape(-1, k)
+        left, right = (gradient.mT, x) if self.place.is_whole else (x.mT, gradient)
+        dtype = wide(x.dtype)
+        if not x.is_cuda:
+            return (left @ right).to(dtype) if total is None else total.add_(left @ right)
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, dtype, out=total))
+
 
 class _Product(torch.autograd.Function):
     """`_Product.apply(x, matrix, bias, ends, place, halves)`: `x` times `matrix` [n, k] transposed, see `Factors`."""
@@ -122,7 +152,7 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         ends: Tensor | None,
         place: _Place,
-        halves: WeightHalves,
+        halves: WeightHalves | None,
     ) -> Tensor:
         ctx.save_for_backward(x, matrix, ends)
         ctx.place, ctx.halves = place, halves
@@ -140,10 +170,10 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
-        if ctx.halves.keeping is None:
-            of_matrix = factors.product()
-        else:
+        if ctx.halves is not None and ctx.halves.keeping is not None:
             ctx.halves.keeping.append(factors)
+        elif not factors.are_added():
+            of_matrix = factors.product()
         return of_x, of_matrix, of_bias, None, None, None
 
 
@@ -173,14 +203,36 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if function in _FORMS and torch.is_grad_enabled():
+        return _computed(self._halves, function, args, kwargs or {})
+
+
+class Summed(nn.Parameter):
+    """A weight that adds gradients by products with it to a sum, by `add`, whatever module or function makes these."""
+
+    add: Add
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _computed(None, function, args, kwargs or {})
+
+
+def sum_products(weight: nn.Parameter, add: Add) -> None:
+    """Have backwards add what products make of a weight's gradient by `add`, and no longer to its `.grad`."""
+    weight.__class__ = Summed
+    weight.add = add  # type: ignore[attr-defined]
+
+
+def _computed(halves: WeightHalves | None, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if function in _FORMS and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
             found = _FORMS[function](*args, **kwargs)
-            if found is not None:
-                place = _Place.of(found[1])
-                if place is not None:
-                    return _Product.apply(*found, place, self._halves)  # type: ignore[no-untyped-call]
-        return function(*args, **kwargs)
+            place = None if found is None else _Place.of(found[1])
+        if place is not None:
+            return _Product.apply(*found, place, halves)  # type: ignore[no-untyped-call]
+    return function(*args, **kwargs)
 
 
 #: x, matrix, bias and ends of `_Product`; None of what is not such a product.
