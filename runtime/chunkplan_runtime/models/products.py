@@ -1,0 +1,234 @@
+"""Products with trained weights: what their gradients are made of, which can be kept, or added to a sum elsewhere.
+
+The gradient of a weight that multiplies activations is one product, of the input `x` of a linear layer and the gradient
+of its output. Such products are computed by a function that knows both in its backward. Where a gradient is narrower
+than the sum that it is for (`sum_gradients`), and the weight is a matrix, the product is added to the sum at once: on a
+GPU by one kernel, which rounds nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chunkplan_runtime.dtypes import wide
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some."""
+
+    weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> _Place | None:
+        """Where a matrix is in the parameter that it is a view of; None if it is computed, or of no one's gradient."""
+        weight = _parameter_of(matrix)
+        if weight is None or (matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix))):
+            return None
+        offset = int(matrix.storage_offset() - weight.storage_offset())
+        return cls(weight, matrix.size(), matrix.stride(), offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the parameter as it is."""
+        return self.size == self.weight.size() and self.stride == self.weight.stride()
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter is a matrix, and it is that as it is or transposed."""
+        return self.weight.ndim == 2 and (self.is_whole or self.stride == self.weight.mT.stride())
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the gradient of a matrix [n, k] at `place` is the product of.
+
+    `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
+    groups one after another, which end at `ends` [groups].
+    """
+
+    place: _Place
+    x: Tensor
+    gradient: Tensor
+    ends: Tensor | None
+
+    def product(self) -> Tensor:
+        """The gradient of the matrix [n, k], or of the stack of them."""
+        if self.ends is not None:
+            return _grouped(self.gradient.mT, self.x, self.ends)
+        if len(self.place.size) == 3:
+            return torch.bmm(self.gradient.mT, self.x)
+        return self.gradient.reshape(-1, self.place.size[0]).mT @ self.x.reshape(-1, self.place.size[1])
+
+    def are_added(self) -> bool:
+        """Add the product to the sum of its weight, where that has one; whether it is in it."""
+        weight = self.place.weight
+        return isinstance(weight, Summed) and self.place.is_matrix and weight.add(self._added_to)
+
+    def _added_to(self, total: Tensor | None) -> Tensor:
+        """`total` and the gradient, laid out as the weight is."""
+        n, k = self.place.size
+        gradient, x = self.gradient.reshape(-1, n), self.x.reshape(-1, k)
+        left, right = (gradient.mT, x) if self.place.is_whole else (x.mT, gradient)
+        dtype = wide(x.dtype)
+        if not x.is_cuda:
+            return (left @ right).to(dtype) if total is None else total.add_(left @ right)
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, dtype, out=total))
+
+
+class _Product(torch.autograd.Function):
+    """`_Product.apply(x, matrix, bias, ends, place, keep)`: `x` times `matrix` [n, k] transposed, see `Factors`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        place: _Place,
+        keep: Callable[[Factors], bool] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, matrix, ends)
+        ctx.place, ctx.keep = place, keep
+        if ends is not None:
+            return _grouped(x, matrix.mT, ends)
+        return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        x, matrix, ends = ctx.saved_tensors
+        of_x = of_matrix = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
+        if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+            of_matrix = factors.product()
+        return of_x, of_matrix, of_bias, None, None, None
+
+
+class Summed(nn.Parameter):
+    """A weight whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`."""
+
+    owner: Any = None
+    entry: str
+
+    def add(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
+        """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
+        if self.owner is not None:
+            setattr(self.owner, self.entry, added_to(getattr(self.owner, self.entry)))
+        return self.owner is not None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling():  # where no graph has a place for what is added
+                return function(*args, **(kwargs or {}))
+            return computed(function, args, kwargs or {})
+
+
+def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
+    """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
+
+    Those by products with it, whatever function of torch computes these, without being made by themselves.
+    """
+    summed: Any = weight
+    summed.__class__ = Summed
+    summed.owner, summed.entry = owner, entry
+    summed.register_post_accumulate_grad_hook(_move_gradient)
+
+
+def _move_gradient(weight: Summed) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, weight.grad = weight.grad, None
+    if gradient is not None:  # an input half leaves it to the weight half, and products are added already
+        weight.add(lambda total: gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
+
+
+def computed(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
+) -> Any:
+    """What a function of torch gives; if that is a product with a trained weight, its backward offers it to `keep`."""
+    if function in _FORMS and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            found = _FORMS[function](*args, **kwargs)
+            place = None if found is None else _Place.of(found[1])
+        if place is not None:
+            return _Product.apply(*found, place, keep)  # type: ignore[no-untyped-call]
+    return function(*args, **kwargs)
+
+
+#: x, matrix, bias and ends of `_Product`; None of what is not such a product.
+_Form = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Form:
+    return (input, weight, bias, None) if weight.ndim == 2 and not _casts(input) else None
+
+
+def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Form:
+    if more or _parameter_of(other) is None or _casts(input):
+        return None
+    is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
+    return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
+
+
+def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Form:
+    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts(mat1)
+    return (mat1, mat2.mT, bias, None) if is_plain else None
+
+
+def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Form:
+    is_plain = offs is not None and (input.ndim, weight.ndim) == (2, 3) and not any(more.values())
+    return (input, weight.mT, None, offs) if is_plain and _parameter_of(weight) is not None else None
+
+
+_FORMS: dict[Any, Callable[..., _Form]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
+    torch._grouped_mm: _grouped_mm,  # by which name F.grouped_mm comes here
+}
+
+
+def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    found: Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    return found
+
+
+def _parameter_of(matrix: Tensor) -> Tensor | None:
+    """The trained parameter that a tensor is, or is a view of."""
+    weight = matrix if matrix.is_leaf else matrix._base
+    is_trained = isinstance(weight, nn.Parameter) and matrix.requires_grad and weight.dtype == matrix.dtype
+    return weight if is_trained else None
+
+
+def _casts(x: Tensor) -> bool:
+    """Whether products are computed in another dtype than that of what they are given."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _has_all_once(view: Tensor) -> bool:
+    """Whether no number of what it is a view of is in it twice."""
+    span = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += (size - 1) * stride
+    return True
