@@ -9,8 +9,7 @@ GPU by one kernel, which rounds nothing in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +18,18 @@ from torch import Tensor, nn
 from chunkplan_runtime.dtypes import wide
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some."""
+class _Place(NamedTuple):
+    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some.
+
+    `is_whole`: it is the parameter as it is. `is_matrix`: that is a matrix, as it is or transposed.
+    """
 
     weight: Tensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    is_whole: bool
+    is_matrix: bool
 
     @classmethod
     def of(cls, matrix: Tensor) -> _Place | None:
@@ -35,21 +38,13 @@ class _Place:
         if weight is None or (matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix))):
             return None
         offset = int(matrix.storage_offset() - weight.storage_offset())
-        return cls(weight, matrix.size(), matrix.stride(), offset)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the parameter as it is."""
-        return self.size == self.weight.size() and self.stride == self.weight.stride()
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the parameter is a matrix, and it is that as it is or transposed."""
-        return self.weight.ndim == 2 and (self.is_whole or self.stride == self.weight.mT.stride())
+        size, stride = matrix.size(), matrix.stride()
+        is_whole = matrix is weight or (size == weight.size() and stride == weight.stride())
+        is_matrix = weight.ndim == 2 and (is_whole or stride == weight.mT.stride())
+        return cls(weight, size, stride, offset, is_whole, is_matrix)
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """What the gradient of a matrix [n, k] at `place` is the product of.
 
     `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
@@ -109,16 +104,21 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        x, matrix, ends = ctx.saved_tensors
         of_x = of_matrix = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
-        if ctx.needs_input_grad[2]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
-        if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
-            of_matrix = factors.product()
+        with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
+            x, matrix, ends = ctx.saved_tensors
+            if ctx.needs_input_grad[0]:
+                of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
+            if ctx.needs_input_grad[2]:
+                of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+            factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
+            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+                of_matrix = factors.product()
         return of_x, of_matrix, of_bias, None, None, None
+
+
+#: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
+_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 
 
 class Summed(nn.Parameter):
@@ -170,7 +170,7 @@ def computed(
             found = _FORMS[function](*args, **kwargs)
             place = None if found is None else _Place.of(found[1])
         if place is not None:
-            return _Product.apply(*found, place, keep)  # type: ignore[no-untyped-call]
+            return _product(*found, place, keep)
     return function(*args, **kwargs)
 
 
