@@ -74,12 +74,11 @@ class Factors(NamedTuple):
         n, k = self.place.size
         gradient, x = self.gradient.reshape(-1, n), self.x.reshape(-1, k)
         left, right = (gradient.mT, x) if self.place.is_whole else (x.mT, gradient)
-        dtype = wide(x.dtype)
         if not x.is_cuda:
-            return (left @ right).to(dtype) if total is None else total.add_(left @ right)
+            return torch.mm(left, right).to(wide(x.dtype)) if total is None else total.add_(torch.mm(left, right))
         if total is None:
-            return torch.mm(left, right, out_dtype=dtype)
-        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, dtype, out=total))
+            return torch.mm(left, right, out_dtype=wide(x.dtype))
+        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total))
 
 
 class _Product(torch.autograd.Function):
@@ -107,11 +106,14 @@ class _Product(torch.autograd.Function):
         of_x = of_matrix = of_bias = None
         with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
             x, matrix, ends = ctx.saved_tensors
+            if matrix.ndim == 2:
+                gradient = gradient.reshape(-1, matrix.shape[0])
             if ctx.needs_input_grad[0]:
-                of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
+                of_x = _grouped(gradient, matrix, ends) if ends is not None else torch.matmul(gradient, matrix)
+                of_x = of_x.view(x.shape)
             if ctx.needs_input_grad[2]:
-                of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-            factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
+                of_bias = gradient.sum(0)
+            factors = Factors(ctx.place, x, gradient, ends)
             if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
         return of_x, of_matrix, of_bias, None, None, None

@@ -68,7 +68,7 @@ class WeightHalves:
     def keep(self, factors: Factors) -> bool:
         """Keep what an input half leaves; whether one is at work."""
         if self._keeping is not None:
-            self._keeping.append(factors)
+            self._keeping.append(factors._replace(x=factors.x.detach()))  # not the graph behind it
         return self._keeping is not None
 
 
