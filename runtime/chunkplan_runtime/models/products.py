@@ -9,6 +9,7 @@ GPU by one kernel, which rounds nothing in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +25,6 @@ class _Place(NamedTuple):
     `is_whole`: it is the parameter as it is. `is_matrix`: that is a matrix, as it is or transposed.
     """
 
-    weight: Tensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -32,25 +32,25 @@ class _Place(NamedTuple):
     is_matrix: bool
 
     @classmethod
-    def of(cls, matrix: Tensor) -> _Place | None:
-        """Where a matrix is in the parameter that it is a view of; None if it is computed, or of no one's gradient."""
-        weight = _parameter_of(matrix)
-        if weight is None or (matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix))):
+    def of(cls, matrix: Tensor, weight: Tensor) -> _Place | None:
+        """Where a matrix is in the parameter that it is a view of; None if some numbers are in it twice."""
+        if matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix)):
             return None
         offset = int(matrix.storage_offset() - weight.storage_offset())
         size, stride = matrix.size(), matrix.stride()
         is_whole = matrix is weight or (size == weight.size() and stride == weight.stride())
         is_matrix = weight.ndim == 2 and (is_whole or stride == weight.mT.stride())
-        return cls(weight, size, stride, offset, is_whole, is_matrix)
+        return cls(size, stride, offset, is_whole, is_matrix)
 
 
 class Factors(NamedTuple):
-    """What the gradient of a matrix [n, k] at `place` is the product of.
+    """What the gradient of a matrix [n, k] at `place` of a weight is the product of.
 
     `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
     groups one after another, which end at `ends` [groups].
     """
 
+    weight: Tensor
     place: _Place
     x: Tensor
     gradient: Tensor
@@ -66,7 +66,7 @@ class Factors(NamedTuple):
 
     def are_added(self) -> bool:
         """Add the product to the sum of its weight, where that has one; whether it is in it."""
-        weight = self.place.weight
+        weight = self.weight
         return isinstance(weight, Summed) and self.place.is_matrix and weight.add(self._added_to)
 
     def _added_to(self, total: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class Factors(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, place, keep)`: `x` times `matrix` [n, k] transposed, see `Factors`."""
+    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` [n, k] transposed: see `Factors`."""
 
     @staticmethod
     def forward(
@@ -91,11 +91,12 @@ class _Product(torch.autograd.Function):
         matrix: Tensor,
         bias: Tensor | None,
         ends: Tensor | None,
+        weight: Tensor,
         place: _Place,
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, matrix, ends)
-        ctx.place, ctx.keep = place, keep
+        ctx.given, ctx.keep = (weight, place), keep
         if ends is not None:
             return _grouped(x, matrix.mT, ends)
         return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
@@ -113,10 +114,10 @@ class _Product(torch.autograd.Function):
                 of_x = of_x.view(x.shape)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.sum(0)
-            factors = Factors(ctx.place, x, gradient, ends)
+            factors = Factors(*ctx.given, x, gradient, ends)
             if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
-        return of_x, of_matrix, of_bias, None, None, None
+        return of_x, of_matrix, of_bias, None, None, None, None
 
 
 #: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
@@ -124,10 +125,11 @@ _product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 
 
 class Summed(nn.Parameter):
-    """A weight whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`."""
+    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`."""
 
     owner: Any = None
     entry: str
+    place: _Place
 
     def add(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
         """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
@@ -148,19 +150,21 @@ class Summed(nn.Parameter):
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
 
-    Those by products with it, whatever function of torch computes these, without being made by themselves.
+    Those by products with a matrix, whatever function of torch computes these, without being made by themselves.
     """
     summed: Any = weight
-    summed.__class__ = Summed
-    summed.owner, summed.entry = owner, entry
-    summed.register_post_accumulate_grad_hook(_move_gradient)
+    if weight.ndim == 2:
+        summed.__class__ = Summed
+        summed.owner, summed.entry, summed.place = owner, entry, _Place.of(weight, weight)
+    summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
-def _move_gradient(weight: Summed) -> None:
+def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, weight.grad = weight.grad, None
     if gradient is not None:  # an input half leaves it to the weight half, and products are added already
-        weight.add(lambda total: gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
+        total = getattr(owner, entry)
+        setattr(owner, entry, gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
 
 
 def computed(
@@ -170,9 +174,12 @@ def computed(
     if function in _FORMS and torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
             found = _FORMS[function](*args, **kwargs)
-            place = None if found is None else _Place.of(found[1])
-        if place is not None:
-            return _product(*found, place, keep)
+            weight = None if found is None else _parameter_of(found[1])
+            if found is not None and weight is not None:
+                is_known = weight is found[1] and isinstance(weight, Summed)
+                place = weight.place if is_known else _Place.of(found[1], weight)
+                if place is not None:
+                    return _product(*found, weight, place, keep)
     return function(*args, **kwargs)
 
 

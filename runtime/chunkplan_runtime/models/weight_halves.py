@@ -57,7 +57,7 @@ class WeightHalves:
         """Add the gradients of weights that the chunk's input half has left."""
         by_weight: dict[Tensor, list[Factors]] = {}
         for factors in self.kept.pop(place):
-            by_weight.setdefault(factors.place.weight, []).append(factors)
+            by_weight.setdefault(factors.weight, []).append(factors)
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
@@ -104,7 +104,7 @@ class _Products(TorchFunctionMode):
 def _sum_of(products: list[Factors]) -> Tensor:
     """The gradient of one parameter; what it is made of is let go of."""
     is_whole = all(each.place.is_whole for each in products)
-    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].place.weight)
+    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].weight)
     while products:
         place, product = products[0].place, products.pop(0).product()
         (total if is_whole else total.as_strided(place.size, place.stride, place.offset)).add_(product)
