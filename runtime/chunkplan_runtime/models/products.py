@@ -82,7 +82,7 @@ class Factors(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` [n, k] transposed: see `Factors`."""
+    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` transposed, see `Factors`."""
 
     @staticmethod
     def forward(
@@ -105,8 +105,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         of_x = of_matrix = of_bias = None
+        x, matrix, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
         with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
-            x, matrix, ends = ctx.saved_tensors
             if matrix.ndim == 2:
                 gradient = gradient.reshape(-1, matrix.shape[0])
             if ctx.needs_input_grad[0]:
@@ -129,7 +129,6 @@ class Summed(nn.Parameter):
 
     owner: Any = None
     entry: str
-    place: _Place
 
     def add(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
         """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
@@ -141,10 +140,11 @@ class Summed(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling():  # where no graph has a place for what is added
-                return function(*args, **(kwargs or {}))
-            return computed(function, args, kwargs or {})
+            # No graph of a compiler has a place for what is added.
+            found = None if torch.compiler.is_compiling() else product_of(function, args, kwargs)
+            return function(*args, **kwargs) if found is None else found
 
 
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
@@ -155,7 +155,7 @@ def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None
     summed: Any = weight
     if weight.ndim == 2:
         summed.__class__ = Summed
-        summed.owner, summed.entry, summed.place = owner, entry, _Place.of(weight, weight)
+        summed.owner, summed.entry = owner, entry
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
@@ -167,20 +167,18 @@ def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
         setattr(owner, entry, gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
 
 
-def computed(
+def product_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
-) -> Any:
-    """What a function of torch gives; if that is a product with a trained weight, its backward offers it to `keep`."""
-    if function in _FORMS and torch.is_grad_enabled():
-        with torch._C.DisableTorchFunctionSubclass():
-            found = _FORMS[function](*args, **kwargs)
-            weight = None if found is None else _parameter_of(found[1])
-            if found is not None and weight is not None:
-                is_known = weight is found[1] and isinstance(weight, Summed)
-                place = weight.place if is_known else _Place.of(found[1], weight)
-                if place is not None:
-                    return _product(*found, weight, place, keep)
-    return function(*args, **kwargs)
+) -> Tensor | None:
+    """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
+    if function not in _FORMS or not torch.is_grad_enabled():
+        return None
+    found = _FORMS[function](*args, **kwargs)
+    weight = None if found is None else _parameter_of(found[1])
+    if found is None or weight is None:
+        return None
+    place = _Place.of(found[1], weight)
+    return None if place is None else _product(*found, weight, place, keep)
 
 
 #: x, matrix, bias and ends of `_Product`; None of what is not such a product.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from chunkplan_runtime.models.modes import computing_in
-from chunkplan_runtime.models.products import Factors, computed
+from chunkplan_runtime.models.products import Factors, product_of
 
 #: A virtual stage of this process, and a chunk_id.
 Place = tuple[int, int]
@@ -98,7 +98,10 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return computed(function, args, kwargs or {}, self._halves.keep)
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = product_of(function, args, kwargs, self._halves.keep)
+        return function(*args, **kwargs) if found is None else found
 
 
 def _sum_of(products: list[Factors]) -> Tensor:
