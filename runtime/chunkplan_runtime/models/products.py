@@ -67,7 +67,7 @@ class Factors(NamedTuple):
     def are_added(self) -> bool:
         """Add the product to the sum of its weight, where that has one; whether it is in it."""
         weight = self.weight
-        return isinstance(weight, Summed) and self.place.is_matrix and weight.add(self._added_to)
+        return isinstance(weight, Summed) and self.place.is_matrix and weight.sum_up(self._added_to)
 
     def _added_to(self, total: Tensor | None) -> Tensor:
         """`total` and the gradient, laid out as the weight is."""
@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, matrix, ends)
-        ctx.given, ctx.keep = (weight, place), keep
+        ctx.weight, ctx.place, ctx.keep = weight, place, keep
         if ends is not None:
             return _grouped(x, matrix.mT, ends)
         return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
                 of_x = of_x.view(x.shape)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.sum(0)
-            factors = Factors(*ctx.given, x, gradient, ends)
+            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
             if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
         return of_x, of_matrix, of_bias, None, None, None, None
@@ -130,7 +130,7 @@ class Summed(nn.Parameter):
     owner: Any = None
     entry: str
 
-    def add(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
+    def sum_up(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
         """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
         if self.owner is not None:
             setattr(self.owner, self.entry, added_to(getattr(self.owner, self.entry)))

@@ -65,12 +65,15 @@ def with_sums(model: CausalLM, made: set[str] | None = None) -> dict[str, Simple
     return sums
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [each for each in SPLIT if each != "nemotron_h"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in SPLIT for way in ("whole", "halves")),
+        *((name, "run again") for name in ("llama with biases, tied", "qwen3_moe")),
+    ],
+)
 def test_sums_are_the_gradients_of_ordinary_backwards(model_of: Any, name: str, way: str) -> None:
     """Tied embeddings, biases, experts in stacks, matrices that are given transposed, latents, states."""
-    if way == "run again" and name not in ("llama with biases, tied", "qwen3_moe"):
-        pytest.skip("checkpoints do with these what they do with others")
     model, other = model_of(name, torch.float64), model_of(name, torch.float64)
     sums = with_sums(other)
     for each in (model, other):
@@ -121,7 +124,7 @@ def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of: Any, n
     assert masters.keys() == sums.keys()
     assert all(torch.equal(sums[name], master.grad) for name, master in masters.items() if master.grad is not None)
     assert all(master.grad is not None for master in masters.values())
-    assert num_products[0] == num_products[1]
+    assert num_products[0] == num_products[1] > 0
 
 
 class counting_operators(TorchDispatchMode):  # noqa: N801
