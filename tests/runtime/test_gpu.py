@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.model import CostModel
@@ -20,6 +21,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
+from chunkplan_runtime.training.master_weights import TrainedWeights
 from tests.support.alive import held_bytes
 
 pytestmark = [
@@ -107,6 +109,26 @@ def test_gradients_are_the_same_bits_whatever_k_and_whatever_is_on_the_host(run_
         other_loss, found = run_step(*other)
         assert other_loss == loss, other
         assert all(torch.equal(found[name], gradients[name]) for name in gradients), other
+
+
+@pytest.mark.parametrize("kind", ["linear", "transposed"])
+def test_products_are_added_to_master_weights_without_being_rounded(kind):
+    """The first one makes the sum, by a product in float32, and others are added to it in place."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 160) if kind == "linear" else Conv1D(160, 96)
+    layer.to(DEVICE, torch.bfloat16)
+    master = TrainedWeights(layer, master_weights=True).tensors["weight"]
+    expected = torch.zeros(160, 96, dtype=torch.float64, device=DEVICE)
+    for num_tokens in (33, 512, 1):
+        x = torch.randn(1, num_tokens, 96, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        gradient = torch.randn(1, num_tokens, 160, dtype=torch.bfloat16, device=DEVICE)
+        before = master.grad
+        layer(x).backward(gradient)
+        assert before is None or master.grad is before
+        expected += gradient[0].double().mT @ x[0].detach().double()
+    assert layer.weight.grad is None and master.grad.dtype == torch.float32
+    found = master.grad.double() if kind == "linear" else master.grad.double().mT
+    assert float((found - expected).norm() / expected.norm()) < 1e-6  # in bfloat16 it were 2e-3
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 64), (8, 128)], ids=["grouped-64", "128"])

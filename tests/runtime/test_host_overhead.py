@@ -1,4 +1,4 @@
-"""What the host does for a layer of a chunk, beside transformers' own layer: calls of Python functions."""
+"""What the host does for a layer of a chunk, beside transformers' own layer: calls of Python functions, operators."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
+from chunkplan_runtime.attention.operator import ATTEND, _attend
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.training.master_weights import TrainedWeights
 
 #: Lengths of sequences, chunks, the one that is looked at, and how many calls more its layers may take than those of
 #: transformers, forward and backward.
@@ -41,8 +44,30 @@ def counting(found: Counter[str], name: str) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def ours(config: Any, work: Any, chunk_id: int) -> Counter[str]:
-    model, found = new_model(copy.deepcopy(config), torch.float32, 0), Counter[str]()
+class Dispatched(TorchDispatchMode):
+    """Within the block operators are counted, those within attention too."""
+
+    def __init__(self, found: Counter[str], name: str) -> None:
+        super().__init__()
+        self.found, self.name = found, name
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is ATTEND:
+            with self:
+                return _attend(*args)
+        self.found[self.name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+#: Of where counts go and their name, a block in which they are taken.
+Counting = Callable[[Counter[str], str], AbstractContextManager[object]]
+
+
+def ours(
+    config: Any, work: Any, chunk_id: int, counting: Counting = counting, dtype: torch.dtype = torch.float32
+) -> Counter[str]:
+    model, found = new_model(copy.deepcopy(config), dtype, 0), Counter[str]()
+    TrainedWeights(model.model, master_weights=True)
 
     @contextmanager
     def around(action: Action) -> Iterator[None]:
@@ -55,8 +80,10 @@ def ours(config: Any, work: Any, chunk_id: int) -> Counter[str]:
     return found
 
 
-def theirs(config: Any, work: Any, chunk_id: int) -> Counter[str]:
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train()
+def theirs(
+    config: Any, work: Any, chunk_id: int, counting: Counting = counting, dtype: torch.dtype = torch.float32
+) -> Counter[str]:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train().to(dtype)
     tensors, found = work.tensors[chunk_id], Counter[str]()
     for _ in range(2):
         found.clear()
@@ -85,8 +112,35 @@ def test_a_layer_takes_few_more_calls_of_python_than_that_of_transformers(
 ) -> None:
     lengths, chunks, chunk_id, more = CASES[case]
     config = AutoConfig.for_model(**tiny_config("qwen2"))
-    plan = handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks))
-    [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
+    work = work_of(handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks)))
     own = of_a_layer(ours, config, work, chunk_id)
     others = of_a_layer(theirs, config, work, chunk_id)
+    assert {op: own[op] - others[op] <= more[op] for op in more} == dict.fromkeys(more, True), (own, others)
+
+
+def work_of(plan: Any) -> Any:
+    """The one rank of the one step of a plan."""
+    [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
+    return work
+
+
+#: How many operators more a layer may take than that of transformers, forward and backward: in float32, and in bfloat16
+#: with fp32 master weights, whose gradients are added up there.
+OPERATORS = {
+    "one whole sequence": ((0, -2), (0, 17)),
+    "two whole sequences": ((-4, 2), (-4, 19)),
+    "a part with a prefix": ((20, 22), (20, 61)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_dispatches_few_more_operators_than_that_of_transformers(
+    tiny_config: Any, handmade_plan: Any, random_sequences: Any, case: str, dtype: torch.dtype
+) -> None:
+    lengths, chunks, chunk_id, _ = CASES[case]
+    config = AutoConfig.for_model(**tiny_config("qwen2"))
+    work = work_of(handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks)))
+    own, others = (of_a_layer(each, config, work, chunk_id, Dispatched, dtype) for each in (ours, theirs))
+    more = dict(zip(("forward", "backward"), OPERATORS[case][dtype == torch.bfloat16], strict=True))
     assert {op: own[op] - others[op] <= more[op] for op in more} == dict.fromkeys(more, True), (own, others)

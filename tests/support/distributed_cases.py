@@ -24,7 +24,7 @@ from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.groups import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
-from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.distributed.sharding import Shards, _weights
 from chunkplan_runtime.distributed.slots import Aligned, paddings_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
@@ -35,6 +35,7 @@ from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.master_weights import TrainedWeights
@@ -289,6 +290,9 @@ def compare_master_weights(
     stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, **how)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
     stage.run(stage.work(0))
+    if stage.shards and sharding == "optimizer":  # what processes sum before they reduce it is made in the sum
+        gathered = [weight._unsharded_param for module in stage.shards._modules for weight in _weights(module)]
+        assert all(isinstance(weight, Summed) == (weight.ndim == 2) and weight.grad is None for weight in gathered)
     gradients, norm = stage.finish_gradients(weights)
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     reference_norm = torch.nn.utils.get_total_norm(reference.values()).item()

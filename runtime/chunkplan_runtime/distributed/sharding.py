@@ -38,6 +38,7 @@ from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import sum_gradients
 
 
 class Shards:
@@ -93,6 +94,8 @@ class Shards:
         ]
         self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
         self._reductions: Any = Reductions(machines)
+        #: Whether gradients are summed here in another dtype than their own, by what weights do not know yet.
+        self._sums_wide = narrow and not self.reduces_always
         #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
         self._always_waits = self.reduces_always or (narrow and not master_weights)
         for module in self._modules:
@@ -123,6 +126,11 @@ class Shards:
     def begin_step(self) -> None:
         """From now on gradients are summed here, and what is gathered once a step stays gathered."""
         self.begin_forwards()
+        if self._sums_wide:  # known for good, as FSDP2 gathers into the same parameters ever after
+            self.end_forwards()
+            for weight in itertools.chain.from_iterable(map(_weights, self._modules)):
+                sum_gradients(weight.unsharded_param, weight, "unsharded_accumulated_grad")
+            self._sums_wide = False
         # Where gradients are shared, all processes take part in every backward, and so reduce in it.
         self._reduced = {*range(len(self._layers))} if self.reduces_always else set()
         self._left = {}
@@ -177,9 +185,9 @@ class Shards:
     def around(self, inner: Around) -> Around:
         """What `RankExecutor.run` enters around an action: `inner`, and what FSDP2 does not see of reducing in it.
 
-        That is all that a weight half leaves. It is summed as FSDP2 sums it after every backward, in the dtype that it
-        reduces. Where it is reduced at once, so is what the other half of some backward has found: this is kept apart
-        until then, as whole backwards that come between would reduce it with gradients of another dtype.
+        That is all that a weight half leaves. Where it is reduced at once, so is what the other half of some backward
+        has found: this is kept apart until then, as whole backwards that come between would reduce it with gradients of
+        another dtype.
         """
 
         @contextmanager
@@ -189,12 +197,9 @@ class Shards:
                 self._sync_layers(virtual_stage, action.op == "backward")
             with inner(action):
                 yield
-                if action.op == "backward_weight":
+                if action.op == "backward_weight" and self.reduces_always:
                     for layer in self._backward[virtual_stage]:
-                        if self.reduces_always:
-                            self._reduce(layer)
-                        else:
-                            _sum_up(layer)
+                        self._reduce(layer)
                 elif action.op == "backward_input" and self.reduces_always:
                     for layer in self._layers[virtual_stage]:
                         self._keep_apart(layer)
@@ -211,7 +216,7 @@ class Shards:
         if self._head is not None:
             self._reduce(self._head)
             self._reductions.finish()  # so that what is sent of the head is gone before what is of the embeddings
-        _sum_up(self._root, with_zeros=True)
+        _sum_up(self._root)
         self._root.set_is_last_backward(True)
         self._root.set_requires_gradient_sync(True, recurse=False)
         self._root(_nothing_to_learn, self.model.device).backward()  # at its end FSDP2 reduces embeddings and head
@@ -259,7 +264,7 @@ class Shards:
             found = self._left.pop(weight, None)
             if found is not None:
                 _give(weight, found)
-        _sum_up(layer, with_zeros=True)
+        _sum_up(layer)
         layer.set_requires_gradient_sync(True, recurse=False)
         with group.use_training_state(group._training_state):
             group.post_backward()
@@ -323,10 +328,10 @@ def _give(weight: Any, gradient: Tensor) -> None:
         weight.unsharded_accumulated_grad = gradient
 
 
-def _sum_up(module: Any, *, with_zeros: bool = False) -> None:
-    """Add up what there is of gradients, in the dtype that is reduced; `with_zeros`: those that are not there too."""
+def _sum_up(module: Any) -> None:
+    """Add up gradients in the dtype that is reduced; those that are not there are zeros."""
     for weight in _weights(module):
-        if with_zeros and weight.unsharded_accumulated_grad is None and weight.unsharded_param.grad is None:
+        if weight.unsharded_accumulated_grad is None and weight.unsharded_param.grad is None:
             weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
         weight.accumulate_unsharded_grad_if_needed()
         weight.to_accumulated_grad_if_needed()

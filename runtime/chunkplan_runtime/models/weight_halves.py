@@ -1,11 +1,11 @@
 """Backwards in two halves: gradients of inputs first, those of the weights of products when they are asked for.
 
 Of all that a backward computes, only the gradients of weights that multiply activations are worth a half of their own
-(Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): each is one product, of the input `x` of a linear layer
-and the gradient of its output. While a model runs forward, also where activation checkpoints run its layers again, such
-products are computed by a function whose backward keeps these two in the input half of a chunk, and leaves the rest of
-the graph to autograd: norms, biases, convolutions, attention, states. What is multiplied in a way that is not known
-here has the gradient of its weight in the input half too.
+(Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): each is one product (`models.products`). While a model
+runs forward, also where activation checkpoints run its layers again, such products are computed so that the input half
+of a chunk keeps what these gradients are made of, and leaves the rest of the graph to autograd: norms, biases,
+convolutions, attention, states. What is multiplied in a way that is not known there has the gradient of its weight in
+the input half too.
 
 A weight half adds to `.grad` as a backward does, with the hooks of parameters. What it needs is kept for no longer than
 until then, and nothing else of the graph is.
@@ -13,17 +13,16 @@ until then, and nothing else of the graph is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from chunkplan_runtime.models.modes import computing_in
+from chunkplan_runtime.models.products import Factors, product_of
 
 #: A virtual stage of this process, and a chunk_id.
 Place = tuple[int, int]
@@ -38,7 +37,7 @@ class WeightHalves:
     def __init__(self, *, splits: bool = False) -> None:
         self._splits = splits
         #: Of the chunk whose input half is at work; None in whole backwards.
-        self.keeping: list[Factors] | None = None
+        self._keeping: list[Factors] | None = None
         self.kept: dict[Place, list[Factors]] = {}
 
     def splitting(self) -> AbstractContextManager[object]:
@@ -48,103 +47,29 @@ class WeightHalves:
     @contextmanager
     def input_half(self, place: Place) -> Iterator[None]:
         """Backwards in the block leave gradients of weights for the `weight_half` of this chunk."""
-        self.keeping = self.kept[place] = []
+        self._keeping = self.kept[place] = []
         try:
             yield
         finally:
-            self.keeping = None
+            self._keeping = None
 
     def weight_half(self, place: Place) -> None:
         """Add the gradients of weights that the chunk's input half has left."""
         by_weight: dict[Tensor, list[Factors]] = {}
         for factors in self.kept.pop(place):
-            by_weight.setdefault(factors.place.weight, []).append(factors)
+            by_weight.setdefault(factors.weight, []).append(factors)
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
-            _Given.apply(weight, by_weight.pop(weight)).backward()  # type: ignore[no-untyped-call]
+            left = [factors for factors in by_weight.pop(weight) if not factors.are_added()]
+            if left:
+                _Given.apply(weight, left).backward()  # type: ignore[no-untyped-call]
 
-
-@dataclass(frozen=True)
-class _Place:
-    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some."""
-
-    weight: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, matrix: Tensor) -> _Place | None:
-        """Where a matrix is in the parameter that it is a view of; None if it is computed, or of no one's gradient."""
-        weight = _parameter_of(matrix)
-        if weight is None or (matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix))):
-            return None
-        offset = int(matrix.storage_offset() - weight.storage_offset())
-        return cls(weight, matrix.size(), matrix.stride(), offset)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the parameter as it is."""
-        return self.size == self.weight.size() and self.stride == self.weight.stride()
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What the gradient of a matrix [n, k] at `place` is the product of.
-
-    `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
-    groups one after another, which end at `ends` [groups].
-    """
-
-    place: _Place
-    x: Tensor
-    gradient: Tensor
-    ends: Tensor | None
-
-    def product(self) -> Tensor:
-        """The gradient of the matrix [n, k], or of the stack of them."""
-        if self.ends is not None:
-            return _grouped(self.gradient.mT, self.x, self.ends)
-        if len(self.place.size) == 3:
-            return torch.bmm(self.gradient.mT, self.x)
-        return self.gradient.reshape(-1, self.place.size[0]).mT @ self.x.reshape(-1, self.place.size[1])
-
-
-class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, place, halves)`: `x` times `matrix` [n, k] transposed, see `Factors`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        matrix: Tensor,
-        bias: Tensor | None,
-        ends: Tensor | None,
-        place: _Place,
-        halves: WeightHalves,
-    ) -> Tensor:
-        ctx.save_for_backward(x, matrix, ends)
-        ctx.place, ctx.halves = place, halves
-        if ends is not None:
-            return _grouped(x, matrix.mT, ends)
-        return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        x, matrix, ends = ctx.saved_tensors
-        of_x = of_matrix = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = torch.matmul(gradient, matrix) if ends is None else _grouped(gradient, matrix, ends)
-        if ctx.needs_input_grad[2]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        factors = Factors(ctx.place, x.detach(), gradient, ends)  # not the graph behind x
-        if ctx.halves.keeping is None:
-            of_matrix = factors.product()
-        else:
-            ctx.halves.keeping.append(factors)
-        return of_x, of_matrix, of_bias, None, None, None
+    def keep(self, factors: Factors) -> bool:
+        """Keep what an input half leaves; whether one is at work."""
+        if self._keeping is not None:
+            self._keeping.append(factors._replace(x=factors.x.detach()))  # not the graph behind it
+        return self._keeping is not None
 
 
 class _Given(torch.autograd.Function):
@@ -164,7 +89,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Products(TorchFunctionMode):
-    """Computes products with trained weights by `_Product`."""
+    """Computes products with trained weights so that their gradients can be left."""
 
     def __init__(self, halves: WeightHalves) -> None:
         super().__init__()
@@ -173,80 +98,16 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if function in _FORMS and torch.is_grad_enabled():
-            found = _FORMS[function](*args, **kwargs)
-            if found is not None:
-                place = _Place.of(found[1])
-                if place is not None:
-                    return _Product.apply(*found, place, self._halves)  # type: ignore[no-untyped-call]
-        return function(*args, **kwargs)
-
-
-#: x, matrix, bias and ends of `_Product`; None of what is not such a product.
-_Form = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Form:
-    return (input, weight, bias, None) if weight.ndim == 2 and not _casts(input) else None
-
-
-def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Form:
-    if more or _parameter_of(other) is None or _casts(input):
-        return None
-    is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
-    return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
-
-
-def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Form:
-    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts(mat1)
-    return (mat1, mat2.mT, bias, None) if is_plain else None
-
-
-def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Form:
-    is_plain = offs is not None and (input.ndim, weight.ndim) == (2, 3) and not any(more.values())
-    return (input, weight.mT, None, offs) if is_plain and _parameter_of(weight) is not None else None
-
-
-_FORMS: dict[Any, Callable[..., _Form]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
-    torch._grouped_mm: _grouped_mm,  # by which name F.grouped_mm comes here
-}
-
-
-def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    found: Tensor = F.grouped_mm(rows, matrices, offs=ends)
-    return found
-
-
-def _parameter_of(matrix: Tensor) -> Tensor | None:
-    """The trained parameter that a tensor is, or is a view of."""
-    weight = matrix if matrix.is_leaf else matrix._base
-    is_trained = isinstance(weight, nn.Parameter) and matrix.requires_grad and weight.dtype == matrix.dtype
-    return weight if is_trained else None
-
-
-def _casts(x: Tensor) -> bool:
-    """Whether products are computed in another dtype than that of what they are given."""
-    return torch.is_autocast_enabled(x.device.type)
-
-
-def _has_all_once(view: Tensor) -> bool:
-    """Whether no number of what it is a view of is in it twice."""
-    span = 1
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size > 1 and stride < span:
-            return False
-        span += (size - 1) * stride
-    return True
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = product_of(function, args, kwargs, self._halves.keep)
+        return function(*args, **kwargs) if found is None else found
 
 
 def _sum_of(products: list[Factors]) -> Tensor:
     """The gradient of one parameter; what it is made of is let go of."""
     is_whole = all(each.place.is_whole for each in products)
-    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].place.weight)
+    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].weight)
     while products:
         place, product = products[0].place, products.pop(0).product()
         (total if is_whole else total.as_strided(place.size, place.stride, place.offset)).add_(product)

@@ -2,15 +2,16 @@
 
 A bfloat16 weight has 8 bits of precision: most updates are too small to change it, and a gradient that is added up over
 many chunks stops growing. Each bfloat16 parameter therefore has an fp32 master weight that the optimizer owns;
-gradients are added to the master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740).
+gradients are added to the master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740),
+those of products without being made in bfloat16 before (`models.products`).
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
+
+from chunkplan_runtime.models.products import sum_gradients
 
 
 class TrainedWeights:
@@ -29,7 +30,7 @@ class TrainedWeights:
             self.tensors[name] = parameter
             if master_weights and parameter.dtype == torch.bfloat16:
                 master = parameter.detach().float().requires_grad_()
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))  # type: ignore[no-untyped-call]
+                sum_gradients(parameter, master)
                 self._mastered.append((parameter, master))
                 self.tensors[name] = master
 
@@ -38,13 +39,3 @@ class TrainedWeights:
         """Round the fp32 master weights into the model."""
         for parameter, master in self._mastered:
             parameter.copy_(master)
-
-
-def _move_gradient(master: Tensor, parameter: Tensor) -> None:
-    if parameter.grad is None:  # the input half of a backward leaves it to the weight half
-        return
-    if master.grad is None:
-        master.grad = parameter.grad.float()
-    else:
-        master.grad.add_(parameter.grad)
-    parameter.grad = None

@@ -1,0 +1,241 @@
+"""Products with trained weights: what their gradients are made of, which can be kept, or added to a sum elsewhere.
+
+The gradient of a weight that multiplies activations is one product, of the input `x` of a linear layer and the gradient
+of its output. Such products are computed by a function that knows both in its backward. Where a gradient is narrower
+than the sum that it is for (`sum_gradients`), and the weight is a matrix, the product is added to the sum at once: on a
+GPU by one kernel, which rounds nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chunkplan_runtime.dtypes import wide
+
+
+class _Place(NamedTuple):
+    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some.
+
+    `is_whole`: it is the parameter as it is. `is_matrix`: that is a matrix, as it is or transposed.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_whole: bool
+    is_matrix: bool
+
+    @classmethod
+    def of(cls, matrix: Tensor, weight: Tensor) -> _Place | None:
+        """Where a matrix is in the parameter that it is a view of; None if some numbers are in it twice."""
+        if matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix)):
+            return None
+        offset = int(matrix.storage_offset() - weight.storage_offset())
+        size, stride = matrix.size(), matrix.stride()
+        is_whole = matrix is weight or (size == weight.size() and stride == weight.stride())
+        is_matrix = weight.ndim == 2 and (is_whole or stride == weight.mT.stride())
+        return cls(size, stride, offset, is_whole, is_matrix)
+
+
+class Factors(NamedTuple):
+    """What the gradient of a matrix [n, k] at `place` of a weight is the product of.
+
+    `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
+    groups one after another, which end at `ends` [groups].
+    """
+
+    weight: Tensor
+    place: _Place
+    x: Tensor
+    gradient: Tensor
+    ends: Tensor | None
+
+    def product(self) -> Tensor:
+        """The gradient of the matrix [n, k], or of the stack of them."""
+        if self.ends is not None:
+            return _grouped(self.gradient.mT, self.x, self.ends)
+        if len(self.place.size) == 3:
+            return torch.bmm(self.gradient.mT, self.x)
+        return self.gradient.reshape(-1, self.place.size[0]).mT @ self.x.reshape(-1, self.place.size[1])
+
+    def are_added(self) -> bool:
+        """Add the product to the sum of its weight, where that has one; whether it is in it."""
+        weight = self.weight
+        return isinstance(weight, Summed) and self.place.is_matrix and weight.sum_up(self._added_to)
+
+    def _added_to(self, total: Tensor | None) -> Tensor:
+        """`total` and the gradient, laid out as the weight is."""
+        n, k = self.place.size
+        gradient, x = self.gradient.reshape(-1, n), self.x.reshape(-1, k)
+        left, right = (gradient.mT, x) if self.place.is_whole else (x.mT, gradient)
+        if not x.is_cuda:
+            return torch.mm(left, right).to(wide(x.dtype)) if total is None else total.add_(torch.mm(left, right))
+        if total is None:
+            return torch.mm(left, right, out_dtype=wide(x.dtype))
+        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total))
+
+
+class _Product(torch.autograd.Function):
+    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` transposed, see `Factors`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        weight: Tensor,
+        place: _Place,
+        keep: Callable[[Factors], bool] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, matrix, ends)
+        ctx.weight, ctx.place, ctx.keep = weight, place, keep
+        if ends is not None:
+            return _grouped(x, matrix.mT, ends)
+        return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        of_x = of_matrix = of_bias = None
+        x, matrix, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
+        with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
+            if matrix.ndim == 2:
+                gradient = gradient.reshape(-1, matrix.shape[0])
+            if ctx.needs_input_grad[0]:
+                of_x = _grouped(gradient, matrix, ends) if ends is not None else torch.matmul(gradient, matrix)
+                of_x = of_x.view(x.shape)
+            if ctx.needs_input_grad[2]:
+                of_bias = gradient.sum(0)
+            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
+            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+                of_matrix = factors.product()
+        return of_x, of_matrix, of_bias, None, None, None, None
+
+
+#: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
+_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
+
+
+class Summed(nn.Parameter):
+    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`."""
+
+    owner: Any = None
+    entry: str
+
+    def sum_up(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
+        """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
+        if self.owner is not None:
+            setattr(self.owner, self.entry, added_to(getattr(self.owner, self.entry)))
+        return self.owner is not None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            # No graph of a compiler has a place for what is added.
+            found = None if torch.compiler.is_compiling() else product_of(function, args, kwargs)
+            return function(*args, **kwargs) if found is None else found
+
+
+def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
+    """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
+
+    Those by products with a matrix, whatever function of torch computes these, without being made by themselves.
+    """
+    summed: Any = weight
+    if weight.ndim == 2:
+        summed.__class__ = Summed
+        summed.owner, summed.entry = owner, entry
+    summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
+
+
+def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, weight.grad = weight.grad, None
+    if gradient is not None:  # an input half leaves it to the weight half, and products are added already
+        total = getattr(owner, entry)
+        setattr(owner, entry, gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
+
+
+def product_of(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
+) -> Tensor | None:
+    """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
+    if function not in _FORMS or not torch.is_grad_enabled():
+        return None
+    found = _FORMS[function](*args, **kwargs)
+    weight = None if found is None else _parameter_of(found[1])
+    if found is None or weight is None:
+        return None
+    place = _Place.of(found[1], weight)
+    return None if place is None else _product(*found, weight, place, keep)
+
+
+#: x, matrix, bias and ends of `_Product`; None of what is not such a product.
+_Form = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Form:
+    return (input, weight, bias, None) if weight.ndim == 2 and not _casts(input) else None
+
+
+def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Form:
+    if more or _parameter_of(other) is None or _casts(input):
+        return None
+    is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
+    return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
+
+
+def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Form:
+    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts(mat1)
+    return (mat1, mat2.mT, bias, None) if is_plain else None
+
+
+def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Form:
+    is_plain = offs is not None and (input.ndim, weight.ndim) == (2, 3) and not any(more.values())
+    return (input, weight.mT, None, offs) if is_plain and _parameter_of(weight) is not None else None
+
+
+_FORMS: dict[Any, Callable[..., _Form]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
+    torch._grouped_mm: _grouped_mm,  # by which name F.grouped_mm comes here
+}
+
+
+def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    found: Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    return found
+
+
+def _parameter_of(matrix: Tensor) -> Tensor | None:
+    """The trained parameter that a tensor is, or is a view of."""
+    weight = matrix if matrix.is_leaf else matrix._base
+    is_trained = isinstance(weight, nn.Parameter) and matrix.requires_grad and weight.dtype == matrix.dtype
+    return weight if is_trained else None
+
+
+def _casts(x: Tensor) -> bool:
+    """Whether products are computed in another dtype than that of what they are given."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _has_all_once(view: Tensor) -> bool:
+    """Whether no number of what it is a view of is in it twice."""
+    span = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += (size - 1) * stride
+    return True

@@ -1,0 +1,175 @@
+"""Gradients of matrices are added to their sums by the product that makes them, and are those of ordinary backwards."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.models.lora import LoraOptions, add_lora
+from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.products import Summed, sum_gradients
+from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.training.master_weights import TrainedWeights
+from tests.runtime.execution.test_split_backward import SPLIT, at_the_end, check_same
+
+TARGETS = 50
+
+#: Ways that a step runs: its actions, and how layers are held.
+WAYS: dict[str, tuple[Callable[[RankWork], RankWork], str]] = {
+    "whole": (lambda work: work, "none"),
+    "halves": (at_the_end, "none"),
+    "run again": (lambda work: work, "keep-projections"),
+}
+
+
+@pytest.fixture
+def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
+    def make(name: str, dtype: torch.dtype, *, adapted: bool = False) -> CausalLM:
+        model = new_model(AutoConfig.for_model(**tiny_config(**SPLIT[name])), dtype, seed=1)
+        return add_lora(model, LoraOptions(rank=3, alpha=6.0)) if adapted else model
+
+    return make
+
+
+def trained(model: CausalLM) -> dict[str, nn.Parameter]:
+    return {name: value for name, value in model.model.named_parameters() if value.requires_grad}
+
+
+def run(model: CausalLM, way: str, seed: int = 3) -> None:
+    as_actions, checkpointing = WAYS[way]
+    model.set_checkpointing(checkpointing)
+    RankExecutor(model, seed=seed).run(as_actions(work_of(random_sequences(97), 1)), TARGETS)
+
+
+def with_sums(model: CausalLM, made: set[str] | None = None) -> dict[str, SimpleNamespace]:
+    """The sum of each weight; `made` gets the names of those that ever have a gradient of their own."""
+    sums = {name: SimpleNamespace(total=None) for name in trained(model)}
+    for name, weight in trained(model).items():
+        if made is not None:
+            weight.register_post_accumulate_grad_hook(
+                lambda weight, name=name: made.add(name) if weight.grad is not None else None
+            )
+        sum_gradients(weight, sums[name], "total")
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in SPLIT for way in ("whole", "halves")),
+        *((name, "run again") for name in ("llama with biases, tied", "qwen3_moe")),
+    ],
+)
+def test_sums_are_the_gradients_of_ordinary_backwards(model_of: Any, name: str, way: str) -> None:
+    """Tied embeddings, biases, experts in stacks, matrices that are given transposed, latents, states."""
+    model, other = model_of(name, torch.float64), model_of(name, torch.float64)
+    sums = with_sums(other)
+    for each in (model, other):
+        with evaluate_in_float64(each.model):
+            run(each, way)
+            run(each, way, seed=4)
+    check_same(
+        {name: sums[name].total for name, weight in trained(model).items() if weight.grad is not None},
+        {name: weight.grad for name, weight in trained(model).items() if weight.grad is not None},
+        1e-14,
+    )
+    assert all(weight.grad is None for weight in trained(other).values())
+
+
+@pytest.mark.parametrize("name", ["llama with biases, tied", "gpt2", "qwen3_moe"])
+def test_no_matrix_of_a_linear_layer_has_a_gradient_in_bfloat16(model_of: Any, name: str) -> None:
+    """Of what is left, norms, biases and embeddings have no product, and experts are not matrices but stacks."""
+    for way in WAYS:
+        made: set[str] = set()
+        model = model_of(name, torch.bfloat16)
+        with_sums(model, made)
+        run(model, way)
+        matrices = {each for each, weight in trained(model).items() if weight.ndim == 2}
+        embeddings = {each for each in matrices if each.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
+        assert made == trained(model).keys() - matrices | embeddings, way
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", ["llama with biases, tied", "gpt2"])
+def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of: Any, name: str, adapted: bool) -> None:
+    """And take as many products for it: frozen weights make none."""
+    model, other = (model_of(name, torch.bfloat16, adapted=adapted) for _ in range(2))
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, weight: nn.Parameter) -> None:
+        assert weight.grad is not None
+        sums[name] = sums[name].add_(weight.grad) if name in sums else weight.grad.float()
+        weight.grad = None
+
+    for each, weight in trained(model).items():
+        weight.register_post_accumulate_grad_hook(lambda weight, each=each: add(each, weight))
+    masters = TrainedWeights(other.model, master_weights=True).tensors
+    num_products = []
+    for each in (model, other):
+        with counting_operators() as found:
+            run(each, "whole")
+        num_products.append(found["aten::mm"] + found["aten::addmm"])
+    assert masters.keys() == sums.keys()
+    assert all(torch.equal(sums[name], master.grad) for name, master in masters.items() if master.grad is not None)
+    assert all(master.grad is not None for master in masters.values())
+    assert num_products[0] == num_products[1] > 0
+
+
+class counting_operators(TorchDispatchMode):  # noqa: N801
+    """Within the block operators of torch are counted, by name."""
+
+    def __enter__(self) -> Counter[str]:  # type: ignore[override]
+        super().__enter__()
+        self.found = Counter[str]()
+        return self.found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[function.name().partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (5, 5)])
+def test_a_product_is_added_as_the_weight_is_laid_out_however_it_is_given(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight, plain = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
+    total = SimpleNamespace(total=None)
+    sum_gradients(weight, total, "total")
+    x, y = torch.randn(2, 3, shape[1], dtype=torch.float64), torch.randn(7, shape[0], dtype=torch.float64)
+    bias = torch.zeros(shape[1], dtype=torch.float64)
+    for each in (weight, plain):
+        for _ in range(2):
+            outs = [nn.functional.linear(x, each), torch.addmm(bias, y, each), x @ each.mT, y @ each, each.sum()]
+            sum(((out + 1) ** 2).sum() for out in outs).backward()  # type: ignore[union-attr]
+    assert weight.grad is None and plain.grad is not None
+    torch.testing.assert_close(total.total, plain.grad, rtol=1e-14, atol=0)
+
+
+def test_a_copy_of_a_trained_weight_has_gradients_of_its_own() -> None:
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    masters = TrainedWeights(layer, master_weights=True).tensors
+    own = copy.deepcopy(layer)
+    own(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert own.weight.grad is not None and masters["weight"].grad is None
+
+
+def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum() -> None:
+    layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    [master] = TrainedWeights(layer, master_weights=True).tensors.values()
+    x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(layer, backend="eager", fullgraph=True)(x).sum().backward()
+    compiled, master.grad = master.grad, None
+    layer(x).sum().backward()
+    assert isinstance(layer.weight, Summed) and layer.weight.grad is None
+    torch.testing.assert_close(compiled, master.grad)
