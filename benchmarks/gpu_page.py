@@ -30,6 +30,11 @@ CHUNKS = """\
 A chunk of one sequence, or packed, behind earlier tokens of its sequence: a forward for its keys and values alone, and
 a forward with a backward; beside them what the fitted profile says."""
 
+WORK = """\
+*Times its work*: beside the time that its products and its attention take at the rates that `calibrate` measured, of
+large products and of the fastest kernel. That is a forward and a backward of each token, and another forward where
+checkpointing is full; a chunk of the probe runs forward twice."""
+
 #: What the first file calls the plans of its steps, in words.
 _PLANS = {
     "p15_8k1": "1.5B, ChunkSize 8,192",
@@ -70,13 +75,15 @@ def _section(document: Row) -> Iterator[str]:
         yield _table([_attention(row) for row in rows])
     if rows := document.get("probe"):
         yield "### The probe: four layers and the head of a 7B"
-        yield _table(rows)
+        yield WORK
+        yield _table([_with_work(row, document, row["both ms"] / 1e3) for row in rows])
     for part, title in (("steps", "Steps"), ("long", "A long step"), ("million", "A million tokens")):
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
             yield STEPS
             last = {tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")): row for row in rows}
-            yield _table([_step(row, document) for row in last.values()])  # what ran first warmed up
+            done = [_step(row, document) for row in last.values()]  # what ran first warmed up
+            yield _table([_with_work(row, document, row["s"]) for row in done])
     if found := document.get("calibrate"):
         yield "### Chunks, and the profile fitted to them"
         yield _fill(f"{found['model']}. {CHUNKS}")
@@ -129,7 +136,17 @@ def _step(row: Row, document: Row) -> Row:
     for name, seconds in predicted.items():
         found[name] = f"{seconds} ({seconds / row['seconds'] - 1:+.0%})"
     found |= {"GiB": row["peak_gib"]} if row.get("peak_gib") else {}
-    found |= {name: row[name] for name in ("predicted GiB", "done") if name in row}
+    return found | {name: row[name] for name in ("predicted GiB", "done", "work", "head_size") if name in row}
+
+
+def _with_work(row: Row, document: Row, seconds: float) -> Row:
+    """A row with how many times longer it took than what it has to do, in place of the FLOPs of that."""
+    found = {name: value for name, value in row.items() if name not in ("work", "head_size")}
+    rates = document.get("calibrate", {}).get("rates", {})
+    if "work" in row and "attention" in rates and "done" not in row:
+        attention = next(each for each in rates["attention"] if each["head_size"] == row["head_size"])
+        rate_of = {"products": rates["flops"], **attention}
+        found["times its work"] = round(seconds / sum(flops / rate_of[name] for name, flops in row["work"].items()), 2)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from gpu_plans import write_model
+from gpu_work import work_of
 
 from chunkplan.cost.calibrate import Calibration
 from chunkplan_runtime.calibration.calibrate import calibrate
@@ -44,6 +45,8 @@ def measure_probe(device: torch.device, *, toy: bool, add: Callable[[Row], None]
                     "forward ms": round(forward, 2),
                     "train ms": round(train, 2),
                     "both ms": round(forward + train, 2),
+                    "work": work_of(model, [(0, tokens) for tokens in probe.segments], forwards=2),
+                    "head_size": model.config.hidden_size // model.config.num_attention_heads,
                 }
             )
 

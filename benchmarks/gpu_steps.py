@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_plans import FOLDER, PLANS, GpuPlan, write_model, write_tokens
+from gpu_work import work_of
 
 from chunkplan.cost.durations import attention_pairs_of, durations
 from chunkplan.cost.held import Held
@@ -72,6 +73,11 @@ def run_plan(run: Run, name: str, kv_offload: Sequence[bool] = (False,), *, seco
         for work in sorted(stream, key=lambda work: work.step.num_tokens):
             for offload in kv_offload:
                 row = _describe(name, plan, work, offload)
+                segments = [
+                    (each.start, each.end) for chunk in work.ranks[0].chunks.values() for each in chunk.segments
+                ]
+                row["work"] = work_of(model, segments, forwards=2 if plan.checkpointing == "full" else 1)
+                row["head_size"] = config.hidden_size // config.num_attention_heads
                 repeats = 2 if work.step.num_tokens <= _WARM else 1
                 for _ in range(repeats):
                     found, done = _measure(model, weights, work, offload, seconds)

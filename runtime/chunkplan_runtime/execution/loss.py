@@ -67,21 +67,25 @@ def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[t
 
 
 def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float, smoothing: float) -> Tensor:
-    """The losses of a block [rows]; gradients of `scale` times their sum are added to those of `hidden` and the head.
-
-    The gradient of the logits, the softmax less the share of each entry in the target, is made in the place of their
-    exponentials, as autograd would not do: beside the logits there is no more than these, and the gradient where its
-    dtype is narrower.
-    """
+    """The losses of a block [rows]; adds the gradients of `scale` times their sum to those of `hidden` and the head."""
     logits = head(hidden)  # [rows, vocab_size]
-    losses, gradient, totals = _exponentials(logits.detach(), targets, smoothing)
+    losses, gradient = _with_gradient(logits.detach(), targets, scale, smoothing)
+    torch.autograd.backward(logits, gradient)
+    return losses
+
+
+def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Losses [rows], and the gradient of `scale` times their sum: the softmax less each entry's share of the target.
+
+    It is made in the place of the exponentials, as autograd would not do: beside the logits there is no more than
+    these, and the gradient where its dtype is narrower.
+    """
+    losses, gradient, totals = _exponentials(logits, targets, smoothing)
     gradient *= (scale / totals)[:, None]
     if smoothing:
         gradient -= scale * smoothing / logits.shape[1]
-    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -scale * (1 - smoothing)))
-    gradient = gradient.to(logits.dtype)
-    torch.autograd.backward(logits, gradient)
-    return losses
+    of_targets = gradient.gather(1, targets[:, None]) - scale * (1 - smoothing)  # before it is rounded
+    return losses, gradient.to(logits.dtype).scatter_(1, targets[:, None], of_targets.to(logits.dtype))
 
 
 def _exponentials(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:

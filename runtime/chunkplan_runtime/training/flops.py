@@ -28,7 +28,7 @@ class FlopCounter:
     """Counts the model FLOPs of steps of one model."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._widths = _attention_widths(model.config)
+        self._widths = attention_widths(model.config)
         self._of_token = _of_token(model)
 
     def count(self, step: PlanStep) -> float:
@@ -43,7 +43,7 @@ class FlopCounter:
         return self._of_token * num_tokens + 6.0 * attention
 
 
-def _attention_widths(config: Any) -> Counter[int | None]:
+def attention_widths(config: Any) -> Counter[int | None]:
     """By window, how wide keys and values of all heads of queries are together, over the layers that attend."""
     of_layers = windows(config)
     kinds = getattr(config, "layer_types", None) or (None,) * len(of_layers)
