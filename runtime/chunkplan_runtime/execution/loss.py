@@ -84,8 +84,11 @@ def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: flo
     gradient *= (scale / totals)[:, None]
     if smoothing:
         gradient -= scale * smoothing / logits.shape[1]
-    of_targets = gradient.gather(1, targets[:, None]) - scale * (1 - smoothing)  # before it is rounded
-    return losses, gradient.to(logits.dtype).scatter_(1, targets[:, None], of_targets.to(logits.dtype))
+    at_targets = torch.arange(len(targets), device=targets.device), targets
+    of_targets = gradient[at_targets] - scale * (1 - smoothing)  # before they are rounded
+    gradient = gradient.to(logits.dtype)
+    gradient[at_targets] = of_targets.to(logits.dtype)
+    return losses, gradient
 
 
 def _exponentials(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
