@@ -67,7 +67,7 @@ class Factors(NamedTuple):
     def are_added(self) -> bool:
         """Add the product to the sum of its weight, where that has one; whether it is in it."""
         weight, place, x, gradient, _ = self
-        if not place.is_matrix or not isinstance(weight, Summed) or weight.owner is None:
+        if type(weight) is not Summed or not place.is_matrix or weight.owner is None:
             return False
         left, right = (gradient.t(), x) if place.is_whole else (x.t(), gradient)  # laid out as the weight is
         total: Tensor | None = getattr(weight.owner, weight.entry)
@@ -83,21 +83,25 @@ class Factors(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` transposed, see `Factors`."""
+    """`_Product.apply(x, edge, bias, ends, matrix, keep)`: `x` by a matrix transposed, see `Factors`.
+
+    `edge`: the matrix where its gradient may be asked for, and not always kept or added elsewhere. `matrix`: it, its
+    weight and its place there.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        matrix: Tensor,
+        edge: Tensor | None,
         bias: Tensor | None,
         ends: Tensor | None,
-        weight: Tensor,
-        place: _Place,
+        of: tuple[Tensor, Tensor, _Place],
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
+        matrix, *ctx.place = of
         ctx.save_for_backward(x, matrix, ends)
-        ctx.weight, ctx.place, ctx.keep = weight, place, keep
+        ctx.keep = keep
         if ends is not None:
             return _grouped(x, matrix.mT, ends)
         return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
@@ -119,11 +123,11 @@ class _Product(torch.autograd.Function):
                 of_bias = gradient.sum(0)
             if matrix.ndim == 2:
                 x = x.reshape(-1, k)
-            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
+            factors = Factors(*ctx.place, x, gradient, ends)
             keep = ctx.keep
             if not (keep is not None and keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
-        return of_x, of_matrix, of_bias, None, None, None, None
+        return of_x, of_matrix, of_bias, None, None, None
 
 
 #: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
@@ -133,8 +137,11 @@ _product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 class Summed(nn.Parameter):
     """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`.
 
-    `place`: its own. A copy of it has no owner, and its gradients are added up nowhere.
+    `place`: its own. A copy of it has no owner, and its gradients are added up nowhere. `devices`: where product and
+    sum are one kernel; elsewhere a function of Python in the place of torch's own would be all that there is to it.
     """
+
+    devices = frozenset({"cuda"})
 
     owner: Any = None
     entry: str
@@ -154,10 +161,11 @@ class Summed(nn.Parameter):
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
 
-    Those by products with a matrix, whatever function of torch computes these, without being made by themselves.
+    Those by products with a matrix, whatever function of torch computes these, without being made by themselves where
+    a device can do that.
     """
     summed: Any = weight
-    if weight.ndim == 2:
+    if weight.ndim == 2 and weight.device.type in Summed.devices:
         place = _Place.of(weight, weight)
         summed.__class__ = Summed
         summed.owner, summed.entry, summed.place = owner, entry, place
@@ -179,12 +187,16 @@ def product_of(
     form = _FORMS.get(function)
     if form is None or not torch.is_grad_enabled() or (found := form(*args, **kwargs)) is None:
         return None
-    matrix = found[1]
+    x, matrix, bias, ends = found
     weight = _parameter_of(matrix)
     if weight is None:
         return None
     place = (type(matrix) is Summed and matrix.place) or _Place.of(matrix, weight)
-    return None if place is None else _product(*found, weight, place, keep)
+    if place is None:
+        return None
+    # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.
+    is_added = type(weight) is Summed and weight.owner is not None and place.is_matrix and x.requires_grad
+    return _product(x, None if is_added else matrix, bias, ends, (matrix, weight, place), keep)
 
 
 #: x, matrix, bias and ends of `_Product`; None of what is not such a product.
