@@ -177,7 +177,10 @@ def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
     if gradient is not None:  # an input half leaves it to the weight half, and products are added already
         total = getattr(owner, entry)
-        setattr(owner, entry, gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
+        if total is None:
+            setattr(owner, entry, gradient.to(wide(gradient.dtype)))
+        else:
+            total.add_(gradient)
 
 
 def product_of(
