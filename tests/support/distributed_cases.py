@@ -277,6 +277,7 @@ def compare_master_weights(
         model = new_model(read_config(config), torch.bfloat16, seed=1)
         return _adapted(model, dropout=0.0, targets=targets) if targets else model
 
+    Summed.devices = frozenset({"cpu"})  # as on a GPU
     model = make_model()
     whole = TrainedWeights(model.model, master_weights=True)
     whole_plan = load_plan(alone) if alone else opened

@@ -102,13 +102,13 @@ class ChunkAttention(torch.autograd.Function):
         pair = (key, value) if is_used else (None, None)
         ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
         ctx.context, ctx.attention = context, attention
-        return out.transpose(1, 2)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
+        grad_out, out = gradients[0].transpose(1, 2), out.transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         context, attention = ctx.context, ctx.attention
         given = query, key, value, *latents
         found: list[Tensor | None] = [None] * len(given)
@@ -117,12 +117,12 @@ class ChunkAttention(torch.autograd.Function):
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
             of_queries = rows((grad_out, query, out, lse), here)
+            places: tuple[int, ...] = (0, 1, 2)
             if tokens.part is None:
                 grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
                 keys, values = rows((key, value), here)
                 of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
-                places: tuple[int, ...] = (0, 1, 2)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
                 asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
@@ -145,7 +145,7 @@ attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttent
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
     """The gradient of a tensor, in `home` if there is one already: of its tokens `here` that which was found."""
     if gradient.size(2) == tensor.size(2):
-        return gradient.to(tensor.dtype)
+        return gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if home is None:
         home = torch.zeros_like(tensor)
     home[:, :, here] = gradient
@@ -161,24 +161,25 @@ def _attend_to_ranges(
     sink: Tensor | None,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [1, heads, num_tokens, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
+    """out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
 
-    In memory, tokens of out are first: the layout that the model goes on with, and of which some models take views.
+    In memory, tokens of out are first too: some models take views.
     """
     given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], *given)
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        out = out.transpose(1, 2).contiguous()
     else:
         _, heads, num_tokens, _ = query.shape
-        out = query.new_empty(1, num_tokens, heads, value.shape[3]).transpose(1, 2)
+        out = query.new_empty(1, num_tokens, heads, value.shape[3])
         lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            out[:, :, here], lse[:, :, here] = _attend_to_range(tokens, *given)
+            found, lse[:, :, here] = _attend_to_range(tokens, *given)
+            out[:, here] = found.transpose(1, 2)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
-        out *= (without - lse).exp()[..., None].to(out.dtype)
+        out *= (without - lse).exp().transpose(1, 2)[..., None].to(out.dtype)
     return out, lse
 
 

@@ -43,15 +43,13 @@ class TorchCpuKernel:
 
         In dtypes below float32 the operator would add up the heads of a KV head in them: each has a KV head there.
         """
-        given = [grad_out, query, key, value, out, lse]
-        if is_narrow := query.dtype != lse.dtype:
-            group = query.size(1) // key.size(1)
-            given = [each[0].view(key.size(1), -1, *each.shape[2:]) for each in given]
-            given[2:4] = [each.expand(-1, group, -1, -1) for each in given[2:4]]  # [kv_heads, group, num_keys, dim]
-        found = [_backward(*run, 0.0, form.causal, scale=form.scale) for run in _runs(form, *given)]
-        grad_query, *pair = _joined(found)
-        if is_narrow:
-            grad_query, pair = grad_query.flatten(0, 1)[None], [each.sum(1, dtype=lse.dtype)[None] for each in pair]
+        group = query.size(1) // key.size(1)
+        if is_expanded := group > 1 and query.dtype != lse.dtype:
+            key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+        runs = _runs(form, grad_out, query, key, value, out, lse)
+        grad_query, *pair = _joined([_backward(*run, 0.0, form.causal, scale=form.scale) for run in runs])
+        if is_expanded:
+            pair = [each.view(1, -1, group, *each.shape[2:]).sum(2, dtype=lse.dtype) for each in pair]
         return grad_query, pair[0], pair[1]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,8 @@ class _Place(NamedTuple):
 class Factors(NamedTuple):
     """What the gradient of a matrix [n, k] at `place` of a weight is the product of.
 
-    `x` [..., k] and `gradient` [..., n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all
-    groups one after another, which end at `ends` [groups].
+    `x` [rows, k] and `gradient` [rows, n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of
+    all groups one after another, which end at `ends` [groups].
     """
 
     weight: Tensor
@@ -62,41 +62,46 @@ class Factors(NamedTuple):
             return _grouped(self.gradient.mT, self.x, self.ends)
         if len(self.place.size) == 3:
             return torch.bmm(self.gradient.mT, self.x)
-        return self.gradient.reshape(-1, self.place.size[0]).mT @ self.x.reshape(-1, self.place.size[1])
+        return torch.mm(self.gradient.t(), self.x)
 
     def are_added(self) -> bool:
         """Add the product to the sum of its weight, where that has one; whether it is in it."""
-        weight = self.weight
-        return isinstance(weight, Summed) and self.place.is_matrix and weight.sum_up(self._added_to)
-
-    def _added_to(self, total: Tensor | None) -> Tensor:
-        """`total` and the gradient, laid out as the weight is."""
-        n, k = self.place.size
-        gradient, x = self.gradient.reshape(-1, n), self.x.reshape(-1, k)
-        left, right = (gradient.mT, x) if self.place.is_whole else (x.mT, gradient)
-        if not x.is_cuda:
-            return torch.mm(left, right).to(wide(x.dtype)) if total is None else total.add_(torch.mm(left, right))
-        if total is None:
-            return torch.mm(left, right, out_dtype=wide(x.dtype))
-        return cast(Tensor, torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total))
+        weight, place, x, gradient, _ = self
+        if type(weight) is not Summed or not place.is_matrix or weight.owner is None:
+            return False
+        left, right = (gradient.t(), x) if place.is_whole else (x.t(), gradient)  # laid out as the weight is
+        total: Tensor | None = getattr(weight.owner, weight.entry)
+        if total is not None and x.is_cuda:
+            torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+        elif total is not None:
+            total.add_(torch.mm(left, right))
+        else:
+            dtype = wide(x.dtype)
+            first = torch.mm(left, right, out_dtype=dtype) if x.is_cuda else torch.mm(left, right).to(dtype)
+            setattr(weight.owner, weight.entry, first)
+        return True
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, matrix, bias, ends, weight, place, keep)`: `x` by `matrix` transposed, see `Factors`."""
+    """`_Product.apply(x, edge, bias, ends, matrix, keep)`: `x` by a matrix transposed, see `Factors`.
+
+    `edge`: the matrix where its gradient may be asked for, and not always kept or added elsewhere. `matrix`: it, its
+    weight and its place there.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        matrix: Tensor,
+        edge: Tensor | None,
         bias: Tensor | None,
         ends: Tensor | None,
-        weight: Tensor,
-        place: _Place,
+        of: tuple[Tensor, Tensor, _Place],
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
+        matrix, *ctx.place = of
         ctx.save_for_backward(x, matrix, ends)
-        ctx.weight, ctx.place, ctx.keep = weight, place, keep
+        ctx.keep = keep
         if ends is not None:
             return _grouped(x, matrix.mT, ends)
         return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
@@ -106,18 +111,23 @@ class _Product(torch.autograd.Function):
         (gradient,) = gradients
         of_x = of_matrix = of_bias = None
         x, matrix, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
+        of_input, _, of_bias_too, *_ = ctx.needs_input_grad
         with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
             if matrix.ndim == 2:
-                gradient = gradient.reshape(-1, matrix.shape[0])
-            if ctx.needs_input_grad[0]:
+                n, k = matrix.shape
+                gradient = gradient.reshape(-1, n)
+            if of_input:
                 of_x = _grouped(gradient, matrix, ends) if ends is not None else torch.matmul(gradient, matrix)
-                of_x = of_x.view(x.shape)
-            if ctx.needs_input_grad[2]:
+                of_x = of_x.view_as(x)
+            if of_bias_too:
                 of_bias = gradient.sum(0)
-            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
-            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+            if matrix.ndim == 2:
+                x = x.reshape(-1, k)
+            factors = Factors(*ctx.place, x, gradient, ends)
+            keep = ctx.keep
+            if not (keep is not None and keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
-        return of_x, of_matrix, of_bias, None, None, None, None
+        return of_x, of_matrix, of_bias, None, None, None
 
 
 #: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
@@ -125,16 +135,17 @@ _product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 
 
 class Summed(nn.Parameter):
-    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`."""
+    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`.
+
+    `place`: its own. A copy of it has no owner, and its gradients are added up nowhere. `devices`: where product and
+    sum are one kernel; elsewhere a function of Python in the place of torch's own would be all that there is to it.
+    """
+
+    devices = frozenset({"cuda"})
 
     owner: Any = None
     entry: str
-
-    def sum_up(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
-        """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
-        if self.owner is not None:
-            setattr(self.owner, self.entry, added_to(getattr(self.owner, self.entry)))
-        return self.owner is not None
+    place: _Place | None = None
 
     @classmethod
     def __torch_function__(
@@ -150,12 +161,14 @@ class Summed(nn.Parameter):
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
 
-    Those by products with a matrix, whatever function of torch computes these, without being made by themselves.
+    Those by products with a matrix, whatever function of torch computes these, without being made by themselves where
+    a device can do that.
     """
     summed: Any = weight
-    if weight.ndim == 2:
+    if weight.ndim == 2 and weight.device.type in Summed.devices:
+        place = _Place.of(weight, weight)
         summed.__class__ = Summed
-        summed.owner, summed.entry = owner, entry
+        summed.owner, summed.entry, summed.place = owner, entry, place
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
@@ -164,21 +177,29 @@ def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
     if gradient is not None:  # an input half leaves it to the weight half, and products are added already
         total = getattr(owner, entry)
-        setattr(owner, entry, gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient))
+        if total is None:
+            setattr(owner, entry, gradient.to(wide(gradient.dtype)))
+        else:
+            total.add_(gradient)
 
 
 def product_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
 ) -> Tensor | None:
     """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
-    if function not in _FORMS or not torch.is_grad_enabled():
+    form = _FORMS.get(function)
+    if form is None or not torch.is_grad_enabled() or (found := form(*args, **kwargs)) is None:
         return None
-    found = _FORMS[function](*args, **kwargs)
-    weight = None if found is None else _parameter_of(found[1])
-    if found is None or weight is None:
+    x, matrix, bias, ends = found
+    weight = _parameter_of(matrix)
+    if weight is None:
         return None
-    place = _Place.of(found[1], weight)
-    return None if place is None else _product(*found, weight, place, keep)
+    place = (type(matrix) is Summed and matrix.place) or _Place.of(matrix, weight)
+    if place is None:
+        return None
+    # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.
+    is_added = type(weight) is Summed and weight.owner is not None and place.is_matrix and x.requires_grad
+    return _product(x, None if is_added else matrix, bias, ends, (matrix, weight, place), keep)
 
 
 #: x, matrix, bias and ends of `_Product`; None of what is not such a product.
@@ -186,18 +207,18 @@ _Form = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Form:
-    return (input, weight, bias, None) if weight.ndim == 2 and not _casts(input) else None
+    return (input, weight, bias, None) if weight.ndim == 2 and not _casts() else None
 
 
 def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Form:
-    if more or _parameter_of(other) is None or _casts(input):
+    if more or _parameter_of(other) is None or _casts():
         return None
     is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
     return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
 
 
 def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Form:
-    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts(mat1)
+    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts()
     return (mat1, mat2.mT, bias, None) if is_plain else None
 
 
@@ -221,14 +242,16 @@ def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def _parameter_of(matrix: Tensor) -> Tensor | None:
     """The trained parameter that a tensor is, or is a view of."""
+    if type(matrix) is Summed and matrix.requires_grad:
+        return matrix
     weight = matrix if matrix.is_leaf else matrix._base
     is_trained = isinstance(weight, nn.Parameter) and matrix.requires_grad and weight.dtype == matrix.dtype
     return weight if is_trained else None
 
 
-def _casts(x: Tensor) -> bool:
-    """Whether products are computed in another dtype than that of what they are given."""
-    return torch.is_autocast_enabled(x.device.type)
+def _casts() -> bool:
+    """Whether products may be computed in another dtype than that of what they are given."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def _has_all_once(view: Tensor) -> bool:

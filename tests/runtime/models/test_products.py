@@ -34,6 +34,12 @@ WAYS: dict[str, tuple[Callable[[RankWork], RankWork], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are made in products."""
+    monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
+
+
 @pytest.fixture
 def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
     def make(name: str, dtype: torch.dtype, *, adapted: bool = False) -> CausalLM:
@@ -154,6 +160,16 @@ def test_a_product_is_added_as_the_weight_is_laid_out_however_it_is_given(shape:
             sum(((out + 1) ** 2).sum() for out in outs).backward()  # type: ignore[union-attr]
     assert weight.grad is None and plain.grad is not None
     torch.testing.assert_close(total.total, plain.grad, rtol=1e-14, atol=0)
+
+
+def test_on_a_cpu_the_gradient_of_a_matrix_is_made_by_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    layer = nn.Linear(3, 3, dtype=torch.bfloat16)
+    master = TrainedWeights(layer, master_weights=True).tensors["weight"]
+    out = layer(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert "Addmm" in type(out.grad_fn).__name__
+    out.sum().backward()
+    assert layer.weight.grad is None and torch.equal(master.grad, torch.full((3, 3), 2.0))  # type: ignore[arg-type]
 
 
 def test_a_copy_of_a_trained_weight_has_gradients_of_its_own() -> None:
