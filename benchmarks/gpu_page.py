@@ -30,6 +30,14 @@ CHUNKS = """\
 A chunk of one sequence, or packed, behind earlier tokens of its sequence: a forward for its keys and values alone, and
 a forward with a backward; beside them what the fitted profile says."""
 
+#: Parts with steps, and their titles.
+_STEP_PARTS = {
+    "steps": "Steps",
+    "offload": "Keys and values on the GPU and on the host",
+    "long": "A long step",
+    "million": "A million tokens",
+}
+
 #: What the first file calls the plans of its steps, in words.
 _PLANS = {
     "p15_8k1": "1.5B, ChunkSize 8,192",
@@ -71,12 +79,14 @@ def _section(document: Row) -> Iterator[str]:
     if rows := document.get("probe"):
         yield "### The probe: four layers and the head of a 7B"
         yield _table(rows)
-    for part, title in (("steps", "Steps"), ("long", "A long step"), ("million", "A million tokens")):
+    for part, title in _STEP_PARTS.items():
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
             yield STEPS
             last = {tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")): row for row in rows}
             yield _table([_step(row, document) for row in last.values()])  # what ran first warmed up
+        if rows := [row for row in document.get(part, []) if "streams of" in row]:
+            yield _table(rows)
     if found := document.get("calibrate"):
         yield "### Chunks, and the profile fitted to them"
         yield _fill(f"{found['model']}. {CHUNKS}")
@@ -121,7 +131,7 @@ def _step(row: Row, document: Row) -> Row:
         "tokens": row["tokens"],
         "chunks": row["chunks"],
         "s": row["seconds"],
-    }
+    } | ({"first s": row["first s"]} if "first s" in row else {})
     keys = (row["plan"], f"{row['plan']} {row['ckpt']}")
     predicted = {name: value for name, value in row.items() if name.startswith("predicted s, ")}
     for name, steps in document.get("predicted_seconds", {}).items():

@@ -81,7 +81,7 @@ def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
     (tmp_path / "missing").mkdir()
     for name in ("polars", "ortools", "numba"):
         (tmp_path / "missing" / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})")
-    parts = "kernels,tests,probe,calibrate,steps,nccl,long,million"
+    parts = "kernels,tests,probe,calibrate,steps,nccl,offload,long,million"
     words = ["make", "gpu-report", "SIZE=toy", f"OUTPUT={tmp_path}", f"PARTS={parts}", f"PYTHON={sys.executable}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path / "missing")}
     ran = subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
