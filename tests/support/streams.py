@@ -121,7 +121,10 @@ def races(operations: list[Operation]) -> list[str]:
     for row in np.flatnonzero(streams != KERNELS):
         others = np.flatnonzero((start < stop[row]) & (stop > start[row]) & ((writes | writes[row]) > 0))
         for each in others[streams[others] != streams[row]]:
-            if done[row, streams[each]] < done[each, streams[each]] and done[each, streams[row]] < done[row, streams[row]]:
+            if (
+                done[row, streams[each]] < done[each, streams[each]]
+                and done[each, streams[row]] < done[row, streams[row]]
+            ):
                 one, other = operations[place[row]], operations[place[each]]
                 found.append(f"{one.name} on {one.stream} and {other.name} on {other.stream}")
     return found

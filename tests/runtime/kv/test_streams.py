@@ -45,12 +45,12 @@ def record(tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypa
     return run
 
 
-HOW: list[tuple[str, str, Any]] = [
+HOW: list[Any] = [
     ("qwen3", "none", None),
     ("qwen3", "offload", None),
     ("qwen3", "none", {0: "host", 1: "host", 2: "gpu", 3: "host"}),
     ("gemma3_text", "full", None),
-    ("falcon_h1", "none", None),
+    pytest.param("falcon_h1", "none", None, marks=pytest.mark.soak),  # states, whose scan is slow here
 ]
 
 
@@ -64,22 +64,32 @@ def test_what_streams_do_at_once_touches_nothing_in_common(
 
 
 def test_every_copy_of_a_page_has_attention_to_another_one_to_run_beside(record: Any) -> None:
-    """From when a fetch may begin until who needs it; from when gradients may leave until who waits for that."""
+    """From when a fetch may begin until who needs it; from when gradients may leave until who waits for that.
+
+    Fetches are asked for before that attention is, so that a host that is not ahead is no hindrance: all but those of
+    the block that a layer's attention begins with.
+    """
     operations, memory = record("qwen3")
     kernels = [each for each in operations if each.stream == KERNELS]
     attention = [each.number for each in kernels if each.name in ATTENTION]
     gradients = [_range(each) for buffer in memory._buffers for each in buffer.gradients]
     buffers = gradients + [_range(each) for buffer in memory._buffers for each in buffer.tensors]
-    for stream in (FROM_HOST, TO_HOST):
-        beside = []
-        for each in operations:
-            is_page = _touch(each.writes, buffers) or _touch(each.reads, gradients)
-            if each.stream == stream and is_page:
-                begins = each.done[KERNELS]
-                waits = (one.number for one in kernels if one.done[stream] >= each.number)
+    beside: dict[int, list[int]] = {FROM_HOST: [], TO_HOST: []}
+    late, num_asked, num_written = set(), 0, 0
+    for each in operations:
+        num_asked += each.stream == KERNELS
+        if _touch(each.writes, buffers) or _touch(each.reads, gradients):
+            if each.stream != KERNELS:
+                waits = (one.number for one in kernels if one.done[each.stream] >= each.number)
                 ends = next(waits, kernels[-1].number + 1)
-                beside.append(sum(begins < number < ends for number in attention))
-        assert len(beside) > 100 and min(beside) >= 1
+                beside[each.stream].append(sum(each.done[KERNELS] < number < ends for number in attention))
+                if each.stream == FROM_HOST and not any(num_asked < number < ends for number in attention):
+                    late.add(ends)
+        elif each.stream == TO_HOST:
+            num_written += 1
+    assert all(len(found) > 100 and min(found) >= 1 for found in beside.values())
+    # A forward writes a key and a value for each layer; each of ten parts goes backward through two, in two steps.
+    assert len(late) <= num_written / 2 + 10 * 2 * 2
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
