@@ -64,8 +64,8 @@ def run_plan(
     """Add a row for each step of a plan, the one with fewest tokens first, with keys and values on the GPU or the host.
 
     A step that is not done after `seconds` ends there: its row says how much of it is done, and is predicted. One of at
-    most `warm` tokens runs once before it is measured: kernels are prepared then, and memory is taken. With `streams` it
-    runs once more, for a row of what the GPU's streams do.
+    most `warm` tokens runs once before it is measured: kernels are prepared then, and memory is taken. With `streams`
+    it runs once more, for a row of what the GPU's streams do.
     """
     plan, path = PLANS[name], FOLDER / name
     if run.toy:

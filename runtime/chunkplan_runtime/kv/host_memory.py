@@ -1,17 +1,16 @@
 """Pages in host memory, so that the keys and values on a GPU do not grow with the length of a sequence.
 
 A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the
-device, and written back. Reading and writing have a CUDA stream each, for copies alone: a kernel there would get its turn only
-when those of attention leave room. All waiting is done by the GPU, so that the next layer's first block is on its way
-while this layer's products still run. On a CPU the same buffers are filled by
-plain copies.
+device, and written back. Reading and writing have a CUDA stream each, for copies alone: a kernel there would get its
+turn only when attention leaves room. All waiting is done by the GPU, so that the next layer's first block is on its way
+while this layer's products still run. On a CPU the same buffers are filled by plain copies.
 
 Only what a part did not bring along is fetched: its own KV is copied on the device. Ordering: a fetch waits for the
 buffer to be free and for the page to be written; kernels wait for the fetch; writing back waits for the kernels.
 
-The memory of pages that are given back is used again, and never returned to the system: taking it is slow, and may wait
-for the whole device. So it is all there before the first action of a step (`HostMemory.reserve`). Who gets memory that was used before
-need not wait: all that was read from it was waited for by kernels, after which all writing to it comes.
+The memory of pages that are given back is used again, and never returned to the system. Taking it is slow, and may wait
+for the whole device: all of it is there before the first action of a step (`HostMemory.reserve`). Who gets memory that
+was used before need not wait: all that was read from it was waited for by kernels, after which all writing to it comes.
 """
 
 from __future__ import annotations
