@@ -65,6 +65,7 @@ def at_work(found: Iterable[Work]) -> Row:
 def measure_host_memory(device: torch.device, *, toy: bool, add: Callable[[Row], None]) -> None:
     """Add a row with the rate at which page-locked memory is taken, as pages of keys and values take theirs."""
     number, size = (2, 1 << 10) if toy else (32, 1 << 24)
+    wait(device)  # until it is there
     started = time.perf_counter()
     held = [new_host_memory((size,), torch.uint8, device) for _ in range(number)]
     seconds = time.perf_counter() - started

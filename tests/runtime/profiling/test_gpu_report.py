@@ -124,6 +124,31 @@ def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> 
         assert 0 < row["predicted s, h100"] < whole[row["step"]]["predicted s, h100"]
 
 
+def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks: None) -> None:
+    """The main one has most kernels; copies on it are its work."""
+    from gpu_streams import Work, at_work  # type: ignore[import-not-found]
+
+    found = at_work(
+        [
+            Work("attention", 7, 10**9, 3 * 10**9),
+            Work("Memcpy DtoD (Device -> Device)", 7, 5 * 10**9, 10**9),
+            Work("Memcpy HtoD (Pinned -> Device)", 20, 10**9, 2 * 10**9),
+            Work("Memcpy HtoD (Pageable -> Device)", 20, 4 * 10**9, 10**9),
+            Work("Memcpy DtoH (Device -> Pinned)", 21, 6 * 10**9, 5 * 10**9),
+            Work("fill", 20, 3 * 10**9, 10**8),
+        ]
+    )
+    assert found == {
+        "in all, s": 10.0,
+        "kernels and copies of the main stream, s": 4.0,
+        "main stream idle, s": 6.0,
+        "copies to the host, s": 5.0,
+        "copies to the GPU, s": 3.0,
+        "kernels beside, s": 0.1,
+        "pageable copies, s": 1.0,
+    }
+
+
 def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(
     benchmarks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
