@@ -131,7 +131,7 @@ def _step(row: Row, document: Row) -> Row:
         "tokens": row["tokens"],
         "chunks": row["chunks"],
         "s": row["seconds"],
-    } | ({"first s": row["first s"]} if "first s" in row else {})
+    } | {name: row[name] for name in ("prepared s", "first s", "first prepared s") if name in row}
     keys = (row["plan"], f"{row['plan']} {row['ckpt']}")
     predicted = {name: value for name, value in row.items() if name.startswith("predicted s, ")}
     for name, steps in document.get("predicted_seconds", {}).items():
