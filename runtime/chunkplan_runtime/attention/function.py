@@ -100,15 +100,15 @@ class ChunkAttention(torch.autograd.Function):
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
-        ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
+        ctx.save_for_backward(query, *pair, sink, out.transpose(1, 2), lse, *latents)
         ctx.context, ctx.attention = context, attention
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
+        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
-        grad_out, out = gradients[0].transpose(1, 2), out.transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         context, attention = ctx.context, ctx.attention
         given = query, key, value, *latents
         found: list[Tensor | None] = [None] * len(given)
@@ -213,7 +213,7 @@ def _attend(
     """
     part = tokens.part
     assert part is not None
-    out = lse = query.new_empty(0)
+    out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):

@@ -86,7 +86,7 @@ def chunk_attention(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    if torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     window = attention_mask.window

@@ -83,10 +83,9 @@ class Factors(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, edge, bias, ends, matrix, keep)`: `x` by a matrix transposed, see `Factors`.
+    """`_Product.apply(x, edge, bias, ends, of, keep)`: `x` by a matrix transposed, see `Factors`.
 
-    `edge`: the matrix where its gradient may be asked for, and not always kept or added elsewhere. `matrix`: it, its
-    weight and its place there.
+    `of`: the matrix, its weight and its place there. `edge`: the matrix again, where autograd may get its gradient.
     """
 
     @staticmethod
@@ -99,7 +98,7 @@ class _Product(torch.autograd.Function):
         of: tuple[Tensor, Tensor, _Place],
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
-        matrix, *ctx.place = of
+        matrix, ctx.weight, ctx.place = of
         ctx.save_for_backward(x, matrix, ends)
         ctx.keep = keep
         if ends is not None:
@@ -123,7 +122,7 @@ class _Product(torch.autograd.Function):
                 of_bias = gradient.sum(0)
             if matrix.ndim == 2:
                 x = x.reshape(-1, k)
-            factors = Factors(*ctx.place, x, gradient, ends)
+            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
             keep = ctx.keep
             if not (keep is not None and keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
