@@ -153,15 +153,58 @@ class Summed(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # No graph of a compiler has a place for what is added.
-            found = None if torch.compiler.is_compiling() else product_of(function, args, kwargs)
+            find = _nothing if torch.compiler.is_compiling() else _lookup_of if function is F.embedding else product_of
+            found = find(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
+
+
+class _Lookup(torch.autograd.Function):
+    """`_Lookup.apply(weight, ids, padding)`: rows of embeddings, whose gradients are added to the sum of these.
+
+    As a gradient of its own it would be as large as all embeddings, however few tokens a chunk has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Summed, ids: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, (ids,), weight = gradients[0], ctx.saved_tensors, ctx.weight
+            if ctx.padding is not None:
+                gradient = gradient.masked_fill((ids == ctx.padding)[..., None], 0)
+            total = getattr(weight.owner, weight.entry)
+            if total is None:
+                total = torch.zeros_like(weight, dtype=wide(weight.dtype), requires_grad=False)
+                setattr(weight.owner, weight.entry, total)
+            total.index_put_((ids,), gradient.to(total.dtype), accumulate=True)  # which is deterministic on a GPU
+        return None, None, None
+
+
+_lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
+
+
+def _lookup_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
+    (ids, weight), padding = args[:2], kwargs.get("padding_idx")
+    is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    return _lookup(weight, ids, padding)
+
+
+def _nothing(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    return None
 
 
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
 
-    Those by products with a matrix, whatever function of torch computes these, without being made by themselves where
-    a device can do that.
+    Those of rows that are looked up, and those by products with a matrix, whatever function of torch computes these,
+    without being made by themselves where a device can do that.
     """
     summed: Any = weight
     if weight.ndim == 2 and weight.device.type in Summed.devices:
