@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import LayerAttention, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
@@ -30,8 +30,7 @@ _IGNORED = {"position_ids", "use_cache", "output_router_logits"}
 
 def register_attention() -> None:
     """Make "chunkplan" an attention implementation of transformers. Doing so twice changes nothing."""
-    # What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(chunk_attention))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, chunk_attention)
     # Without a mask function of this name, transformers would drop a mask without a word.
     AttentionMaskInterface.register(ATTENTION, mask_of)
 
@@ -50,13 +49,35 @@ def chunk_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
+    In a compiler's graph it is one node (`attention.in_graph`), if the layer has been prepared for that.
+    """
+    mask = _PLAIN if attention_mask is None else attention_mask
+    if torch.compiler.is_compiling() and hasattr(module, "chunkplan_number") and _is_plain(module, mask, asked):
+        tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
+        how = scaling, sliding_window, softcap, mask.window, mask.tile
+        return torch.ops.chunkplan.attend_of(*tensors, *how)[0], None
+    return _attend(
+        module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux=s_aux, **asked
+    ), None
+
+
+@torch.compiler.disable  # what it does depends on what the chunk holds: it would be compiled for every chunk
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    *how: Any,
+    s_aux: Tensor | None,
+    **asked: Any,
+) -> Tensor:
+    """`chunk_attention` here and now, `how`: as `layer_attention` gets it.
+
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
-    current: Current | None = getattr(module, "chunkplan", None)
-    chunk_context = None if current is None else current.context
-    if current is None or chunk_context is None:
-        raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
+    current, chunk_context = _at_work(module)
     if not isinstance(attention_mask, Mask):
         asked["attention_mask"], attention_mask = attention_mask, _PLAIN
     if attention_mask.unknown:
@@ -73,12 +94,9 @@ def chunk_attention(
         )
     if query.size(0) != 1:
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
-    layer: Any = getattr(current.cache, "layer", None)
-    if layer is None:
-        layer = module.layer_idx
     shared, made = chunk_context.shared, current.take_made(key, value)
     shares_heads = shared is not None and len(shared.heads) > 1
-    owner = layer
+    owner = layer = _layer_of(module, current)
     latents: tuple[Tensor, ...] = ()
     expand: Expand | None = None
     if chunk_context.has_parts:
@@ -86,10 +104,36 @@ def chunk_attention(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    window = attention_mask.window
+    query, key, value = _cast(query, key, value)
+    found = layer_attention(module, query, value, attention_mask.window, attention_mask.tile, *how)
+    attention = found._replace(layer=owner, borrows=owner != layer, expand=expand)
+    if shared is None or not shares_heads:
+        weights = () if expand is None else expand.weights
+        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights)
+    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
+    sink = None if s_aux is None else exchange.own_heads(s_aux)
+    of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
+    out = attention_of(*of_heads, sink, chunk_context, attention)
+    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None]
+
+
+def layer_attention(
+    module: nn.Module,
+    query: Tensor,
+    value: Tensor,
+    window: int | None,
+    tile: int | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> LayerAttention:
+    """How a module attends to its own keys and values, in the chunk that it is at work on.
+
+    Raises:
+        UsageError: it is at work on none, asks for a window that its mask has not, or for what no kernel can do.
+    """
+    current, chunk_context = _at_work(module)
+    layer = _layer_of(module, current)
     if sliding_window not in (None, window):
         raise UsageError(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
@@ -99,17 +143,35 @@ def chunk_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
-    attention = LayerAttention(
-        kernel, owner, scale, window, softcap, attention_mask.tile, borrows=owner != layer, expand=expand
-    )
-    if shared is None or not shares_heads:
-        weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
-    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
-    sink = None if s_aux is None else exchange.own_heads(s_aux)
-    of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
-    out = attention_of(*of_heads, sink, chunk_context, attention)
-    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
+    return LayerAttention(kernel, layer, scale, window, softcap, tile)
+
+
+def _at_work(module: nn.Module) -> tuple[Current, ChunkContext]:
+    current: Current | None = getattr(module, "chunkplan", None)
+    if current is None or current.context is None:
+        raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
+    return current, current.context
+
+
+def _layer_of(module: Any, current: Current) -> int:
+    layer: int | None = getattr(current.cache, "layer", None)
+    return int(module.layer_idx) if layer is None else layer
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype of the autocast around, if there is one."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return [*tensors]
+    return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
+
+
+def _is_plain(module: Any, mask: object, asked: dict[str, Any]) -> bool:
+    """Whether a token sees those before it in its sequence, and nothing else is asked for."""
+    is_causal = asked.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if not isinstance(mask, Mask) or not is_causal or not mask.causal or mask.unknown:
+        return False
+    return not any(_is_given(given) for name, given in asked.items() if name not in (*_IGNORED, "is_causal"))
 
 
 def _is_given(argument: Any) -> bool:
