@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def fuse(modules: Iterable[nn.Module], kernels: FusedKernels, device: torch.devi
             else:
                 fused[place] += 1
                 own: Any = module
-                own.forward = partial(_call, own, kernel.run, own.forward)
+                own.forward = MethodType(_FORWARDS.setdefault((kernel, type(own)), _forward_by(kernel.run, type(own).forward)), own)
     return Fused(fused[0], fused[1], left)
 
 
@@ -93,6 +94,16 @@ def _call(module: Any, run: _Formula, own: _Formula, *given: Any, **how: Any) ->
     if len(given) != 1 or how or getattr(module, "weight", given[0]).dtype != given[0].dtype:
         return own(*given, **how)
     return run(module, given[0])
+
+
+_FORWARDS: dict[object, Callable[..., Tensor]] = {}
+
+
+def _forward_by(run: _Formula, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(module: Any, *given: Any, **how: Any) -> Tensor:
+        return _call(module, run, partial(own, module), *given, **how)
+
+    return forward
 
 
 def _is_norm(module: nn.Module) -> bool:
