@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +131,7 @@ class Summed(nn.Parameter):
 
     owner: Any = None
     entry: str
+    number: Tensor
 
     def sum_up(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
         """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
@@ -142,8 +145,10 @@ class Summed(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # No graph of a compiler has a place for what is added.
-            found = None if torch.compiler.is_compiling() else product_of(function, args, kwargs)
+            if torch.compiler.is_compiling():
+                found = _in_graph(function, args, kwargs)
+            else:
+                found = product_of(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
 
 
@@ -156,6 +161,9 @@ def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None
     if weight.ndim == 2:
         summed.__class__ = Summed
         summed.owner, summed.entry = owner, entry
+        number = next(_numbers)
+        _summed[number] = summed
+        summed.number = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
@@ -239,3 +247,55 @@ def _has_all_once(view: Tensor) -> bool:
             return False
         span += (size - 1) * stride
     return True
+
+
+#: Weights with sums, by the number that a compiler's graph has of each.
+_summed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_numbers = count()
+
+#: Places of a graph where products are added: none is like another, so that a compiler leaves out none.
+_places_in_graphs = count()
+
+_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("product(Tensor x, Tensor matrix, Tensor? bias, Tensor number) -> Tensor")
+_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int place) -> Tensor")
+
+
+def _in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a function gives that is a linear layer with a summed weight, as a node of a compiler's graph."""
+    if function is not F.linear or kwargs or not torch.is_grad_enabled() or _casts(args[0]):
+        return None
+    x, weight, *bias = args
+    if not isinstance(weight, Summed) or not weight.requires_grad:
+        return None
+    return torch.ops.chunkplan.product(x, weight, bias[0] if bias else None, weight.number)
+
+
+def _linear_now(x: Tensor, matrix: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    return F.linear(x, matrix, bias)
+
+
+def _add_now(x: Tensor, gradient: Tensor, number: Tensor, place: int) -> Tensor:
+    weight = _summed[int(number)]
+    Factors(weight, _Place.of(weight, weight), x, gradient, None).are_added()
+    return torch.zeros_like(number)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, matrix, _, number = inputs
+    ctx.save_for_backward(x, matrix, number)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, matrix, number = ctx.saved_tensors
+    gradient = gradient.reshape(-1, matrix.shape[0])
+    of_x = (gradient @ matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+    of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+    return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_places_in_graphs))
+
+
+_library.impl("product", _linear_now, "CompositeExplicitAutograd")
+_library.impl("add_product", _add_now, "CompositeExplicitAutograd")
+torch.library.register_fake("chunkplan::product", lambda x, matrix, *_: x.new_empty(*x.shape[:-1], len(matrix)), lib=_library)
+torch.library.register_fake("chunkplan::add_product", lambda x, gradient, number, place: torch.zeros_like(number), lib=_library)
+torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_keep, lib=_library)
