@@ -131,7 +131,7 @@ class Summed(nn.Parameter):
 
     owner: Any = None
     entry: str
-    number: Tensor
+    number: Tensor | None = None
 
     def sum_up(self, added_to: Callable[[Tensor | None], Tensor]) -> bool:
         """Have `added_to` add to the sum, or make the first one; whether there is a sum, as a copy of it has none."""
@@ -145,10 +145,8 @@ class Summed(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling():
-                found = _in_graph(function, args, kwargs)
-            else:
-                found = product_of(function, args, kwargs)
+            find = _product_in_graph if torch.compiler.is_compiling() else product_of
+            found = find(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
 
 
@@ -249,53 +247,53 @@ def _has_all_once(view: Tensor) -> bool:
     return True
 
 
-#: Weights with sums, by the number that a compiler's graph has of each.
-_summed: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+#: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
+_summed: WeakValueDictionary[int, Summed] = WeakValueDictionary()
 _numbers = count()
 
-#: Places of a graph where products are added: none is like another, so that a compiler leaves out none.
-_places_in_graphs = count()
+#: Of nodes that add a product: a compiler takes two that are given the same for one.
+_adding = count()
 
 _library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("product(Tensor x, Tensor matrix, Tensor? bias, Tensor number) -> Tensor")
-_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int place) -> Tensor")
+_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node) -> Tensor")
 
 
-def _in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a function gives that is a linear layer with a summed weight, as a node of a compiler's graph."""
-    if function is not F.linear or kwargs or not torch.is_grad_enabled() or _casts(args[0]):
+def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
+    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled() and not _casts(args[0])
+    if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
         return None
-    x, weight, *bias = args
-    if not isinstance(weight, Summed) or not weight.requires_grad:
-        return None
-    return torch.ops.chunkplan.product(x, weight, bias[0] if bias else None, weight.number)
+    found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)
+    return found
 
 
-def _linear_now(x: Tensor, matrix: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
-    return F.linear(x, matrix, bias)
-
-
-def _add_now(x: Tensor, gradient: Tensor, number: Tensor, place: int) -> Tensor:
-    weight = _summed[int(number)]
-    Factors(weight, _Place.of(weight, weight), x, gradient, None).are_added()
-    return torch.zeros_like(number)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
     x, matrix, _, number = inputs
     ctx.save_for_backward(x, matrix, number)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The weight has none: that of its number, which is never read, makes sure that nothing is left out."""
     x, matrix, number = ctx.saved_tensors
     gradient = gradient.reshape(-1, matrix.shape[0])
     of_x = (gradient @ matrix).view(x.shape) if ctx.needs_input_grad[0] else None
     of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-    return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_places_in_graphs))
+    return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_adding))
 
 
-_library.impl("product", _linear_now, "CompositeExplicitAutograd")
-_library.impl("add_product", _add_now, "CompositeExplicitAutograd")
-torch.library.register_fake("chunkplan::product", lambda x, matrix, *_: x.new_empty(*x.shape[:-1], len(matrix)), lib=_library)
-torch.library.register_fake("chunkplan::add_product", lambda x, gradient, number, place: torch.zeros_like(number), lib=_library)
-torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_keep, lib=_library)
+def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
+    weight = _summed[int(number)]
+    with torch._C.DisableTorchFunctionSubclass():
+        place = _Place.of(weight, weight)
+        assert place is not None
+        Factors(weight, place, x, gradient, None).are_added()
+    return torch.zeros_like(number)
+
+
+_library.impl("product", lambda x, matrix, bias, number: F.linear(x, matrix, bias), "CompositeExplicitAutograd")
+_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_fake: Any = partial(torch.library.register_fake, lib=_library)
+_fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
+_fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
+torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)
