@@ -26,29 +26,29 @@ from chunkplan_runtime.models.model import CausalLM
 #: Whether one graph is for chunks of all lengths; else it is for ChunkSize alone, and chunks of others run as they are.
 ALL_LENGTHS = True
 
+#: What makes code of graphs; dropout draws what it does elsewhere.
+BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+
 
 class CompiledLayers:
-    """Compiles the layers of a model, from now on; as a string what of it.
+    """Compiles the layers of a model, whose full chunks have `chunk_size` tokens, from now on; as a string what of it.
 
-    `chunk_size`: tokens of a full chunk. `backend`: of torch.compile.
+    `why_not`: why nothing, as far as that is known: some models refuse only when a layer is first called.
     """
 
-    def __init__(self, model: CausalLM, chunk_size: int, backend: str = "inductor") -> None:
+    def __init__(self, model: CausalLM, chunk_size: int) -> None:
         self._chunk_size = chunk_size
         self.why_not = _why_not(model)
         self._num_layers = 0
         if self.why_not is not None:
             return
-        # So that dropout draws what it does elsewhere.
-        options: Any = {"fallback_random": True} if backend == "inductor" else None
         for part in model.parts:
             for layer in part.own_layers.values():
                 prepare_attention(layer)
                 seeded: Any = layer.forward
                 *given, own = seeded.args
-                how: Any = {"fullgraph": True, "dynamic": ALL_LENGTHS, "backend": backend, "options": options}
-                run = partial(self._run, layer, torch.compile(own, **how), own)
-                layer.forward = partial(seeded.func, *given, run)
+                compiled = torch.compile(own, fullgraph=True, dynamic=ALL_LENGTHS, **BACKEND)
+                layer.forward = partial(seeded.func, *given, partial(self._run, layer, compiled, own))
                 self._num_layers += 1
 
     def __str__(self) -> str:
