@@ -46,12 +46,12 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
-    scaling, sliding_window, softcap, window, tile = how
-    module.chunkplan_attention = layer_attention(module, query, value, window, tile, scaling, sliding_window, softcap)
+    current, (*asked, window, tile) = module.chunkplan, how
+    attention = layer_attention(current, module.layer_idx, query, value, window, tile, *asked)
+    module.chunkplan_attention = attention
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-    context = module.chunkplan.context
-    out = ChunkAttention.forward(ctx, query, key, value, sink, context, module.chunkplan_attention)
+    out = ChunkAttention.forward(ctx, query, key, value, sink, current.context, attention)
     return out.contiguous(), saved[5].contiguous()
 
 

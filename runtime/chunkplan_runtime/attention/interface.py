@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import LayerAttention, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
@@ -51,33 +51,35 @@ def chunk_attention(
 
     In a compiler's graph it is one node (`attention.in_graph`), if the layer has been prepared for that.
     """
+    how = scaling, sliding_window, softcap
+    if not torch.compiler.is_compiling():
+        return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
     mask = _PLAIN if attention_mask is None else attention_mask
-    if torch.compiler.is_compiling() and hasattr(module, "chunkplan_number") and _is_plain(module, mask, asked):
-        tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
-        how = scaling, sliding_window, softcap, mask.window, mask.tile
-        return torch.ops.chunkplan.attend_of(*tensors, *how)[0], None
-    return _attend(
-        module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux=s_aux, **asked
-    ), None
+    if not hasattr(module, "chunkplan_number") or not _is_plain(module, mask, asked):
+        return _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
+    tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
+    return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
 
 
-@torch.compiler.disable  # what it does depends on what the chunk holds: it would be compiled for every chunk
 def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Mask | None,
-    *how: Any,
+    how: tuple[float | None, int | None, float | None],
     s_aux: Tensor | None,
-    **asked: Any,
-) -> Tensor:
-    """`chunk_attention` here and now, `how`: as `layer_attention` gets it.
+    asked: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """`chunk_attention` here and now.
 
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
-    current, chunk_context = _at_work(module)
+    current: Current | None = getattr(module, "chunkplan", None)
+    chunk_context = None if current is None else current.context
+    if current is None or chunk_context is None:
+        raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
     if not isinstance(attention_mask, Mask):
         asked["attention_mask"], attention_mask = attention_mask, _PLAIN
     if attention_mask.unknown:
@@ -96,7 +98,10 @@ def _attend(
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
     shared, made = chunk_context.shared, current.take_made(key, value)
     shares_heads = shared is not None and len(shared.heads) > 1
-    owner = layer = _layer_of(module, current)
+    layer: Any = getattr(current.cache, "layer", None)
+    if layer is None:
+        layer = module.layer_idx
+    owner = layer
     latents: tuple[Tensor, ...] = ()
     expand: Expand | None = None
     if chunk_context.has_parts:
@@ -104,36 +109,43 @@ def _attend(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    query, key, value = _cast(query, key, value)
-    found = layer_attention(module, query, value, attention_mask.window, attention_mask.tile, *how)
-    attention = found._replace(layer=owner, borrows=owner != layer, expand=expand)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _cast(query, key, value)
+    attention = layer_attention(current, layer, query, value, attention_mask.window, attention_mask.tile, *how)
+    if owner != layer or expand is not None:
+        attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if shared is None or not shares_heads:
         weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights)
+        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
     exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
     out = attention_of(*of_heads, sink, chunk_context, attention)
-    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None]
+    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
+
+
+#: What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
+_outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
 def layer_attention(
-    module: nn.Module,
+    current: Current,
+    layer: int,
     query: Tensor,
     value: Tensor,
     window: int | None,
     tile: int | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> LayerAttention:
-    """How a module attends to its own keys and values, in the chunk that it is at work on.
+    """How a layer attends to its own keys and values in the chunk at work; `window` and `tile` are those of its mask.
 
     Raises:
-        UsageError: it is at work on none, asks for a window that its mask has not, or for what no kernel can do.
+        UsageError: it asks for a window that its mask has not, or for what no kernel can do.
     """
-    current, chunk_context = _at_work(module)
-    layer = _layer_of(module, current)
+    chunk_context = current.context
+    assert chunk_context is not None
     if sliding_window not in (None, window):
         raise UsageError(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
@@ -143,19 +155,7 @@ def layer_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
-    return LayerAttention(kernel, layer, scale, window, softcap, tile)
-
-
-def _at_work(module: nn.Module) -> tuple[Current, ChunkContext]:
-    current: Current | None = getattr(module, "chunkplan", None)
-    if current is None or current.context is None:
-        raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
-    return current, current.context
-
-
-def _layer_of(module: Any, current: Current) -> int:
-    layer: int | None = getattr(current.cache, "layer", None)
-    return int(module.layer_idx) if layer is None else layer
+    return LayerAttention(kernel, layer, scale, window, softcap, tile, attended=current.attended)
 
 
 def _cast(*tensors: Tensor) -> list[Tensor]:

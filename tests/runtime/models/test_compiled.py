@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
     def make(
         name: str, dtype: torch.dtype = torch.float64, *, adapted: bool = False, compiling: bool = False
     ) -> CausalLM:
-        config = tiny_config(**{"num_hidden_layers": 3, **MODELS[name]})
+        config = tiny_config(**MODELS[name])
         model = new_model(AutoConfig.for_model(**config), dtype, seed=1)
         fuse(list(model.model.modules()), "torch", model.device)  # norms of transformers are in float32
         if adapted:
@@ -121,11 +120,10 @@ def test_sums_in_bfloat16_are_those_of_layers_as_they_are(
         models.append(model)
     for k in (1, 2):
         expected, found = (
-            gradients_of(model, work_of(random_sequences(97), k), its)
-            for model, its in zip(models, sums, strict=True)
+            gradients_of(model, work_of(random_sequences(97), k), its) for model, its in zip(models, sums, strict=True)
         )
         assert found.keys() == expected.keys() == sums[0].keys()
-        assert all(torch.equal(found[each], expected[each]) for each in expected)
+        check_same(found, expected, 5e-2 if adapted else 0.0)  # the gradient of an input is added up in another order
     assert not made and graphs
 
 
@@ -133,10 +131,13 @@ def test_two_products_of_the_same_are_both_added(graphs: list[Any]) -> None:
     """A compiler computes once what is given the same twice."""
     layer, plain = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
     layer.load_state_dict(plain.state_dict())
-    total = nn.Parameter(torch.zeros(4, 4))
+    total = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
     sum_gradients(layer.weight, total)
     x = torch.randn(3, 4, dtype=torch.float64)
-    for run in (torch.compile(lambda x: layer(x) + layer(x), fullgraph=True, **compiled.BACKEND), lambda x: plain(x) * 2):
+    for run in (
+        torch.compile(lambda x: layer(x) + layer(x), fullgraph=True, **compiled.BACKEND),
+        lambda x: plain(x) * 2,
+    ):
         run(x).square().sum().backward()
     assert isinstance(layer.weight, Summed) and layer.weight.grad is None and total.grad is not None
     torch.testing.assert_close(total.grad, plain.weight.grad, rtol=1e-14, atol=0)
@@ -155,7 +156,7 @@ def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list
     assert len(graphs) == 5
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss, sinks", *REFUSED])
+@pytest.mark.parametrize("name", ["gemma2, softcaps and sliding window", "gemma3_text", "gpt_oss, sinks", *REFUSED])
 def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     model_of: Any, graphs: list[Any], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
