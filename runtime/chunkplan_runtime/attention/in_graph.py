@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.function import ChunkAttention
 from chunkplan_runtime.attention.interface import layer_attention
 from chunkplan_runtime.dtypes import wide
@@ -46,9 +47,10 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
-    current, (*asked, window, tile) = module.chunkplan, how
-    attention = layer_attention(current, module.layer_idx, query, value, window, tile, *asked)
-    module.chunkplan_attention = attention
+    current: Current = module.chunkplan
+    asked, mask = how[:3], how[3:]
+    attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
+    vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
     out = ChunkAttention.forward(ctx, query, key, value, sink, current.context, attention)

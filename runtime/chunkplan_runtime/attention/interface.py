@@ -56,7 +56,8 @@ def chunk_attention(
         return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
     mask = _PLAIN if attention_mask is None else attention_mask
     if not hasattr(module, "chunkplan_number") or not _is_plain(module, mask, asked):
-        return _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
+        found: tuple[Tensor, None] = _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
+        return found
     tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
     return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
 
