@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.models.lookups import lookup_of
 
 
 class _Place(NamedTuple):
@@ -145,6 +148,7 @@ class Summed(nn.Parameter):
     owner: Any = None
     entry: str
     place: _Place | None = None
+    number: Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -152,52 +156,12 @@ class Summed(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # No graph of a compiler has a place for what is added.
-            find = _nothing if torch.compiler.is_compiling() else _lookup_of if function is F.embedding else product_of
+            if torch.compiler.is_compiling():
+                find = _product_in_graph
+            else:
+                find = lookup_of if function is F.embedding else product_of
             found = find(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
-
-
-class _Lookup(torch.autograd.Function):
-    """`_Lookup.apply(weight, ids, padding)`: rows of embeddings, whose gradients are added to the sum of these.
-
-    As a gradient of its own it would be as large as all embeddings, however few tokens a chunk has.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Summed, ids: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding = weight, padding
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, (ids,), weight = gradients[0], ctx.saved_tensors, ctx.weight
-            if ctx.padding is not None:
-                gradient = gradient.masked_fill((ids == ctx.padding)[..., None], 0)
-            total = getattr(weight.owner, weight.entry)
-            if total is None:
-                total = torch.zeros_like(weight, dtype=wide(weight.dtype), requires_grad=False)
-                setattr(weight.owner, weight.entry, total)
-            total.index_put_((ids,), gradient.to(total.dtype), accumulate=True)  # which is deterministic on a GPU
-        return None, None, None
-
-
-_lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
-
-
-def _lookup_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
-    (ids, weight), padding = args[:2], kwargs.get("padding_idx")
-    is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
-    if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    return _lookup(weight, ids, padding)
-
-
-def _nothing(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    return None
 
 
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
@@ -211,6 +175,9 @@ def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None
         place = _Place.of(weight, weight)
         summed.__class__ = Summed
         summed.owner, summed.entry, summed.place = owner, entry, place
+        number = next(_numbers)
+        _summed[number] = summed
+        summed.number = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
@@ -304,3 +271,53 @@ def _has_all_once(view: Tensor) -> bool:
             return False
         span += (size - 1) * stride
     return True
+
+
+#: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
+_summed: WeakValueDictionary[int, Summed] = WeakValueDictionary()
+_numbers = count()
+
+#: Of nodes that add a product: a compiler takes two that are given the same for one.
+_adding = count()
+
+_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("product(Tensor x, Tensor matrix, Tensor? bias, Tensor number) -> Tensor")
+_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node) -> Tensor")
+
+
+def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
+    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled() and not _casts()
+    if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
+        return None
+    found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
+    x, matrix, _, number = inputs
+    ctx.save_for_backward(x, matrix, number)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The weight has none: that of its number, which is never read, makes sure that nothing is left out."""
+    x, matrix, number = ctx.saved_tensors
+    gradient = gradient.reshape(-1, matrix.shape[0])
+    of_x = (gradient @ matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+    of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+    return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_adding))
+
+
+def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
+    weight: Any = _summed[int(number)]
+    with torch._C.DisableTorchFunctionSubclass():
+        Factors(weight, weight.place, x.reshape(-1, x.shape[-1]), gradient, None).are_added()
+    return torch.zeros_like(number)
+
+
+_library.impl("product", lambda x, matrix, bias, number: F.linear(x, matrix, bias), "CompositeExplicitAutograd")
+_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_fake: Any = partial(torch.library.register_fake, lib=_library)
+_fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
+_fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
+torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)
