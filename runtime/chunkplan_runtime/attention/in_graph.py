@@ -48,12 +48,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
     current: Current = module.chunkplan
-    asked, mask = how[:3], how[3:]
+    asked, mask, context = how[:3], how[3:], current.context
+    assert context is not None
     attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-    out = ChunkAttention.forward(ctx, query, key, value, sink, current.context, attention)
+    out = ChunkAttention.forward(ctx, query, key, value, sink, context, attention)
     return out.contiguous(), saved[5].contiguous()
 
 
@@ -69,7 +70,7 @@ def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *save
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    _, heads, num_tokens, _ = query.shape
+    heads, num_tokens = query.shape[1:3]
     out = query.new_empty(1, num_tokens, heads, value.shape[3])
     return out, query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
 
