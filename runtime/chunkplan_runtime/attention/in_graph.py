@@ -48,24 +48,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
     current: Current = module.chunkplan
-    assert current.context is not None, "a chunk is at work"
-    asked, mask = how[:3], how[3:]
+    asked, mask, context = how[:3], how[3:], current.context
+    assert context is not None
     attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-    out = ChunkAttention.forward(ctx, query, key, value, sink, current.context, attention)
+    out = ChunkAttention.forward(ctx, query, key, value, sink, context, attention)
     return out.contiguous(), saved[5].contiguous()
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
     sink, out, lse, number = saved
     module = _modules[int(number)]
-    ctx = SimpleNamespace(
-        saved_tensors=(query, key, value, sink, out.transpose(1, 2), lse),
-        context=module.chunkplan.context,
-        attention=module.chunkplan_attention,
-    )
+    tensors = query, key, value, sink, out.transpose(1, 2), lse
+    ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
     found = ChunkAttention.backward(ctx, gradient)
     *of_keys, of_sink = found[:4]
     laid_out = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in of_keys if each is not None]

@@ -70,7 +70,7 @@ def _attend(
     attention_mask: Mask | None,
     how: tuple[float | None, int | None, float | None],
     s_aux: Tensor | None,
-    asked: dict[str, Any],
+    asked: dict[str, object],
 ) -> tuple[Tensor, None]:
     """`chunk_attention` here and now.
 
@@ -167,7 +167,7 @@ def _cast(*tensors: Tensor) -> list[Tensor]:
     return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
 
 
-def _is_plain(module: Any, mask: object, asked: dict[str, Any]) -> bool:
+def _is_plain(module: Any, mask: object, asked: dict[str, object]) -> bool:
     """Whether a token sees those before it in its sequence, and nothing else is asked for."""
     is_causal = asked.get("is_causal") is not False and getattr(module, "is_causal", True)
     if not isinstance(mask, Mask) or not is_causal or not mask.causal or mask.unknown:

@@ -9,7 +9,7 @@ hold some results.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from chunkplan_runtime.models.model import CausalLM
 ALL_LENGTHS = True
 
 #: What makes code of graphs; dropout draws what it does elsewhere.
-BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+BACKEND: Mapping[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 
 
 class CompiledLayers:
