@@ -8,7 +8,8 @@ added to its sum, for every block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,18 +33,30 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
 
 def losses_and_gradient(
-    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float, label_smoothing: float = 0.0
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    scale: float,
+    label_smoothing: float = 0.0,
+    *,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
 
     `label_smoothing`: the share of a target that is spread over all entries of the vocabulary, in losses and gradient.
+    `compiled`: what is made of logits is one kernel, that reads them three times, and not one for each operator.
     Gradients of the head's own parameters are added to their `.grad`.
     """
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
     for rows, targets in _blocks(labels, vocab_size, hidden.device):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        losses[rows] = _forward_and_backward(head, block, targets, scale, label_smoothing)
+        logits = head(block)  # [rows, vocab_size]
+        with_gradient = _compiled() if compiled and len(targets) > 1 else _with_gradient
+        losses[rows], of_logits = with_gradient(logits.detach(), targets, scale, label_smoothing)
+        torch.autograd.backward(logits, of_logits)
+        del logits, of_logits  # before there are others
         assert block.grad is not None
         gradient[rows] = block.grad
     return losses, gradient
@@ -66,12 +79,10 @@ def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[t
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float, smoothing: float) -> Tensor:
-    """The losses of a block [rows]; adds the gradients of `scale` times their sum to those of `hidden` and the head."""
-    logits = head(hidden)  # [rows, vocab_size]
-    losses, gradient = _with_gradient(logits.detach(), targets, scale, smoothing)
-    torch.autograd.backward(logits, gradient)
-    return losses
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_with_gradient` of any number of rows but one, which a compiler takes for another kind of tensor."""
+    return torch.compile(_with_gradient, dynamic=True)
 
 
 def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:

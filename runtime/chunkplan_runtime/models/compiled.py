@@ -40,6 +40,7 @@ class CompiledLayers:
         self._chunk_size = chunk_size
         self.why_not = _why_not(model)
         self._num_layers = 0
+        model.current.compiles = True  # as the loss of its head is in any case
         if self.why_not is not None:
             return
         for part in model.parts:

@@ -200,7 +200,9 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     model, other = model_of(name, dtype), model_of(name, dtype)
     layers = CompiledLayers(other, CHUNK_SIZE)
     work = work_of(random_sequences(97), 2)
-    check_same(gradients_of(other, work), gradients_of(model, work))
+    check_same(
+        gradients_of(other, work), gradients_of(model, work), 1e-6 if dtype == torch.float32 else 1e-12
+    )  # the loss is compiled
     assert str(layers).startswith("nothing: ") and REFUSED[name] in str(layers)
     notes = capsys.readouterr().err.splitlines()
     assert [note.partition(":")[0] for note in notes] == (["note"] if name == "mixtral" else [])
