@@ -168,7 +168,7 @@ def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list
     ("name", "num_kinds"),
     [
         ("gemma2, softcaps and sliding window", 2),
-        ("mixtral", 1),
+        pytest.param("mixtral", 1, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="experts are no graph")),
         pytest.param("gemma3_text", 2, marks=pytest.mark.soak),
     ],
 )
