@@ -179,8 +179,13 @@ def durations(
 
 
 def seen_pairs(rates: Rates, num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
-    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
-    return attention_pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
+    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of, and those
+    that chunks of several sequences count as: with fewer pairs than one of as many tokens has.
+    """
+    of_pair, of_token = rates.packed
+    is_packed = attention_pairs < num_tokens * num_tokens
+    pairs = np.where(is_packed, of_pair * attention_pairs + of_token * num_tokens, attention_pairs)
+    return pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
 
 
 def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
