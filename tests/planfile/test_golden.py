@@ -33,59 +33,59 @@ WRITTEN = {6: "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f"
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "one GPU": ({}, "1c4837add6d5fbffc15736bf46924558031cb766b7cb24b9c94b425a05c167b9"),
+    "one GPU": ({}, "6050ff6d9ca2a3a593ab889eb5fd88ecdc548609ea019c07b4d974a49d254d0b"),
     "1F1B": (
         {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
         "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f",
     ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
-        "f69a7bfe13cd2732772cac82931f9f59826d91c5e9baa1e509a3ff1ba1547bdd",
+        "7ffb3a0914a46840a95a4d2caa220151ad9e37a7f81bc4002c533c1b6288158c",
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "ea30d94906fc84a8f63c5e2382df1c26ba85073b25f91467ea9e440ab0580efd",
+        "9e47860422a6ef98a76bed9634a56302a59461b5eaf17ccfe09c94393d2f5bdc",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},
-        "caad19e41c2e8f2568d3d82682d412d9489f81a757a2c6fe4ec6e37a2e5b37af",
+        "17f047fcf30fc7704074ed8f619d037f2db838b4e02dfccdb1d099f12a2e02b6",
     ),
-    "search": ({"pp": 2, "schedule": "search"}, "dce4d1cceacd94938049bcaf16d48b95c8a43a43b54036f4fcf559e2e11da12c"),
+    "search": ({"pp": 2, "schedule": "search"}, "18e861219ceb2d691f2ec980a9df8c492e84922f520290c0e29e4afcb72311e1"),
     "memory": (
         {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},
-        "b4084de193f857bdcc03a74b88ec4f6a77e7586e9edd1ace3c89684372da9d9d",
+        "31c8348ed14a3b12ca8a0dea6664e9597e0c1b02529dea463b89b33ba07e47c5",
     ),
     "auto": (
         {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
-        "e898a8ef07d3303c7b857ca4f83f924758a3f4437b0f27de8bad4d813355e06b",
+        "5adc86148c0fcb52a765161bb71e8a1791b09ad46a484cdbbdcc644f07bd2b6b",
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "fd9163fbd7c3d32574990f0934e3aa57d50796bd2146b4d7d73edcb227f41453",
+        "4d01c0a5f87d0b40f0f2598c0aa3a92dbf27358fead4b9ea0a03ea3d67b96f7b",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
-        "607d66a4dd0f05d4c03f61940dc5501d9d773e1a8b014dead19cbfbde45db75b",
+        "2c1d86946fb757df43a3980a105f47086f1b10fa41028a310f4277b22665e636",
     ),
     "equal chunks": (
         {"dp": 3, "equal_chunks": True, "cp": "off"},
-        "5d0e7581c4983c2a67ba37bd88aaaf0336113ca13662889785994921dccbf3c0",
+        "c2f09966f12a91719e11d09d658e531c72d745dfa97e2e455e9811211772c9e5",
     ),
     "even parts": (
         {"split": "even", "tail_sharing": False},
-        "3461065eec692b1b0659a9e691e93647be84bfb82cc0a0f225fb142cc26c60a6",
+        "d242d90176e4055aeb958ae1c0ebabc48de685004fdbf1c8c658a94363a3447f",
     ),
     "searched balance": (
         {"dp": 2, "balance": "search"},
-        "628f51b127460b2d2446536f0e1ed58a7f51245d9ed68a57d9d4856407e0e369",
+        "473c108ead917c69188a941c68ff75ba9b67edf255d60e3fd11360eeeae8b0a5",
     ),
     "two epochs": (
         {"epochs": 2, "last_batch": "drop"},
-        "082938a846a9d95675ef1de6b54c47f7e04074c72a288c1df34b3813213bc0b7",
+        "60060a0c1f79ceeb114cb73da11682858d28b58a60ba148fdb16c6b4957bee17",
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "5065dac9bb84b25d6098468bd071e389164a5f196e1defe13baf98137bbec703",
+        "d1a6c197576d98ae05f89b835bef26a298cef7758409f32193e4d1b28682e020",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
@@ -93,16 +93,16 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shared sequences, scheduled together": (
         {"dp": 4, "pp": 2, "seed": 3},
-        "47d7af82f7853ee50a76359c305e1e07ece9174b2920679b2492063f5c48e8d8",
+        "cb78ec0c9aa92c811bb1fb325deebbd14be741729b359219b2ba91455ed6dfa3",
     ),
-    "hold-out": ({"holdout": 0.2}, "56fffb71008a310f79369649a03525afc666eac0799c8801a62034ee8659cc4f"),
+    "hold-out": ({"holdout": 0.2}, "fdc1beb0211dc4300960163592d92d8c6074665ccf81c2b2ce06e4db8a168031"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
-        "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
+        "da7c3ffe4bd3a995ac8f379df4343bef8ee7da8853ad14b661b48dcb416d99ad",
     ),
     "kept attention": (
         {"dp": 2, "pp": 2, "keep_attention": "auto"},
-        "43c4d3e92b70609f5074dfaadc60169bfca6c2eb37857f2c332e62d05b5d1950",
+        "0f4d3809665c5edea8bdd9d0391bf79ef321ffe053ccf0541278751d783ab784",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
     plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
-    assert plan.content_hash == "942e5a0297cdbb84a2f6c36bfc37734d4e546f64cabc798d48e0dcdba78a6cdb"
+    assert plan.content_hash == "cac2ef83fe547eb191de430630c4470cb8e0bab0b55625a055850af3f3a5569a"
     assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
     whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config, cost=plain_cost())
@@ -137,7 +137,7 @@ def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     settings = PlanConfig(**{**SMALL, **config})
     held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
-    assert held_out.content_hash == "9816eb8176c759a2fd9a291870915a5a349eafbc2b9e72495edcca5b49df75f3"
+    assert held_out.content_hash == "21022df0a4f9d3fa562a9abf13634612f14aa84ee96d1eccb9caf167606e365c"
 
 
 @pytest.mark.parametrize("version", WRITTEN)
@@ -173,7 +173,7 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
     plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
-    assert plan.content_hash == "14966771d17342b76fb475c5836d72eaa7d477392fb3d9dcea19120dba134d7e"
+    assert plan.content_hash == "996a3557bac84c42a0e6d6b7f580344a2059f40313772f722c7e26a6c545255e"
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])
