@@ -48,10 +48,9 @@ _GATED_COPIES, _FUSED_GATED_COPIES, _PLAIN_COPIES = 5, 3, 2
 
 def compiles(layers: Sequence[Layer], levels: Sequence[str]) -> bool:
     """Whether layers can be compiled: not where one keeps states or makes keys of latents, nor where checkpoints hold
-    some results, for which each operator has to be seen."""
-    return not any(each.state_elements or each.latent_width for each in layers) and not any(
-        level.startswith("keep-") for level in levels
-    )
+    results of products, for which each operator has to be seen."""
+    refused = any(layer.state_elements or layer.latent_width for layer in layers)
+    return not refused and not {"keep-products", "keep-projections"} & {*levels}
 
 
 def fuses_norms(kernels: Kernels, layer: Layer) -> bool:

@@ -2,8 +2,9 @@
 
 A GPU adds the product that is the gradient of a matrix to a sum in float32 at once: the sum is read and written where
 the gradient was written in bf16. Of a matrix that is 6 bytes; one H200 took 3 to 8, and 13 to 15 in two passes: what
-else has a gradient writes it, and it is read from there, added to its sum, and freed. Those are embeddings, stacks of
-experts, and all of a model in float32, whose sums are its gradients.
+else has a gradient writes it, and it is read from there, added to its sum, and freed. Those are stacks of experts, and
+all of a model in float32. Of embeddings in bf16 only the rows of a chunk's tokens are added, which takes next to
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def sums_of(shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: f
     average half a block more than its tokens fill.
     """
     added = 2 * num_bytes + 2 * GRADIENT_BYTES  # written and read, read and written
-    in_product = added if num_bytes == GRADIENT_BYTES else 2 * GRADIENT_BYTES - num_bytes
+    is_wide = num_bytes == GRADIENT_BYTES
+    in_product = added if is_wide else 2 * GRADIENT_BYTES - num_bytes
     copied = 2 * num_bytes + GRADIENT_BYTES
 
     def of_layer(layer: Layer) -> float:
@@ -49,6 +51,6 @@ def sums_of(shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: f
     head = in_product * ends
     return Sums(
         layer=nanoseconds * shape.mean(of_layer),
-        embeddings=added * ends,
+        embeddings=added * ends if is_wide else 0.0,
         head=LayerTime(head / tokens_at_once(shape.vocab_size), head / 2),
     )

@@ -29,80 +29,80 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16, "keep_attention": "off"}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
-WRITTEN = {6: "eab6551fb6d6b0cce9f4b66f460888862a61e1cec4e19d8cec4da8b4c5ed2f1c"}
+WRITTEN = {6: "41ef7841e94c7f4e202a894dc64c4fdb72805f858299527cfe4164a488f3d44c"}
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "one GPU": ({}, "6050ff6d9ca2a3a593ab889eb5fd88ecdc548609ea019c07b4d974a49d254d0b"),
+    "one GPU": ({}, "c67c4151e553d78493a9ae075a72b0383acc65ef3fc8db0b12f03e93c878478e"),
     "1F1B": (
         {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
-        "eab6551fb6d6b0cce9f4b66f460888862a61e1cec4e19d8cec4da8b4c5ed2f1c",
+        "41ef7841e94c7f4e202a894dc64c4fdb72805f858299527cfe4164a488f3d44c",
     ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
-        "7ffb3a0914a46840a95a4d2caa220151ad9e37a7f81bc4002c533c1b6288158c",
+        "ffd44a6de65d446db19295b593b64659924f6e2fea9db02115d5711d1b06427c",
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "9e47860422a6ef98a76bed9634a56302a59461b5eaf17ccfe09c94393d2f5bdc",
+        "866afc8963f63650b52146482c30b63a2575e3d9e3d76e291ffb4332c1d073c1",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},
-        "17f047fcf30fc7704074ed8f619d037f2db838b4e02dfccdb1d099f12a2e02b6",
+        "f281ff09e8a5a0406014cb759daf11642eed000671d6873233a3fe04e5d01d59",
     ),
-    "search": ({"pp": 2, "schedule": "search"}, "18e861219ceb2d691f2ec980a9df8c492e84922f520290c0e29e4afcb72311e1"),
+    "search": ({"pp": 2, "schedule": "search"}, "961f884b8243377a8783a60d59b394802f5eec7a6181d78cc8baea5aacafacdc"),
     "memory": (
         {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},
-        "31c8348ed14a3b12ca8a0dea6664e9597e0c1b02529dea463b89b33ba07e47c5",
+        "72fd1e5d13ac924b98373a7da2ac994d1d773cf38d8f3433e6a1b00950f56c12",
     ),
     "auto": (
         {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
-        "5adc86148c0fcb52a765161bb71e8a1791b09ad46a484cdbbdcc644f07bd2b6b",
+        "e4b3b9b84d6ed36cdd90fa01a8496ad41243e8732d96ab4e85d4bc1d875b7b08",
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "4d01c0a5f87d0b40f0f2598c0aa3a92dbf27358fead4b9ea0a03ea3d67b96f7b",
+        "81dad052fb422ada384ed8fb6c294464fe8f4102572de8b544ee9ef75bd08866",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
-        "2c1d86946fb757df43a3980a105f47086f1b10fa41028a310f4277b22665e636",
+        "0412bd54d71afac3cedab3fcf73f2d8c7f2a87ac69de5728cfbe57398af885f1",
     ),
     "equal chunks": (
         {"dp": 3, "equal_chunks": True, "cp": "off"},
-        "c2f09966f12a91719e11d09d658e531c72d745dfa97e2e455e9811211772c9e5",
+        "726c1e8f0c9f081346d393893d1f09514c5eabfa59ef38d93f242d3130d60bd6",
     ),
     "even parts": (
         {"split": "even", "tail_sharing": False},
-        "d242d90176e4055aeb958ae1c0ebabc48de685004fdbf1c8c658a94363a3447f",
+        "997bcfe3d005af33f80e8f785fcafd4797c83a1f8b1d50dd689212e31ac45f9e",
     ),
     "searched balance": (
         {"dp": 2, "balance": "search"},
-        "473c108ead917c69188a941c68ff75ba9b67edf255d60e3fd11360eeeae8b0a5",
+        "d29ea34f3d00b66b69287c63f5c7e4c7683c36c25ce66cad34611be0cec7efe2",
     ),
     "two epochs": (
         {"epochs": 2, "last_batch": "drop"},
-        "60060a0c1f79ceeb114cb73da11682858d28b58a60ba148fdb16c6b4957bee17",
+        "9eed74a3debe562c8388842c99b1f65bcb0e50ad2cc09c0f24008d48dcdac54e",
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "d1a6c197576d98ae05f89b835bef26a298cef7758409f32193e4d1b28682e020",
+        "520cc0e4f71ef0645eadb3a8b1570701396abb245ab6922af582ecead0a48179",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
-        "b11164fc4f9b756e5687850ea52d0a9438f378bd597f4b09447bfdd15dc40326",
+        "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac",
     ),
     "shared sequences, scheduled together": (
         {"dp": 4, "pp": 2, "seed": 3},
-        "cb78ec0c9aa92c811bb1fb325deebbd14be741729b359219b2ba91455ed6dfa3",
+        "a68aa0fc8732377c8e074e001a804b92c97a517102ca062c636cf3d98ea7d92f",
     ),
-    "hold-out": ({"holdout": 0.2}, "fdc1beb0211dc4300960163592d92d8c6074665ccf81c2b2ce06e4db8a168031"),
+    "hold-out": ({"holdout": 0.2}, "f74fcbc79678269683c478f0a1f20ea268b90a243ac07f2797b42d96de38b151"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
-        "da7c3ffe4bd3a995ac8f379df4343bef8ee7da8853ad14b661b48dcb416d99ad",
+        "be0725e30fdb31c6a4216f0d8f24b565e449857950c5b3f292cafdceb6ffe23a",
     ),
     "kept attention": (
         {"dp": 2, "pp": 2, "keep_attention": "auto"},
-        "0f4d3809665c5edea8bdd9d0391bf79ef321ffe053ccf0541278751d783ab784",
+        "0d66b0e4c45c52fdc151c5a82a69bf86e410f1c7d77dc9db8d3c0af0086410d3",
     ),
 }
 
@@ -137,7 +137,7 @@ def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     settings = PlanConfig(**{**SMALL, **config})
     held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
-    assert held_out.content_hash == "21022df0a4f9d3fa562a9abf13634612f14aa84ee96d1eccb9caf167606e365c"
+    assert held_out.content_hash == "d688f4579cc9a7a9e122f5c546f30482c5b2a9a0e1b86fe7b778819e46366008"
 
 
 @pytest.mark.parametrize("version", WRITTEN)
@@ -153,7 +153,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
     plan = load_plan(GOLDEN / "plan-6-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
-    assert plan.content_hash == "b11164fc4f9b756e5687850ea52d0a9438f378bd597f4b09447bfdd15dc40326"
+    assert plan.content_hash == "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac"
     shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
     assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {(0, 4, 1), (2, 2, 1)}
     assert all(chunk.cp_tokens > chunk.num_tokens > 0 and chunk.kind == "dependent" for chunk in shared)
@@ -173,7 +173,7 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
     plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
-    assert plan.content_hash == "996a3557bac84c42a0e6d6b7f580344a2059f40313772f722c7e26a6c545255e"
+    assert plan.content_hash == "e29850b7dfc5021be15686d2b126dcea8c02c9dc7a85e2def2a4c10403252bb9"
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])
