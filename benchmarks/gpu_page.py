@@ -35,6 +35,14 @@ WORK = """\
 large products and of the fastest kernel. That is a forward and a backward of each token, and another forward where
 checkpointing is full; a chunk of the probe runs forward twice."""
 
+#: Parts with steps, and their titles.
+_STEP_PARTS = {
+    "steps": "Steps",
+    "offload": "Keys and values on the GPU and on the host",
+    "long": "A long step",
+    "million": "A million tokens",
+}
+
 #: What the first file calls the plans of its steps, in words.
 _PLANS = {
     "p15_8k1": "1.5B, ChunkSize 8,192",
@@ -77,13 +85,15 @@ def _section(document: Row) -> Iterator[str]:
         yield "### The probe: four layers and the head of a 7B"
         yield WORK
         yield _table([_with_work(row, document, row["both ms"] / 1e3) for row in rows])
-    for part, title in (("steps", "Steps"), ("long", "A long step"), ("million", "A million tokens")):
+    for part, title in _STEP_PARTS.items():
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
             yield STEPS
             last = {tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")): row for row in rows}
             done = [_step(row, document) for row in last.values()]  # what ran first warmed up
             yield _table([_with_work(row, document, row["s"]) for row in done])
+        if rows := [row for row in document.get(part, []) if "streams of" in row]:
+            yield _table(rows)
     if found := document.get("calibrate"):
         yield "### Chunks, and the profile fitted to them"
         yield _fill(f"{found['model']}. {CHUNKS}")
@@ -128,7 +138,7 @@ def _step(row: Row, document: Row) -> Row:
         "tokens": row["tokens"],
         "chunks": row["chunks"],
         "s": row["seconds"],
-    }
+    } | {name: row[name] for name in ("prepared s", "first s", "first prepared s") if name in row}
     keys = (row["plan"], f"{row['plan']} {row['ckpt']}")
     predicted = {name: value for name, value in row.items() if name.startswith("predicted s, ")}
     for name, steps in document.get("predicted_seconds", {}).items():

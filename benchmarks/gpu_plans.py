@@ -27,13 +27,14 @@ FOLDER = Path(__file__).with_suffix("")
 
 _QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 1 << 21, "rope_theta": 1e6, "num_key_value_heads": 2}
 
-#: Configs of Qwen2.5 by size, for positions up to two million; and of a model that any CPU runs.
+#: Configs of Qwen2.5 by size, for positions up to two million, and of a quarter of one; of a model that any CPU runs.
 MODELS: dict[str, dict[str, Any]] = {
     name: _QWEN2
     | dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), sizes, strict=True))
     | {"vocab_size": vocab_size, "tie_word_embeddings": name != "7b"}
     for name, sizes, vocab_size in (
         ("0.5b", (896, 24, 14, 4864), 151936),
+        ("0.5b-6-layers", (896, 6, 14, 4864), 151936),
         ("1.5b", (1536, 28, 12, 8960), 151936),
         ("7b", (3584, 28, 28, 18944), 152064),
         ("toy", (64, 2, 4, 96), 128),
@@ -75,6 +76,8 @@ PLANS: dict[str, GpuPlan] = {
     "1.5b-32k": GpuPlan("1.5b", 32768, checkpointing="full"),
     "7b-lora-32k": GpuPlan("7b", 8192, (32768,), "full", lora_rank=16),
     "7b-lora-128k": GpuPlan("7b", 8192, (131072,), "full", lora_rank=16),
+    "0.5b-6-layers-256k": GpuPlan("0.5b-6-layers", 8192, (262144,)),
+    "0.5b-256k": GpuPlan("0.5b", 8192, (262144,)),
     "0.5b-512k": GpuPlan("0.5b", 8192, (524288,)),
     "0.5b-1m": GpuPlan("0.5b", 8192, (1048576,)),
     "dp8": GpuPlan("0.5b", 1024, tuple(range(40, 2600, 20)), dp=8, global_batch=32),

@@ -13,8 +13,9 @@ A part that fails says so in one line, and the others go on.
 Parts, with seconds on an H200: kernels (30), attention by kernel, form and size; tests (60), those marked `gpu`; probe
 (20), four chunks of the first layers of a 7B; calibrate (90), the cost model's rates; steps (120; by the profile of an
 H100 about 136 there), of 1.5B and 7B models beside what is predicted, with keys and values on the GPU and in host
-memory; nccl (60), a process for each GPU; and, only where they are named, long (200), a step of 131,072 tokens; million
-(540), of 524,288 and 1,048,576.
+memory; nccl (60), a process for each GPU; and, only where they are named, offload (60), a step of 262,144 tokens of a
+quarter of a 0.5B with keys and values on the GPU and in host memory, and what streams do there; long (260), steps of
+131,072 and 262,144 tokens; million (540), of 524,288 and 1,048,576.
 
 Where a call may take no more than 600 s, give PARTS=kernels,probe,calibrate,steps to one and PARTS=tests,nccl to
 another.
@@ -154,7 +155,9 @@ def _calibrate(report: Report) -> None:
     print(f"calibrate: {json.dumps(fitted)}", flush=True)
 
 
-def _run_plans(part: str, report: Report, *plans: tuple[str, tuple[bool, ...]], seconds: float = math.inf) -> None:
+def _run_plans(
+    part: str, report: Report, *plans: tuple[str, tuple[bool, ...]], seconds: float = math.inf, **how: Any
+) -> None:
     from gpu_steps import Run, run_plan
 
     run = Run(report.device, report.toy, report.profiles, report.add(part))
@@ -164,7 +167,7 @@ def _run_plans(part: str, report: Report, *plans: tuple[str, tuple[bool, ...]], 
         if left <= 0:
             print(f"{part}, {name}: left out, the {seconds:.0f} s of {part} are over", flush=True)
             continue
-        done.append(attempt(f"{part}, {name}", partial(run_plan, run, name, kv_offload, seconds=left)))
+        done.append(attempt(f"{part}, {name}", partial(run_plan, run, name, kv_offload, seconds=left, **how)))
     if not all(done):
         raise RuntimeError(f"{done.count(False)} of {len(done)} plans")
 
@@ -180,8 +183,16 @@ def _nccl(report: Report) -> None:
     measure_links(report.device, toy=report.toy, add=report.add("nccl"))
 
 
+def _offload(report: Report) -> None:
+    from gpu_streams import measure_host_memory
+
+    measure_host_memory(report.device, toy=report.toy, add=report.add("host_memory"))
+    _run_plans("offload", report, ("0.5b-6-layers-256k", (False, True)), warm=1 << 18, streams=True)
+
+
 def _long(report: Report) -> None:
-    _run_plans("long", report, ("7b-lora-128k", (False, True)))
+    both = (False, True)
+    _run_plans("long", report, ("7b-lora-128k", both), ("0.5b-256k", both))
 
 
 def _million(report: Report) -> None:
@@ -195,10 +206,11 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "calibrate": _calibrate,
     "steps": _steps,
     "nccl": _nccl,
+    "offload": _offload,
     "long": _long,
     "million": _million,
 }
-DEFAULT = tuple(PARTS)[:-2]
+DEFAULT = tuple(PARTS)[:-3]
 
 
 def attempt(what: str, run: Callable[[], None]) -> bool:

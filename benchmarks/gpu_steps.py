@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gpu_plans import FOLDER, PLANS, GpuPlan, write_model, write_tokens
+from gpu_streams import streams_at_work
 from gpu_work import work_of
 
 from chunkplan.cost.durations import attention_pairs_of, durations
@@ -28,12 +30,12 @@ from chunkplan_runtime.calibration.measure import wait
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
-from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 Row = dict[str, Any]
 
-#: A step of at most so many tokens runs once before it is measured.
+#: A step of at most so many tokens runs once before it is measured, where nothing else is said.
 _WARM = 50_000
 
 
@@ -51,10 +53,20 @@ class Run:
     add: Callable[[Row], None]
 
 
-def run_plan(run: Run, name: str, kv_offload: Sequence[bool] = (False,), *, seconds: float = math.inf) -> None:
+def run_plan(
+    run: Run,
+    name: str,
+    kv_offload: Sequence[bool] = (False,),
+    *,
+    seconds: float = math.inf,
+    warm: int = _WARM,
+    streams: bool = False,
+) -> None:
     """Add a row for each step of a plan, the one with fewest tokens first, with keys and values on the GPU or the host.
 
-    A step that is not done after `seconds` ends there: its row says how much of it is done, and is predicted.
+    A step that is not done after `seconds` ends there: its row says how much of it is done, and is predicted. One of at
+    most `warm` tokens runs once before it is measured: kernels are prepared then, and memory is taken. With `streams`
+    it runs once more, for a row of what the GPU's streams do.
     """
     plan, path = PLANS[name], FOLDER / name
     if run.toy:
@@ -78,9 +90,14 @@ def run_plan(run: Run, name: str, kv_offload: Sequence[bool] = (False,), *, seco
                 ]
                 row["work"] = work_of(model, segments, forwards=2 if plan.checkpointing == "full" else 1)
                 row["head_size"] = config.hidden_size // config.num_attention_heads
-                repeats = 2 if work.step.num_tokens <= _WARM else 1
-                for _ in range(repeats):
-                    found, done = _measure(model, weights, work, offload, seconds)
+                executor = RankExecutor(model, kv_offload=offload)
+                gc.collect()
+                if run.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                found, done = _measure(executor, weights, work, seconds)
+                if work.step.num_tokens <= warm:
+                    row |= {"first s": found["seconds"], "first prepared s": found["prepared s"]}
+                    found, done = _measure(executor, weights, work, seconds)
                 row |= found
                 for called, hardware in run.hardware.items():
                     cost = plan.cost(hardware, kv_offload=offload, optimizer="sgd")
@@ -88,6 +105,9 @@ def run_plan(run: Run, name: str, kv_offload: Sequence[bool] = (False,), *, seco
                 if run.device.type == "cuda":
                     row["predicted GiB"] = round(predicted_bytes(cost, work) / 2**30, 2)
                 run.add(row)
+                if streams:
+                    step = partial(_measure, executor, weights, work, seconds)
+                    run.add({"streams of": name, "kv_offload": offload} | streams_at_work(run.device, step))
 
 
 def _describe(name: str, plan: GpuPlan, work: StepWork, kv_offload: bool) -> Row:
@@ -104,23 +124,25 @@ def _describe(name: str, plan: GpuPlan, work: StepWork, kv_offload: bool) -> Row
 
 
 def _measure(
-    model: CausalLM, weights: TrainedWeights, work: StepWork, kv_offload: bool, most_seconds: float
+    executor: RankExecutor, weights: TrainedWeights, work: StepWork, most_seconds: float
 ) -> tuple[Row, list[Action]]:
     """Measure a step, and which of its actions were done."""
-    device, is_gpu = model.device, model.device.type == "cuda"
+    device = executor.model.device
+    is_gpu = device.type == "cuda"
     for tensor in weights.tensors.values():
         tensor.grad = None
-    gc.collect()
     if is_gpu:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     actions, done = work.ranks[0].actions, []
     loss = None
     wait(device)
     started = time.perf_counter()
+    prepared = 0.0  # seconds until the first action, in which host memory is taken
 
     @contextmanager
     def counted(action: Action) -> Iterator[None]:
+        nonlocal prepared
+        prepared = prepared or time.perf_counter() - started
         yield
         done.append(action)
         if most_seconds < math.inf:
@@ -129,10 +151,10 @@ def _measure(
                 raise _OverError
 
     with suppress(_OverError):
-        loss = RankExecutor(model, kv_offload=kv_offload).run(work.ranks[0], work.step.num_target_tokens, counted).loss
+        loss = executor.run(work.ranks[0], work.step.num_target_tokens, counted).loss
     wait(device)
     seconds = time.perf_counter() - started
-    row: Row = {"seconds": round(seconds, 4)}
+    row: Row = {"seconds": round(seconds, 4), "prepared s": round(prepared, 4)}
     if len(done) < len(actions):
         row["done"] = f"{len(done)} of {len(actions)} actions"
     else:

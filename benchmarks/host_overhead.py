@@ -1,10 +1,11 @@
 """What the host takes for a layer: a chunk through the executor, beside the same tokens through transformers' layers.
 
-    python benchmarks/host_overhead.py    # 2 minutes, on one core
+    python benchmarks/host_overhead.py    # 5 minutes, on one core
 
 Layers are so narrow that next to nothing is computed: the time is that of Python, of torch's dispatch and of autograd.
 It is that of the one thread there is, so that whatever else the machine does counts as little as can be. Both take
-turns; transformers' layers see no prefix and, of several sequences, one mask.
+turns; transformers' layers see no prefix and, of several sequences, one mask. Their gradients are in the dtype of the
+weights; those of chunks are added to fp32 master weights where weights are in bfloat16, in products too, as on a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import losses_and_gradient
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.training.master_weights import TrainedWeights
 
 WIDTH, LAYERS, VOCABULARY = 64, 28, 128
 
@@ -38,19 +41,34 @@ CASES = {
     "a part of 16 behind seven": ([144], 16, 7, 1.6),
 }
 
+#: Of weights, their dtype and where gradients of matrices are added to master weights by the products that make them.
+WEIGHTS = {
+    "float32": (torch.float32, ()),
+    "bfloat16": (torch.bfloat16, ()),
+    "bfloat16, sums in products": (torch.bfloat16, ("cpu",)),
+}
+
 
 def main() -> None:
     """Measure, and print each row as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--rounds", type=int, default=31)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     print(machine("torch", "transformers"))
+    print("| weights | chunk | | transformers, us a layer | chunkplan | ratio | of the fastest | at most |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for weights, (dtype, devices) in WEIGHTS.items():
+        measure(weights, dtype, frozenset(devices), rounds)
+
+
+def measure(weights: str, dtype: torch.dtype, devices: frozenset[str], rounds: int) -> None:
+    """Measure all cases with weights of a dtype. `devices`: where sums are made in products."""
+    Summed.devices = devices
     config = qwen2(WIDTH, LAYERS, VOCABULARY, 1024, num_attention_heads=4, num_key_value_heads=2)
-    model = new_model(config, torch.float32, 0)
-    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train()
-    print("| chunk | | transformers, us a layer | chunkplan | ratio | of the fastest | at most |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    model = new_model(config, dtype, 0)
+    TrainedWeights(model.model, master_weights=True)
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train().to(dtype)
     for name, (lengths, chunk_size, chunk_id, goal) in CASES.items():
         batch = make_batch(lengths, chunk_size, len(lengths) + 100, VOCABULARY)
         ways = partial(transformers_seconds, theirs), partial(chunkplan_seconds, model)
@@ -60,7 +78,7 @@ def main() -> None:
             others, own = (median(times) for times in zip(*pairs, strict=True))
             least, fastest = (min(times) for times in zip(*pairs, strict=True))
             ratio = f"{own / others:.2f} | {fastest / least:.2f} | {goal}"
-            print(f"| {name} | {op} | {others:.0f} | {own:.0f} | {ratio} |", flush=True)
+            print(f"| {weights} | {name} | {op} | {others:.0f} | {own:.0f} | {ratio} |", flush=True)
 
 
 def chunkplan_seconds(model: CausalLM, batch: Batch, chunk_id: int) -> dict[str, float]:

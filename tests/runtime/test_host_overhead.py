@@ -19,14 +19,15 @@ from chunkplan_runtime.attention.operator import ATTEND, _attend
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 #: Lengths of sequences, chunks, the one that is looked at, and how many calls more its layers may take than those of
 #: transformers, forward and backward.
 CASES = {
-    "one whole sequence": ([8], [[(0, 0, 8)]], 0, {"forward": 22, "backward": 18}),
-    "two whole sequences": ([5, 3], [[(0, 0, 5), (1, 0, 3)]], 0, {"forward": 28, "backward": 30}),
-    "a part with a prefix": ([24], [[(0, i, i + 8)] for i in (0, 8, 16)], 1, {"forward": 80, "backward": 80}),
+    "one whole sequence": ([8], [[(0, 0, 8)]], 0, {"forward": 20, "backward": 16}),
+    "two whole sequences": ([5, 3], [[(0, 0, 5), (1, 0, 3)]], 0, {"forward": 25, "backward": 26}),
+    "a part with a prefix": ([24], [[(0, i, i + 8)] for i in (0, 8, 16)], 1, {"forward": 72, "backward": 73}),
 }
 
 
@@ -124,23 +125,31 @@ def work_of(plan: Any) -> Any:
     return work
 
 
-#: How many operators more a layer may take than that of transformers, forward and backward: in float32, and in bfloat16
-#: with fp32 master weights, whose gradients are added up there.
+#: How many operators more a layer may take than that of transformers, forward and backward: in float32; in bfloat16
+#: with fp32 master weights, to which its gradients are added; and where that is done in products, as on a GPU.
 OPERATORS = {
-    "one whole sequence": ((0, -2), (0, 17)),
-    "two whole sequences": ((-4, 2), (-4, 19)),
-    "a part with a prefix": ((20, 22), (20, 61)),
+    "one whole sequence": {"float32": (-1, -2), "bfloat16": (-1, 25), "in products": (-1, 1)},
+    "two whole sequences": {"float32": (-5, 2), "bfloat16": (-5, 28), "in products": (-5, 4)},
+    "a part with a prefix": {"float32": (18, 22), "bfloat16": (18, 60), "in products": (18, 36)},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "in products"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer_dispatches_few_more_operators_than_that_of_transformers(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, case: str, dtype: torch.dtype
+    tiny_config: Any,
+    handmade_plan: Any,
+    random_sequences: Any,
+    case: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if how == "in products":
+        monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
+    dtype = torch.float32 if how == "float32" else torch.bfloat16
     lengths, chunks, chunk_id, _ = CASES[case]
     config = AutoConfig.for_model(**tiny_config("qwen2"))
     work = work_of(handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks)))
     own, others = (of_a_layer(each, config, work, chunk_id, Dispatched, dtype) for each in (ours, theirs))
-    more = dict(zip(("forward", "backward"), OPERATORS[case][dtype == torch.bfloat16], strict=True))
+    more = dict(zip(("forward", "backward"), OPERATORS[case][how], strict=True))
     assert {op: own[op] - others[op] <= more[op] for op in more} == dict.fromkeys(more, True), (own, others)

@@ -82,12 +82,10 @@ def test_nor_with_pages_on_the_host_recomputed_layers_or_chunks_that_are_kept(ho
 
 
 def test_pages_and_buffers_of_a_step_are_those_of_the_step_before(make_step):
+    """Even in the first step none is taken in a chunk: all are there before."""
     executor, work = make_step("qwen3", kv_offload=True)
-    with pytest.raises(RefusedError, match="takes memory"):
+    for _ in range(2):
         executor.run(work, 30, strict(work, steady=["device_waits.py", "host_memory.py"]))
-    executor, work = make_step("qwen3", kv_offload=True)
-    executor.run(work, 30)
-    executor.run(work, 30, strict(work, steady=["device_waits.py", "host_memory.py"]))
 
 
 def test_inputs_of_layers_lie_where_those_of_the_step_before_did(make_step):

@@ -22,6 +22,7 @@ from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
 from chunkplan_runtime.kv import host_memory, host_tensors
+from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
@@ -59,6 +60,12 @@ def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> t
     os.environ["LOCAL_WORLD_SIZE"] = str(machine_size)
     with patch.object(Shards, "_reduce", counted), patch.object(reduction.Reductions, "__init__", seen):
         return *run_main(rank, **arguments), len(layers), sizes
+
+
+def run_main_compiled(rank: int, **arguments: Any) -> tuple[int, str]:
+    """`run_main` where graphs of layers are run as they are found: what makes code of them is slow."""
+    with patch.object(compiled, "BACKEND", {"backend": "aot_eager"}):
+        return run_main(rank, **arguments)
 
 
 def run_main_with_versions(rank: int, *, versions: list[str], **arguments: Any) -> tuple[int, str]:

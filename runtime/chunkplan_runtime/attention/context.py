@@ -54,7 +54,8 @@ class Current:
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
     at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
-    inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`.
+    inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
+    attention gave in the layer that is at work, for when that runs again.
     """
 
     context: ChunkContext | None = None
@@ -66,6 +67,7 @@ class Current:
     made: Made | None = None
     marks: tuple[Mark, ...] = ()
     kept: KeptResults | None = None
+    attended: KeptResults | None = None
     host_inputs: HostTensors = field(default_factory=HostTensors)
     offloaded: frozenset[int] = frozenset()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from chunkplan_runtime.attention.context import ChunkContext, TokenRange
 from chunkplan_runtime.attention.form import Form, merge
 from chunkplan_runtime.attention.kept import Expand
+from chunkplan_runtime.attention.kept_results import KeptResults
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.attention.operator import Attend, attend_as_one
 from chunkplan_runtime.dtypes import wide
@@ -32,7 +33,7 @@ class LayerAttention(NamedTuple):
     `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
     sequence has one every so many tokens (Llama 4). `layer`: whose pages it attends to. If it `borrows` them, their own
     layer writes them, and hands out the gradients of a part's own tokens. `expand`: how keys and values are made of
-    what is in them, if that is something else.
+    what is in them, if that is something else. `attended`: see `Current`.
     """
 
     kernel: AttentionKernel
@@ -43,6 +44,7 @@ class LayerAttention(NamedTuple):
     tile: int | None = None
     borrows: bool = False
     expand: Expand | None = None
+    attended: KeptResults | None = None
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
         """What is asked of the kernel where queries and keys end at the same token."""
@@ -94,21 +96,21 @@ class ChunkAttention(torch.autograd.Function):
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
         attend: Attend = partial(_attend_to_ranges, context, attention)
-        if context.kept is not None:
-            attend = partial(context.kept.attend, attend)
+        for kept in filter(None, (context.kept, attention.attended)):
+            attend = partial(kept.attend, attend)
         out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
-        ctx.save_for_backward(query, *pair, sink, out, lse, *latents)
+        ctx.save_for_backward(query, *pair, sink, out.transpose(1, 2), lse, *latents)
         ctx.context, ctx.attention = context, attention
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
+        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
-        grad_out, out = gradients[0].transpose(1, 2), out.transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         context, attention = ctx.context, ctx.attention
         given = query, key, value, *latents
         found: list[Tensor | None] = [None] * len(given)
@@ -213,7 +215,7 @@ def _attend(
     """
     part = tokens.part
     assert part is not None
-    out = lse = query.new_empty(0)
+    out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):

@@ -30,8 +30,7 @@ _IGNORED = {"position_ids", "use_cache", "output_router_logits"}
 
 def register_attention() -> None:
     """Make "chunkplan" an attention implementation of transformers. Doing so twice changes nothing."""
-    # What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(chunk_attention))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, chunk_attention)
     # Without a mask function of this name, transformers would drop a mask without a word.
     AttentionMaskInterface.register(ATTENTION, mask_of)
 
@@ -49,6 +48,31 @@ def chunk_attention(
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
+
+    In a compiler's graph it is one node (`attention.in_graph`), if the layer has been prepared for that.
+    """
+    how = scaling, sliding_window, softcap
+    if not torch.compiler.is_compiling():
+        return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
+    mask = _PLAIN if attention_mask is None else attention_mask
+    if not hasattr(module, "chunkplan_number") or not _is_plain(module, mask, asked):
+        found: tuple[Tensor, None] = _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
+        return found
+    tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
+    return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    how: tuple[float | None, int | None, float | None],
+    s_aux: Tensor | None,
+    asked: dict[str, object],
+) -> tuple[Tensor, None]:
+    """`chunk_attention` here and now.
 
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
@@ -73,11 +97,11 @@ def chunk_attention(
         )
     if query.size(0) != 1:
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
+    shared, made = chunk_context.shared, current.take_made(key, value)
+    shares_heads = shared is not None and len(shared.heads) > 1
     layer: Any = getattr(current.cache, "layer", None)
     if layer is None:
         layer = module.layer_idx
-    shared, made = chunk_context.shared, current.take_made(key, value)
-    shares_heads = shared is not None and len(shared.heads) > 1
     owner = layer
     latents: tuple[Tensor, ...] = ()
     expand: Expand | None = None
@@ -86,10 +110,43 @@ def chunk_attention(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    window = attention_mask.window
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        query, key, value = _cast(query, key, value)
+    attention = layer_attention(current, layer, query, value, attention_mask.window, attention_mask.tile, *how)
+    if owner != layer or expand is not None:
+        attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
+    if shared is None or not shares_heads:
+        weights = () if expand is None else expand.weights
+        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
+    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
+    sink = None if s_aux is None else exchange.own_heads(s_aux)
+    of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
+    out = attention_of(*of_heads, sink, chunk_context, attention)
+    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
+
+
+#: What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
+_outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+
+
+def layer_attention(
+    current: Current,
+    layer: int,
+    query: Tensor,
+    value: Tensor,
+    window: int | None,
+    tile: int | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> LayerAttention:
+    """How a layer attends to its own keys and values in the chunk at work; `window` and `tile` are those of its mask.
+
+    Raises:
+        UsageError: it asks for a window that its mask has not, or for what no kernel can do.
+    """
+    chunk_context = current.context
+    assert chunk_context is not None
     if sliding_window not in (None, window):
         raise UsageError(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
@@ -99,17 +156,23 @@ def chunk_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
-    attention = LayerAttention(
-        kernel, owner, scale, window, softcap, attention_mask.tile, borrows=owner != layer, expand=expand
-    )
-    if shared is None or not shares_heads:
-        weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
-    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
-    sink = None if s_aux is None else exchange.own_heads(s_aux)
-    of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
-    out = attention_of(*of_heads, sink, chunk_context, attention)
-    return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
+    return LayerAttention(kernel, layer, scale, window, softcap, tile, attended=current.attended)
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in the dtype of the autocast around, if there is one."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return [*tensors]
+    return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
+
+
+def _is_plain(module: Any, mask: object, asked: dict[str, object]) -> bool:
+    """Whether a token sees those before it in its sequence, and nothing else is asked for."""
+    is_causal = asked.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if not isinstance(mask, Mask) or not is_causal or not mask.causal or mask.unknown:
+        return False
+    return not any(_is_given(given) for name, given in asked.items() if name not in (*_IGNORED, "is_causal"))
 
 
 def _is_given(argument: Any) -> bool:

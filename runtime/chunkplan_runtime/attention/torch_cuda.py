@@ -6,6 +6,8 @@ torch 2.11.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,6 @@ class TorchCudaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `kernel.AttentionKernel.backward`."""
         runs, (left, right) = runs_of(query, key, form), window_of(form)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients = _aten._flash_attention_backward(
             *tokens_first(grad_out, query, key, value, out),
             lse[0].contiguous(),
@@ -58,7 +59,7 @@ class TorchCudaKernel:
             runs.longest_key,
             0.0,
             form.causal,
-            no_dropout,
+            _no_dropout(query.device),
             query.new_empty(0),
             scale=form.scale,
             window_size_left=left,
@@ -66,3 +67,9 @@ class TorchCudaKernel:
         )
         grad_query, grad_key, grad_value = heads_first(*gradients)
         return grad_query, grad_key, grad_value
+
+
+@cache
+def _no_dropout(device: torch.device) -> Tensor:
+    """The state of random numbers that nothing is drawn by. To make it is a kernel, so that it is made once."""
+    return torch.zeros(2, dtype=torch.uint64, device=device)

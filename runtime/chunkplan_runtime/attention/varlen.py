@@ -47,19 +47,21 @@ def runs_of(query: Tensor, key: Tensor, form: Form) -> Runs:
     # are closed when the next part does not fit, with more than three ChunkSizes in them; of the first page that a
     # window reaches only a rest may be seen, but then by as many queries at most, which are all that reach it.
     assert query.shape[2] <= key.shape[2] or not (form.causal or form.reach is not None), "more queries than keys"
-    return Runs(_on(queries, query.device), _on(keys, query.device), _longest(queries), _longest(keys))
+    of_queries = _on(queries, query.device)
+    of_keys = of_queries if keys == queries else _on(keys, query.device)
+    return Runs(of_queries[0], of_keys[0], of_queries[1], of_keys[1])
 
 
 @lru_cache(maxsize=64)
-def _on(borders: tuple[int, ...], device: torch.device) -> Tensor:
-    """Borders on the device: int32 [num_runs + 1], sent once for all layers of a chunk; nobody waits for them."""
+def _on(borders: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """Borders on the device, int32 [num_runs + 1], and the longest run: once for all layers of a chunk.
+
+    They are sent, and nobody waits for them.
+    """
     if len(borders) == 2:  # one run, as of a page: the device can count that far by itself
-        return torch.arange(0, borders[1] + 1, borders[1], dtype=torch.int32, device=device)
-    return sent(torch.tensor(borders, dtype=torch.int32), device)
-
-
-def _longest(borders: tuple[int, ...]) -> int:
-    return max(stop - start for start, stop in pairwise(borders))
+        return torch.arange(0, borders[1] + 1, borders[1], dtype=torch.int32, device=device), borders[1]
+    longest = max(stop - start for start, stop in pairwise(borders))
+    return sent(torch.tensor(borders, dtype=torch.int32), device), longest
 
 
 def window_of(form: Form) -> tuple[int, int]:

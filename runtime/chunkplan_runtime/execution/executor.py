@@ -256,10 +256,10 @@ class RankExecutor:
         if with_gradients:
             reserve_inputs(self._parts, work)
             self.kept_attention.begin(self._parts, work)
-        if self._links is None:
-            return nullcontext()
         if isinstance(self.memory, HostMemory):
             reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
+        if self._links is None:
+            return nullcontext()
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
     def _forward(self, work: RankWork, place: Place, op: str = "forward") -> Tensor:

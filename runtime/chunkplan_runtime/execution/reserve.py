@@ -1,6 +1,6 @@
 """Takes the host memory of a step before it begins, of pages and of inputs of layers.
 
-While links are open none may be taken.
+It takes long, and a GPU has nothing to do meanwhile. While links are open none may be taken.
 """
 
 from __future__ import annotations

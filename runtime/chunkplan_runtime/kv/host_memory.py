@@ -1,16 +1,16 @@
 """Pages in host memory, so that the keys and values on a GPU do not grow with the length of a sequence.
 
 A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the
-device, and written back. Reading and writing have a CUDA stream each, and all waiting is done by the GPU, so that the
-next layer's first block is on its way while this layer's products still run. On a CPU the same buffers are filled by
-plain copies.
+device, and written back. Reading and writing have a CUDA stream each, for copies alone: a kernel there would get its
+turn only when attention leaves room. All waiting is done by the GPU, so that the next layer's first block is on its way
+while this layer's products still run. On a CPU the same buffers are filled by plain copies.
 
 Only what a part did not bring along is fetched: its own KV is copied on the device. Ordering: a fetch waits for the
 buffer to be free and for the page to be written; kernels wait for the fetch; writing back waits for the kernels.
 
-The memory of pages that are given back is used again, and never returned to the system: taking it may wait for the
-whole device. So it is all there before links are opened (`HostMemory.reserve`). Who gets memory that was used before
-need not wait: all that was read from it was waited for by kernels, after which all writing to it comes.
+The memory of pages that are given back is used again, and never returned to the system. Taking it is slow, and may wait
+for the whole device: all of it is there before the first action of a step (`HostMemory.reserve`). Who gets memory that
+was used before need not wait: all that was read from it was waited for by kernels, after which all writing to it comes.
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ class HostMemory:
                 for held, tensor in zip(buffer.tensors, asked.tensors, strict=True):
                     held[num_fetched:num_tokens] = tensor[0].transpose(0, 1)
             gradients = buffer.gradients if with_gradients else ()
+            if num_new := _first_added(page_slice) - page_slice.start:
+                for held in gradients:
+                    held[:num_new].zero_()
             views = (
                 tuple(each[:num_tokens].transpose(0, 1)[None] for each in held) for held in (buffer.tensors, gradients)
             )
@@ -170,16 +173,15 @@ class HostMemory:
         buffer.ready = self._reading.record()
 
     def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, page_slice: PageSlice) -> None:
-        """Start filling a buffer with the gradients that later parts added; zeros for tokens that none of them saw."""
+        """Start filling a buffer with the gradients that later parts added."""
         if not page.gradients:
             memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory
             page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
-        known = slice(min(max(page.added_from, page_slice.start), page_slice.stop) - page.start, page_slice.tokens.stop)
-        num_new, num_tokens = known.start - page_slice.tokens.start, page_slice.stop - page_slice.start
+        added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
+        here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
         for held, home in zip(buffer.gradients, page.gradients, strict=True):
-            held[:num_new].zero_()
-            held[num_new:num_tokens].copy_(home[known], non_blocking=True)
+            held[here].copy_(home[added], non_blocking=True)
 
     def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start copying tensors to their homes on the host, after what was asked of the device until now."""
@@ -221,3 +223,10 @@ def _has_room(tensors: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
         held.shape[0] >= other.shape[0] and held.shape[1:] == other.shape[1:] and held.dtype == other.dtype
         for held, other in zip(tensors, wanted, strict=True)
     )
+
+
+def _first_added(page_slice: PageSlice) -> int:
+    """The token of a slice from which on later parts have added gradients; of those before it none is known."""
+    page = page_slice.page
+    assert isinstance(page, _HostPage)
+    return min(max(page.added_from, page_slice.start), page_slice.stop)

@@ -70,11 +70,10 @@ class Asked:
         """Take the gradients of the tokens from `own_start` on from a block that has the part's own tokens last."""
         if not self.with_gradients or not self.takes_own or own_start >= block.stop:
             return
-        own = slice(own_start - block.start, None)
+        own = rows(block.gradients, slice(own_start - block.start, block.stop - block.start))
         # Copies: the next block may lie where this one did.
         self.gradients = tuple(
-            torch.empty_like(tensor).copy_(gradient[:, :, own])
-            for gradient, tensor in zip(block.gradients, self.tensors, strict=True)
+            torch.empty_like(tensor).copy_(gradient) for gradient, tensor in zip(own, self.tensors, strict=True)
         )
 
 

@@ -27,7 +27,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from chunkplan.cost.checkpointing import Checkpointing, levels_of
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current, Mark
+from chunkplan_runtime.attention.kept_results import KeptResults
 from chunkplan_runtime.attention.operator import ATTEND
+from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.selective_scan import begin_scan_with
@@ -142,17 +144,20 @@ def _checkpointed(
     context, cache = current.context, current.cache
     if not torch.is_grad_enabled():
         return forward(*given, **how)
+    attended = KeptResults(HostTensors()) if level == "keep-attention" else None
 
     def run(*given: Any, **how: Any) -> Any:
         before = current.context, current.cache
-        current.context, current.cache = context, cache
+        current.context, current.cache, current.attended = context, cache, attended
         if cache is not None:
             cache.rewind(index)
         try:
             return forward(*given, **how)
         finally:
-            current.context, current.cache = before
+            current.context, current.cache, current.attended = *before, None
             begin_scan_with(None)
+            if attended is not None:
+                attended.take()
 
     # Around the checkpoint hooks of ours get what it saves itself, and its own ones what the layer saves.
     with current.host_inputs.of_layer(given[0]) if level == "offload" and given else nullcontext():
@@ -161,7 +166,7 @@ def _checkpointed(
 
 def _contexts(current: Current, level: Checkpointing) -> _Contexts:
     computing = as_now()
-    if level in ("full", "offload"):
+    if level not in ("keep-products", "keep-projections"):
         return nullcontext(), computing()
     policy = partial(_policy, current, level)
     first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
@@ -177,7 +182,7 @@ def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[o
 def _policy(current: Current, level: Checkpointing, _: Any, operator: Any, *given: Any, **how: Any) -> CheckpointPolicy:
     """Whether what an operator gives is held. It has to say the same when the layer runs again."""
     held = operator is ATTEND
-    if not held and level != "keep-attention" and Mark.RUN_AGAIN not in current.marks:
+    if not held and Mark.RUN_AGAIN not in current.marks:
         mixes = Mark.MIXER in current.marks
         if operator in _PRODUCTS:
             held = mixes or level == "keep-products"

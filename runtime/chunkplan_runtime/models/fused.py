@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,7 @@ def fuse(modules: Iterable[nn.Module], kernels: FusedKernels, device: torch.devi
         return Fused(0, 0, Counter())
     norms, mlps = _liger(device) if kernels == "liger" else (_TORCH_NORMS, ())
     found: dict[object, _Kernel | None] = {}
+    forwards: dict[object, Callable[..., Tensor]] = {}  # one for all alike, which a compiler takes for the same
     fused, left = [0, 0], Counter[str]()
     for module in modules:
         for place, (is_one, candidates) in enumerate(((_is_norm, norms), (_is_gated_mlp, mlps))):
@@ -84,15 +86,23 @@ def fuse(modules: Iterable[nn.Module], kernels: FusedKernels, device: torch.devi
             else:
                 fused[place] += 1
                 own: Any = module
-                own.forward = partial(_call, own, kernel.run, own.forward)
+                by_kind = forwards.setdefault((type(module), kernel), _forward_of(type(module), kernel))
+                own.forward = MethodType(by_kind, module)
     return Fused(fused[0], fused[1], left)
 
 
-def _call(module: Any, run: _Formula, own: _Formula, *given: Any, **how: Any) -> Tensor:
-    """A kernel has one dtype and one input; what comes in another dtype, or otherwise, is for the module's own code."""
-    if len(given) != 1 or how or getattr(module, "weight", given[0]).dtype != given[0].dtype:
-        return own(*given, **how)
-    return run(module, given[0])
+def _forward_of(kind: Any, kernel: _Kernel) -> Callable[..., Tensor]:
+    """The forward of modules of a class that call a kernel.
+
+    That has one dtype and one input; what comes in another dtype, or otherwise, is for the module's own code.
+    """
+
+    def forward(module: Any, *given: Any, **how: Any) -> Tensor:
+        if len(given) != 1 or how or getattr(module, "weight", given[0]).dtype != given[0].dtype:
+            return cast(Tensor, kind.forward(module, *given, **how))
+        return kernel.run(module, given[0])
+
+    return forward
 
 
 def _is_norm(module: nn.Module) -> bool:

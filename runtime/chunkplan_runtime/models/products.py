@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.models.lookups import lookup_of
 
 
 class _Place(NamedTuple):
@@ -83,10 +86,9 @@ class Factors(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, edge, bias, ends, matrix, keep)`: `x` by a matrix transposed, see `Factors`.
+    """`_Product.apply(x, edge, bias, ends, of, keep)`: `x` by a matrix transposed, see `Factors`.
 
-    `edge`: the matrix where its gradient may be asked for, and not always kept or added elsewhere. `matrix`: it, its
-    weight and its place there.
+    `of`: the matrix, its weight and its place there. `edge`: the matrix again, where autograd may get its gradient.
     """
 
     @staticmethod
@@ -99,7 +101,7 @@ class _Product(torch.autograd.Function):
         of: tuple[Tensor, Tensor, _Place],
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
-        matrix, *ctx.place = of
+        matrix, ctx.weight, ctx.place = of
         ctx.save_for_backward(x, matrix, ends)
         ctx.keep = keep
         if ends is not None:
@@ -123,7 +125,7 @@ class _Product(torch.autograd.Function):
                 of_bias = gradient.sum(0)
             if matrix.ndim == 2:
                 x = x.reshape(-1, k)
-            factors = Factors(*ctx.place, x, gradient, ends)
+            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
             keep = ctx.keep
             if not (keep is not None and keep(factors)) and not factors.are_added():
                 of_matrix = factors.product()
@@ -146,6 +148,7 @@ class Summed(nn.Parameter):
     owner: Any = None
     entry: str
     place: _Place | None = None
+    number: Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -153,22 +156,28 @@ class Summed(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # No graph of a compiler has a place for what is added.
-            found = None if torch.compiler.is_compiling() else product_of(function, args, kwargs)
+            if torch.compiler.is_compiling():
+                find = _product_in_graph
+            else:
+                find = lookup_of if function is F.embedding else product_of
+            found = find(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
 
 
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
 
-    Those by products with a matrix, whatever function of torch computes these, without being made by themselves where
-    a device can do that.
+    Those of rows that are looked up, and those by products with a matrix, whatever function of torch computes these,
+    without being made by themselves where a device can do that.
     """
     summed: Any = weight
     if weight.ndim == 2 and weight.device.type in Summed.devices:
         place = _Place.of(weight, weight)
         summed.__class__ = Summed
         summed.owner, summed.entry, summed.place = owner, entry, place
+        number = next(_numbers)
+        _summed[number] = summed
+        summed.number = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
 
 
@@ -262,3 +271,53 @@ def _has_all_once(view: Tensor) -> bool:
             return False
         span += (size - 1) * stride
     return True
+
+
+#: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
+_summed: WeakValueDictionary[int, Summed] = WeakValueDictionary()
+_numbers = count()
+
+#: Of nodes that add a product: a compiler takes two that are given the same for one.
+_adding = count()
+
+_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("product(Tensor x, Tensor matrix, Tensor? bias, Tensor number) -> Tensor")
+_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node) -> Tensor")
+
+
+def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
+    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled() and not _casts()
+    if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
+        return None
+    found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
+    x, matrix, _, number = inputs
+    ctx.save_for_backward(x, matrix, number)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The weight has none: that of its number, which is never read, makes sure that nothing is left out."""
+    x, matrix, number = ctx.saved_tensors
+    gradient = gradient.reshape(-1, matrix.shape[0])
+    of_x = (gradient @ matrix).view(x.shape) if ctx.needs_input_grad[0] else None
+    of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+    return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_adding))
+
+
+def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
+    weight: Any = _summed[int(number)]
+    with torch._C.DisableTorchFunctionSubclass():
+        Factors(weight, weight.place, x.reshape(-1, x.shape[-1]), gradient, None).are_added()
+    return torch.zeros_like(number)
+
+
+_library.impl("product", lambda x, matrix, bias, number: F.linear(x, matrix, bias), "CompositeExplicitAutograd")
+_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_fake: Any = partial(torch.library.register_fake, lib=_library)
+_fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
+_fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
+torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)

@@ -20,6 +20,7 @@ from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.freed_memory import freed_memory_given_back
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.fused import Fused, fuse
@@ -79,6 +80,7 @@ class Built(NamedTuple):
         identity: a hash that other weights do not have, the same on all processes; None on one alone.
         note: what to say of how it was loaded, if anything.
         fused: what of it calls fused kernels.
+        compiled: what of it is compiled.
     """
 
     own: CausalLM
@@ -86,6 +88,7 @@ class Built(NamedTuple):
     identity: str | None = None
     note: str | None = None
     fused: Fused | None = None
+    compiled: CompiledLayers | None = None
 
 
 def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
@@ -105,8 +108,9 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
             model = add_lora(model, _lora(config))
             note = without_adapters(model, config.lora_targets)
         _freeze(config, model, model)
+        compiled = CompiledLayers(model, plan.config.chunk_size) if config.compile else None
         model.set_checkpointing(config.checkpointing or "none")
-        return Built(model, model, note=note, fused=fused)
+        return Built(model, model, note=note, fused=fused, compiled=compiled)
     own, identity, note = _own_part(config, model_config, plan, job)
     fused = _fuse(config, own)
     whole = _hollow_whole(own, model_config, dtype_of(config), job)
@@ -115,8 +119,9 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
         take_adapters(own, whole)
     _freeze(config, whole, own, whole)
+    compiled = CompiledLayers(own, plan.config.chunk_size) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
-    return Built(own, whole, identity, note, fused)
+    return Built(own, whole, identity, note, fused, compiled)
 
 
 def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:

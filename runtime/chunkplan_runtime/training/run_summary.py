@@ -47,6 +47,7 @@ def describe_run(
         *([f"          {built.note}"] if built.note else ()),
         f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
         *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
+        *([f"compiled  {built.compiled}"] if built.compiled else ()),
         *_left_out(config, model),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",

@@ -95,16 +95,15 @@ def test_sums_are_the_gradients_of_ordinary_backwards(model_of: Any, name: str, 
 
 
 @pytest.mark.parametrize("name", ["llama with biases, tied", "gpt2", "qwen3_moe"])
-def test_no_matrix_of_a_linear_layer_has_a_gradient_in_bfloat16(model_of: Any, name: str) -> None:
-    """Of what is left, norms, biases and embeddings have no product, and experts are not matrices but stacks."""
+def test_no_matrix_has_a_gradient_in_bfloat16(model_of: Any, name: str) -> None:
+    """Of what is left, norms and biases have no product, and experts are not matrices but stacks."""
     for way in WAYS:
         made: set[str] = set()
         model = model_of(name, torch.bfloat16)
         with_sums(model, made)
         run(model, way)
         matrices = {each for each, weight in trained(model).items() if weight.ndim == 2}
-        embeddings = {each for each in matrices if each.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))}
-        assert made == trained(model).keys() - matrices | embeddings, way
+        assert made == trained(model).keys() - matrices, way
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -128,8 +127,11 @@ def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of: Any, n
             run(each, "whole")
         num_products.append(found["aten::mm"] + found["aten::addmm"])
     assert masters.keys() == sums.keys()
-    assert all(torch.equal(sums[name], master.grad) for name, master in masters.items() if master.grad is not None)
-    assert all(master.grad is not None for master in masters.values())
+    for name, master in masters.items():
+        assert master.grad is not None
+        # Rows that are looked up are not rounded to bfloat16 before they are added.
+        is_looked_up = name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))
+        assert float((master.grad - sums[name]).norm()) <= 5e-3 * is_looked_up * float(sums[name].norm())
     assert num_products[0] == num_products[1] > 0
 
 
@@ -189,3 +191,20 @@ def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum() -> None:
     layer(x).sum().backward()
     assert isinstance(layer.weight, Summed) and layer.weight.grad is None
     torch.testing.assert_close(compiled, master.grad)
+
+
+@pytest.mark.parametrize("padding", [None, 2, -2])
+def test_rows_that_are_looked_up_are_added_to_the_sum(padding: int | None) -> None:
+    """The same row twice in a chunk, and no gradient of padding."""
+    torch.manual_seed(0)
+    own, plain = (nn.Embedding(5, 3, padding, dtype=torch.float64) for _ in range(2))
+    plain.load_state_dict(own.state_dict())
+    total = SimpleNamespace(total=None)
+    sum_gradients(own.weight, total, "total")
+    made: list[Tensor | None] = []
+    own.weight.register_post_accumulate_grad_hook(lambda weight: made.append(weight.grad))
+    for ids in (torch.tensor([[1, 2, 1, 3]]), torch.tensor([[1, 4], [0, 1]])):
+        for each in (own, plain):
+            (each(ids) ** 3).sum().backward()
+    assert made == [None] * 2 and plain.weight.grad is not None
+    torch.testing.assert_close(total.total, plain.weight.grad, rtol=1e-14, atol=0)

@@ -81,7 +81,7 @@ def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
     (tmp_path / "missing").mkdir()
     for name in ("polars", "ortools", "numba"):
         (tmp_path / "missing" / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})")
-    parts = "kernels,tests,probe,calibrate,steps,nccl,long,million"
+    parts = "kernels,tests,probe,calibrate,steps,nccl,offload,long,million"
     words = ["make", "gpu-report", "SIZE=toy", f"OUTPUT={tmp_path}", f"PARTS={parts}", f"PYTHON={sys.executable}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path / "missing")}
     ran = subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
@@ -122,6 +122,31 @@ def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> 
     for row in rows:
         assert re.fullmatch(r"1 of \d+ actions", row["done"]) and "loss" not in row
         assert 0 < row["predicted s, h100"] < whole[row["step"]]["predicted s, h100"]
+
+
+def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks: None) -> None:
+    """The main one has most kernels; copies on it are its work."""
+    from gpu_streams import Work, at_work  # type: ignore[import-not-found]
+
+    found = at_work(
+        [
+            Work("attention", 7, 10**9, 3 * 10**9),
+            Work("Memcpy DtoD (Device -> Device)", 7, 5 * 10**9, 10**9),
+            Work("Memcpy HtoD (Pinned -> Device)", 20, 10**9, 2 * 10**9),
+            Work("Memcpy HtoD (Pageable -> Device)", 20, 4 * 10**9, 10**9),
+            Work("Memcpy DtoH (Device -> Pinned)", 21, 6 * 10**9, 5 * 10**9),
+            Work("fill", 20, 3 * 10**9, 10**8),
+        ]
+    )
+    assert found == {
+        "in all, s": 10.0,
+        "kernels and copies of the main stream, s": 4.0,
+        "main stream idle, s": 6.0,
+        "copies to the host, s": 5.0,
+        "copies to the GPU, s": 3.0,
+        "kernels beside, s": 0.1,
+        "pageable copies, s": 1.0,
+    }
 
 
 def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(

@@ -1,0 +1,90 @@
+"""Layers compiled once, for all chunks and all layers alike (torch.compile): a layer is one graph, attention a node.
+
+What a graph is made for are tensors of a kind, not those of a chunk: there is one for forwards without gradients, one
+for those with, and one for backwards, each for any number of tokens. A layer that makes no whole graph runs as it is,
+and so does every layer where something has to see each function or operator: halves of backwards, and checkpoints that
+hold some results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from chunkplan.visible import one_line
+from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.models.model import CausalLM
+
+#: Whether one graph is for chunks of all lengths; else it is for ChunkSize alone, and chunks of others run as they are.
+ALL_LENGTHS = True
+
+#: What makes code of graphs; dropout draws what it does elsewhere.
+BACKEND: Mapping[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+
+
+class CompiledLayers:
+    """Compiles the layers of a model, whose full chunks have `chunk_size` tokens, from now on; as a string what of it.
+
+    `why_not`: why nothing, as far as that is known: some models refuse only when a layer is first called.
+    """
+
+    def __init__(self, model: CausalLM, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+        self.why_not = _why_not(model)
+        self._num_layers = 0
+        if self.why_not is not None:
+            return
+        for part in model.parts:
+            for layer in part.own_layers.values():
+                prepare_attention(layer)
+                seeded: Any = layer.forward
+                *given, own = seeded.args
+                compiled = torch.compile(own, fullgraph=True, dynamic=ALL_LENGTHS, **BACKEND)
+                layer.forward = partial(seeded.func, *given, partial(self._run, layer, compiled, own))
+                self._num_layers += 1
+
+    def __str__(self) -> str:
+        return f"nothing: {self.why_not}" if self.why_not else f"{self._num_layers} layers"
+
+    def _run(self, layer: Any, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
+        if self.why_not is None and self._fits(layer.chunkplan, given[0].shape[1]):
+            try:
+                return compiled(*given, **how)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
+                self.why_not = one_line(str(error).strip().partition("\n")[0])
+                print(f"note: layers run as they are, not compiled: {self.why_not}", file=sys.stderr)
+        return own(*given, **how)
+
+    def _fits(self, current: Any, num_tokens: int) -> bool:
+        """Whether graphs are for the chunk at work: not one that others share, or where routers are looked at."""
+        if current.context is None or current.context.shared is not None:
+            return False
+        if current.router_loss is not None and current.router_loss.scope != NO_ROUTER_LOSS:
+            return False
+        if is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack() > 0:
+            return False
+        return num_tokens > 1 if ALL_LENGTHS else num_tokens == self._chunk_size
+
+
+def _why_not(model: CausalLM) -> str | None:
+    """Why layers of a model cannot be compiled, if so."""
+    if model.is_recurrent:
+        return "its layers keep states"
+    try:
+        layers = [layer for part in model.parts for layer in part.own_layers.values()]
+    except LookupError:
+        return "it has no list of layers"
+    modules: list[nn.Module] = [module for layer in layers for module in layer.modules()]
+    if any(hasattr(module, "expand_kv") for module in modules):
+        return "keys and values are made of latents"
+    if any(getattr(module, "is_kv_shared_layer", False) for module in modules):
+        return "layers share keys and values"
+    return None
