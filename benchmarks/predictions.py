@@ -1,7 +1,8 @@
 """Predictions beside what was measured on a GPU, of chunks and of steps, and what terms of the cost model are worth.
 
     python benchmarks/predictions.py  # of the profile h200, beside benchmarks/predictions_h200.json
-    python benchmarks/predictions.py --measured FILE --hardware NAME
+    python benchmarks/predictions.py --measured FILE --hardware NAME  # a file of `make gpu-report`, of an H200
+    python benchmarks/predictions.py --measured FILE --fit            # writes what is fitted to it into the profile
 
 A profile is fitted to rates and chunks, never to steps. "without" a term, the rest is fitted again.
 """
@@ -10,81 +11,60 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from gpu_plans import FOLDER, PLANS
 
 from chunkplan.cost.attention_rates import AttentionRates
-from chunkplan.cost.calibrate import fit, predicted_ns
-from chunkplan.cost.durations import durations
+from chunkplan.cost.calibrate import FITTED, fit, predicted_ns
+from chunkplan.cost.durations import attention_pairs_of, durations
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.model_config import shape_of_config
-from chunkplan.operations import OPS
+from chunkplan.operations import KEPT_ATTENTION, OPS
+from chunkplan.planfile.load import load_plan
 
 MEASURED = Path(__file__).parent / "predictions_h200.json"
+PROFILES = Path(__file__).parents[1] / "chunkplan" / "cost" / "profiles"
 
-#: Layers that the chunks ran through, and the kernel of their attention.
-LAYERS, KERNEL = 4, "torch-cuda"
+#: Layers of a 7B that the chunks ran through.
+LAYERS = 4
+
+_CHUNK = tuple(field.name for field in fields(ChunkTime))
 
 Array = npt.NDArray[np.float64]
 Document = dict[str, Any]
 
 
 class Errors(NamedTuple):
-    """Predicted over measured time, less 1: of chunks [n, 2] (forward for keys, training), of both together, of steps.
-
-    Of a step that was measured several times, the mean counts.
-    """
+    """Predicted over measured time, less 1: of chunks [n, 2] (forward for keys, training), of both, of steps."""
 
     chunks: Array
     whole_chunks: Array
     steps: Array
 
 
-def attention_rates(rows: Sequence[Document]) -> tuple[AttentionRates, ...]:
-    """The rates of `KERNEL` by size of heads, the largest first; of the model that the chunks ran through where it can.
-
-    That is the first one that a file has of a size.
-    """
-    rows = [row for row in rows if row["kernel"] == KERNEL and row["sequences"] == 1]
-
-    def of_form(head_size: int, direction: str, queries: int, keys: int) -> float:
-        form = {"head_size": head_size, "queries": queries, "keys": keys}
-        return 1e12 * next(float(row[f"{direction}_tflops"]) for row in rows if form.items() <= row.items())
-
-    def of_size(size: int) -> AttentionRates:
-        many, few = of_form(size, "forward", 8192, 32768), of_form(size, "forward", 2048, 8192)
-        return AttentionRates(
-            kernel=KERNEL,
-            head_size=size,
-            forward_blocks=many,
-            forward_squares=of_form(size, "forward", 8192, 8192),
-            backward_blocks=of_form(size, "backward", 8192, 32768),
-            backward_squares=of_form(size, "backward", 8192, 8192),
-            ramp_queries=(1 - few / many) / (few / many / 2048 - 1 / 8192),
-        )
-
-    return tuple(map(of_size, sorted({row["head_size"] for row in rows}, reverse=True)))
-
-
 def chunk_times(document: Document) -> list[ChunkTime]:
     """The chunks that were timed."""
-    return [ChunkTime(**row | {"segments": tuple(row["segments"])}) for row in document["chunks"]]
+    rows = ({name: row[name] for name in _CHUNK} for row in document["calibrate"]["chunks"])
+    return [ChunkTime(**row | {"segments": tuple(row["segments"])}) for row in rows]
 
 
 def fitted(document: Document, simplify: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> Hardware:
-    """The profile that is nearest to all chunks, of profiles without what `simplify` takes out of them."""
-    rates = DeviceRates(**document["device"], attention=attention_rates(document["attention"]))
+    """The profile that is nearest to all chunks that ran as layers are, of those without what `simplify` takes out."""
+    rates = document["calibrate"]["rates"]
+    attention = tuple(AttentionRates(**each) for each in rates["attention"])
+    is_plain = [not row.get("compile") for row in document["calibrate"]["chunks"]]
     cost, _ = fit(
-        chunk_times(document),
-        rates,
-        shape=_first_layers(document),
+        [chunk for chunk, plain in zip(chunk_times(document), is_plain, strict=True) if plain],
+        DeviceRates(**rates | {"attention": attention}),
+        shape=_first_layers(),
         precision="bf16",
         base=load_hardware("a100"),  # whose ramps and kernels are estimates for all GPUs
         name="fitted",
@@ -95,42 +75,54 @@ def fitted(document: Document, simplify: Callable[[Hardware], Hardware] = lambda
 
 def errors(document: Document, hardware: Hardware) -> Errors:
     """How far predictions on `hardware` are off."""
-    cost = CostModel(shape=_first_layers(document), hardware=hardware)
     chunks = chunk_times(document)
     measured = np.array([(chunk.forward_kv_ns, chunk.train_ns) for chunk in chunks])
-    predicted = predicted_ns(cost, chunks)
-    steps = np.array([step_seconds(document, step, hardware) / np.mean(step["seconds"]) for step in document["steps"]])
+    costs = (
+        CostModel(shape=_first_layers(), hardware=hardware, compile=row.get("compile", False))
+        for row in document["calibrate"]["chunks"]
+    )
+    predicted = np.concatenate([predicted_ns(cost, [chunk]) for cost, chunk in zip(costs, chunks, strict=True)])
+    steps = np.array([step_seconds(step, hardware) / step["seconds"] for step in document["steps"]])
     return Errors(predicted / measured - 1, predicted.sum(1) / measured.sum(1) - 1, steps - 1)
 
 
-def step_seconds(document: Document, step: Document, hardware: Hardware) -> float:
-    """What a step is predicted to take on one GPU: the sum of its actions."""
-    cost = CostModel(
-        shape=shape_of_config(document["models"][step["model"]], where=step["model"]),
-        hardware=hardware,
-        checkpointing=step["checkpointing"],
-        lora_rank=step["lora_rank"],
-    )
-    chunks = [
-        ChunkTime(
-            segments=tuple(chunk["segments"]),
-            prefix_tokens=chunk["prefix_tokens"],
-            forward_kv_ns=0,
-            train_ns=0,
-            spread=0,
-        )
-        for chunk in step["chunks"]
-    ]
-    kept = np.array([chunk["keeps_activations"] for chunk in step["chunks"]])
+def step_seconds(row: Document, hardware: Hardware) -> float:
+    """What a step of a plan of benchmarks/gpu_plans/ is predicted to take on one GPU: the sum of its actions."""
+    changes = {"kv_offload": row["kv_offload"], "compile": row.get("compile", False)}
+    cost = replace(PLANS[row["plan"]].cost(), hardware=hardware, **changes)
+    [step] = (each for each in load_plan(FOLDER / row["plan"]).iter_steps() if each.step == row["step"])
+    [chunks], [actions] = step.chunks.values(), step.actions.values()
+    segments = ([(each.end - each.start, each.start) for each in chunk.segments] for chunk in chunks)
+    pairs = [float(attention_pairs_of(*np.array(each).T, cost.shape.sights).sum()) for each in segments]
     tokens = np.array([chunk.num_tokens for chunk in chunks])
-    pairs = np.array([chunk.attention_pairs(cost.shape.sights) for chunk in chunks])
-    times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0]
-    forward, forward_kv, recompute, backward = (times[OPS.index(op)] for op in OPS[:4])
-    return float((np.where(kept, forward, forward_kv + recompute) + backward).sum() / 1e9)
+    kept = np.array([KEPT_ATTENTION.index(chunk.kept_attention) for chunk in chunks], np.int8)
+    times = durations(tokens, np.array(pairs), cost.rates, (cost.shape.num_layers,), None, kept)[:, 0]
+    place = {chunk.chunk_id: number for number, chunk in enumerate(chunks)}
+    return sum(int(times[OPS.index(each.op), place[each.chunk_id]]) for each in actions) / 1e9
 
 
-def _first_layers(document: Document) -> Any:
-    return shape_of_config(document["models"]["Qwen2.5-7B"], where="Qwen2.5-7B").first(LAYERS)
+def _first_layers() -> Any:
+    return PLANS["7b-lora-32k"].cost().shape.first(LAYERS)
+
+
+def with_rates(text: str, hardware: Hardware) -> str:
+    """The text of a profile with the fitted numbers of `hardware`; what comments say is for people to look at."""
+    known = {(each.kernel, each.head_size): each for each in hardware.attention}
+
+    def with_numbers(text: str, of: Hardware | AttentionRates) -> str:
+        lines = text.splitlines()
+        for place, line in enumerate(lines):
+            entry, hash_sign, comment = line.partition("#")
+            if (name := entry.partition(" ")[0]) in FITTED and name != "fp32_flops":  # which is measured alone
+                value = getattr(of, name)
+                shown = f"{value / 1e12:.3g}e12" if value > 1e11 else f"{round(float(f'{value:.3g}')):_}"
+                lines[place] = f"{name} = {shown}".ljust(len(entry)) + hash_sign + comment
+        return "\n".join(lines) + "\n"
+
+    head, *tables = text.split("[[attention]]\n")
+    entries = [tomllib.loads(table) for table in tables]
+    found = [known[each["kernel"], each["head_size"]] for each in entries]
+    return "[[attention]]\n".join(map(with_numbers, (head, *tables), (hardware, *found)))
 
 
 # ---- what terms are worth
@@ -158,7 +150,13 @@ def no_ramp(hardware: Hardware) -> Hardware:
 
 def one_size(hardware: Hardware) -> Hardware:
     """All heads are of 128."""
-    return replace(hardware, attention=hardware.attention[:1])
+    return replace(hardware, attention=tuple(each for each in hardware.attention if each.head_size == 128))
+
+
+def one_kernel(hardware: Hardware) -> Hardware:
+    """Chunks of several sequences are attended to by the same kernel as others."""
+    first = hardware.attention[0].kernel
+    return replace(hardware, attention=tuple(each for each in hardware.attention if each.kernel == first))
 
 
 def added_host(hardware: Hardware) -> Hardware:
@@ -186,6 +184,7 @@ TERMS: dict[str, Callable[[Hardware], Hardware]] = {
     "a rate for causal squares": no_squares,
     "a ramp of queries": no_ramp,
     "a rate for each size of heads": one_size,
+    "a kernel for several sequences": one_kernel,
     "the host hidden, not added": added_host,
     "the host": no_host,
     "all of these": plain,
@@ -197,19 +196,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, default=MEASURED)
     parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--fit", action="store_true")
     options = parser.parse_args()
     document = json.loads(options.measured.read_text())
+    if options.fit:
+        profile = PROFILES / f"{options.hardware}.toml"
+        profile.write_text(with_rates(profile.read_text(), fitted(document)))
     hardware = load_hardware(options.hardware)
     found = errors(document, hardware)
     print("| step | measured, s | predicted | off by |\n| --- | --- | --- | --- |")
     for step, off in zip(document["steps"], found.steps, strict=True):
-        seconds = float(np.mean(step["seconds"]))
-        print(f"| {step['model']}, {step['name']} | {seconds:.2f} | {seconds * (1 + off):.2f} | {off:+.1%} |")
+        words = f"{step['plan']}, {step['tokens']:,} tokens" + ", keys on the host" * step["kv_offload"]
+        words += ", compiled" * step.get("compile", False)
+        print(f"| {words} | {step['seconds']:.2f} | {step['seconds'] * (1 + off):.2f} | {off:+.1%} |")
     print("\n| chunk, tokens | forward, ms | off by | training, ms | off by | both, off by |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for chunk, (forward, train), both in zip(chunk_times(document), found.chunks, found.whole_chunks, strict=True):
+    rows = zip(chunk_times(document), document["calibrate"]["chunks"], found.chunks, found.whole_chunks, strict=True)
+    for chunk, row, (forward, train), both in rows:
         words = f"{chunk.num_tokens:,}" + (f" of {len(chunk.segments)}" if len(chunk.segments) > 1 else "")
         words += f" after {chunk.prefix_tokens:,}" if chunk.prefix_tokens else ""
+        words += ", compiled" * row.get("compile", False)
         times = f"{chunk.forward_kv_ns / 1e6:.1f} | {forward:+.1%} | {chunk.train_ns / 1e6:.1f} | {train:+.1%}"
         print(f"| {words} | {times} | {both:+.1%} |")
     like_others = np.array(["note" not in step for step in document["steps"]])

@@ -81,7 +81,7 @@ def _everything(cost: CostModel, layer: Layer) -> float:
     """
     num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
     normed, made = num_bytes, min(layer.num_norms, 2)
-    if not fuses_norms(cost.fused_kernels, layer):
+    if not fuses_norms(cost.kernels, layer):
         normed, made = _FLOAT32 + (_FLOAT32 if layer.wide_norms else num_bytes), layer.num_norms
     norms = layer.num_norms * (hidden_size * normed + _FLOAT32) + made * hidden_size * num_bytes
     if layer.normed_width:
@@ -89,7 +89,7 @@ def _everything(cost: CostModel, layer: Layer) -> float:
     norms += cost.adapters.activation_bytes(layer)
     widths = layer.query_width + layer.key_width + layer.value_width + layer.output_width + layer.mixed_width
     attention = widths * num_bytes + _FLOAT32 * layer.num_query_heads
-    held = 4 - fuses_gate(cost.fused_kernels, layer) if layer.is_gated else 2
+    held = 4 - fuses_gate(cost.kernels, layer) if layer.is_gated else 2
     mlp = (held * layer.mlp_width + 2 * layer.experts_per_token * hidden_size) * num_bytes
     return norms + attention + mlp + _of_router(cost, layer)
 
@@ -139,7 +139,7 @@ def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool, level: Chec
     held += _ID_BYTES if is_first else came
     if is_last:
         normed = cost.num_bytes
-        if not fuses_norms(cost.fused_kernels, layer):
+        if not fuses_norms(cost.kernels, layer):
             normed = _FLOAT32 + (0 if cost.lora_rank else _FLOAT32 if layer.wide_norms else cost.num_bytes)
         held += shape.hidden_size * (normed + cost.num_bytes) + _FLOAT32
     return held / cost.tp

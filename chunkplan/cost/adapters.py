@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from chunkplan.cost.fused import FusedKernels, fuses_norms
+from chunkplan.cost.fused import Kernels, fuses_norms
 from chunkplan.cost.rates import LayerTime, Rates
 from chunkplan.cost.shape import Layer, ModelShape
 
@@ -104,7 +104,7 @@ class Adapters:
     rank: int
     in_4bit: bool
     num_bytes: int
-    kernels: FusedKernels
+    kernels: Kernels
 
     @cached_property
     def number(self) -> float:

@@ -10,6 +10,9 @@ MEASURED_QUERIES = 8192
 #: The kernels of the runtime, `chunkplan_runtime.attention.kernel`.
 KERNELS = ("torch-cudnn", "flash-attn-4", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
 
+#: Those that others stand in for where a chunk has several sequences, a layer a window, or heads are larger.
+WHOLE_ONLY = {"torch-cudnn": 128}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:

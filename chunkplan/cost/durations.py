@@ -56,8 +56,8 @@ def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
     return within * (2 * num_tokens - within)
 
 
-#: Of the launches of a whole backward, those of its halves.
-_LAUNCHED = {"backward_input": 0.5, "backward_weight": 0.5}
+#: How often the host takes the time of a forward's launches for other actions: a backward has about twice as many.
+_LAUNCHED = {"backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 #: See `balance_layers`.
 _WORTH = 16
@@ -179,8 +179,13 @@ def durations(
 
 
 def seen_pairs(rates: Rates, num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:
-    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of."""
-    return attention_pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
+    """The pairs that attention takes the time of, [n]: with those of the ramp, which splitting makes more of, and those
+    that chunks of several sequences count as: with fewer pairs than one of as many tokens has.
+    """
+    of_pair, of_token = rates.packed
+    is_packed = attention_pairs < num_tokens * num_tokens
+    pairs = np.where(is_packed, of_pair * attention_pairs + of_token * num_tokens, attention_pairs)
+    return pairs + rates.ramp_queries * _before(num_tokens, attention_pairs)
 
 
 def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64Array:

@@ -8,15 +8,16 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from chunkplan.cost import fused
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.attention import with_attention
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
-from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, fewer_kernels, mlp_copies, norm_copies
+from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, Kernels, copied_elements, fewer_kernels
 from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
 from chunkplan.cost.rates import Rates, Sums
-from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
+from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.cost.sums import GRADIENT_BYTES, sums_of
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
@@ -41,11 +42,8 @@ LAYER_KERNELS = 38
 #: and scatters the tokens around attention and around the MLP.
 _COLLECTIVES = 4
 
-#: Of a logit in the forward of a loss in float32: written and read in bf16, written and read in float32, and written.
-_LOSS_BYTES = 16
-
 #: Entries of a cost model that a file has only where they say something: earlier versions did not have them.
-_IF_SET = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels")
+_IF_SET = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
 
 #: So that what a step has of it fits 64 bits.
 _MOST_OVERHEAD_NS = 2.0**40
@@ -81,7 +79,7 @@ class CostModel(Options):
     which `offload_chunk_size` gives. `sharding`: what data-parallel ranks share; times with several are `rates_on`.
     `lora_rank`: adapters of matrices of the layers (`adapters.adapted`) are trained in place of all weights.
     `load_in_4bit`: the layers are kept in 4 bits, and made whole for each forward and each backward. `optimizer`:
-    memory alone goes by it. `fused_kernels`: see `cost.fused`.
+    memory alone goes by it. `fused_kernels`, `compile`: see `cost.fused`.
 
     Raises:
         UsageError: `tp` does not divide the attention heads; levels of other layers; 4 bits without adapters, or of
@@ -148,6 +146,7 @@ class CostModel(Options):
         group=MACHINE,
         default="none",
     )
+    compile: bool = option(FLAG, "Compile the layers once, by torch.compile.", group=MACHINE, default=False)
 
     def check_together(self) -> None:
         """Refuse more GPUs for a layer than its heads can be divided among, and what is not known of layers here."""
@@ -179,9 +178,15 @@ class CostModel(Options):
         return NUM_BYTES[self.precision]
 
     @cached_property
+    def kernels(self) -> Kernels:
+        """Whose kernels compute what several may: those of compiled layers where these can be."""
+        is_compiled = self.compile and fused.compiles(self.shape.kinds, self.levels)
+        return "compiled" if is_compiled else self.fused_kernels
+
+    @cached_property
     def adapters(self) -> Adapters:
         """What is trained of layers, and what their weights take."""
-        return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes, self.fused_kernels)
+        return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes, self.kernels)
 
     @cached_property
     def rates(self) -> Rates:
@@ -197,17 +202,21 @@ class CostModel(Options):
         product = 2e9 * slower / hardware.flops / tp
         token_bytes = shape.hidden_size * self.num_bytes
         collectives = _COLLECTIVES * token_bytes * (tp - 1) / tp / hardware.ring_bytes(tp, 1)
-        copied = shape.mean(self._copied_elements) + self.adapters.copied
+        copied = (
+            shape.mean(lambda layer: copied_elements(self.kernels, layer, shape.hidden_size)) + self.adapters.copied
+        )
         copies = (copied * self.num_bytes) / tp / hardware.copy_bytes
-        spared = shape.mean(partial(fewer_kernels, self.fused_kernels))
-        kernels = LAYER_KERNELS - spared + ADAPTER_KERNELS * self.adapters.number
+        separate = LAYER_KERNELS + ADAPTER_KERNELS * self.adapters.number
+        kernels = separate - shape.mean(partial(fewer_kernels, self.kernels))
+        launched = fused.COMPILED_LAUNCHES * separate if self.kernels == "compiled" else kernels
         ramp = product * shape.layer_parameters * hardware.ramp_tokens
         unpacking = self.adapters.unpacked_bytes / tp / hardware.copy_bytes * 1e9
-        loss = _LOSS_BYTES * shape.vocab_size / tp / hardware.copy_bytes
+        of_logit = fused.COMPILED_LOSS_BYTES if self.compile else fused.LOSS_BYTES
+        loss = of_logit * shape.vocab_size / tp / hardware.copy_bytes
         rates = Rates(
             token=product * self._products + (collectives + copies) * 1e9,
             pair=0.0,
-            launch=kernels * hardware.launch_ns,
+            launch=launched * hardware.launch_ns,
             chunk=ramp + kernels * hardware.kernel_ns + (_COLLECTIVES * hardware.link_ns if tp > 1 else 0) + unpacking,
             head=product * shape.embedding_parameters + loss * 1e9,
             link_token=token_bytes / tp / hardware.node_link_bytes * 1e9,
@@ -249,18 +258,6 @@ class CostModel(Options):
         """Multiply-adds of a token in a layer beside attention: with weights, adapters, and with states."""
         states = self.shape.mean(lambda layer: layer.state_elements * layer.state_products)
         return self.shape.active_layer_parameters + states + self.lora_rank * self.adapters.width
-
-    def _copied_elements(self, layer: Layer) -> int:
-        """Of a token in a layer's forward, read or written by the `LAYER_KERNELS` beside products and attention.
-
-        Norms in float32 (18 h each, or fused 2 h), each with a residual (3 h each), rotary embedding, activation and,
-        where there is a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it
-        writes and reads again.
-        """
-        rotary = 10 * (layer.query_width + layer.key_width)
-        norms = (norm_copies(self.fused_kernels, layer) + 3) * layer.num_norms
-        around = (norms + 4 * layer.experts_per_token) * self.shape.hidden_size
-        return around + rotary + 2 * layer.mixed_width + mlp_copies(self.fused_kernels, layer) * layer.mlp_width
 
     @property
     def chunk_overhead_ns(self) -> int:

@@ -70,7 +70,8 @@ class Rates(NamedTuple):
 
     A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
     ones has t (2 p + t); a causal mask leaves half of them. Attention takes `mask` of a token besides, and a block of p
-    earlier keys has as many pairs as if `ramp_queries` more tokens saw them. `head` is a token's in the vocabulary
+    earlier keys has as many pairs as if `ramp_queries` more tokens saw them; each pair of a chunk of several sequences
+    counts as many as `packed` says, and each token has as many more. `head` is a token's in the vocabulary
     head, on the last model stage only. A backward takes as long as two forwards of its layers, but for attention where
     `attention_backward` says otherwise, and what it runs `again`, less what `frozen` and, of a token in the head,
     `frozen_head` say: gradients of weights that are not trained. It takes the `sums` besides. `launch` is what the host
@@ -103,6 +104,7 @@ class Rates(NamedTuple):
     host_attention: float = 0.0
     mask: float = 0.0
     ramp_queries: float = 0.0
+    packed: tuple[float, float] = (1.0, 0.0)
     attention_backward: AttentionTime | None = None
     launch: float = 0.0
 

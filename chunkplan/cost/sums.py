@@ -1,13 +1,17 @@
 """What backwards take to add gradients to their sums, however few tokens a chunk has: bytes of weights, not of tokens.
 
-A product writes the gradient of a weight, from where it is read, added to a sum in float32, and freed.
+A GPU adds the product that is the gradient of a matrix to a sum in float32 at once: the sum is read and written where
+the gradient was written in bf16. Of a matrix that is 6 bytes; one H200 took 3 to 8, and 13 to 15 in two passes: what
+else has a gradient writes it, and it is read from there, added to its sum, and freed. Those are stacks of experts, and
+all of a model in float32. Of embeddings in bf16 only the rows of a chunk's tokens are added, which takes next to
+nothing.
 """
 
 from __future__ import annotations
 
 from chunkplan.cost.adapters import Adapters
 from chunkplan.cost.rates import LayerTime, Sums
-from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.shape import Layer, ModelShape
 
 #: Bytes of a weight's gradient in its sum.
 GRADIENT_BYTES = 4
@@ -31,11 +35,22 @@ def sums_of(shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: f
     average half a block more than its tokens fill.
     """
     added = 2 * num_bytes + 2 * GRADIENT_BYTES  # written and read, read and written
+    is_wide = num_bytes == GRADIENT_BYTES
+    in_product = added if is_wide else 2 * GRADIENT_BYTES - num_bytes
     copied = 2 * num_bytes + GRADIENT_BYTES
+
+    def of_layer(layer: Layer) -> float:
+        trained = adapters.trained_parameters(layer)
+        if reduced:
+            return copied * trained
+        stacked = trained - layer.mixer_parameters if layer.experts_per_token and not adapters.rank else 0
+        return in_product * (trained - stacked) + added * stacked
+
     nanoseconds = 1e9 / copy_bytes
-    ends = 0.0 if adapters.rank else added * nanoseconds * shape.embedding_parameters
+    ends = 0.0 if adapters.rank else nanoseconds * shape.embedding_parameters
+    head = in_product * ends
     return Sums(
-        layer=(copied if reduced else added) * nanoseconds * shape.mean(adapters.trained_parameters),
-        embeddings=ends,
-        head=LayerTime(ends / tokens_at_once(shape.vocab_size), ends / 2),
+        layer=nanoseconds * shape.mean(of_layer),
+        embeddings=added * ends if is_wide else 0.0,
+        head=LayerTime(head / tokens_at_once(shape.vocab_size), head / 2),
     )

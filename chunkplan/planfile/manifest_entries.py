@@ -181,6 +181,7 @@ PLAN: Expected = {
             "load_in_4bit?": FLAG,
             "optimizer?": TEXT,
             "fused_kernels?": TEXT,
+            "compile?": FLAG,
         },
         "predicted_us": NUMBER,
         "lower_bound_us": NUMBER,

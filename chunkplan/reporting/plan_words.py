@@ -128,7 +128,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
     if rank := cost_model.get("lora_rank", 0):
         words.append(trained_words(rank, cost_model.get("load_in_4bit", False)))
     words += [cost_model["optimizer"]] if "optimizer" in cost_model else []
-    words += fused_words(cost_model.get("fused_kernels", "none"))
+    words += fused_words(cost_model.get("fused_kernels", "none"), cost_model.get("compile", False))
     words += checkpointing_words(cost_model["checkpointing"], "activation checkpointing")
     words += ["KV offloaded"] if cost_model["kv_offload"] else []
     return ", ".join([f"{shape['name']} on {hardware['name']}", *words])

@@ -93,7 +93,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
 
 
 def _options_entry(options: TuneOptions) -> OptionsEntry:
-    return {
+    entry: OptionsEntry = {
         "gpus": options.gpus,
         "dp": options.dp,
         "tp": options.tp,
@@ -113,6 +113,7 @@ def _options_entry(options: TuneOptions) -> OptionsEntry:
         "cp": options.cp,
         "keep_attention": options.keep_attention,
     }
+    return entry | {"compile": True} if options.compile else entry  # earlier versions did not have it
 
 
 def answers(document: TuningDocument, options: TuneOptions) -> bool:

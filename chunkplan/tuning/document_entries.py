@@ -103,6 +103,7 @@ class OptionsEntry(TypedDict):
     load_in_4bit: NotRequired[bool]
     optimizer: NotRequired[str]
     fused_kernels: NotRequired[str]
+    compile: NotRequired[bool]
     global_batch: int
     seed: int
     chunk_sizes: NotRequired[list[int]]
@@ -148,10 +149,11 @@ class CostModelEntry(TypedDict):
     checkpointing: str
     kv_offload: bool
     sharding: NotRequired[str]  # missing in plans that have `weight_shards`
-    lora_rank: NotRequired[int]  # these four only where they say something
+    lora_rank: NotRequired[int]  # these five only where they say something
     load_in_4bit: NotRequired[bool]
     optimizer: NotRequired[str]
     fused_kernels: NotRequired[str]
+    compile: NotRequired[bool]
 
 
 class TuningDocument(TypedDict):

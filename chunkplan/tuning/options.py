@@ -114,6 +114,7 @@ class TuneOptions(Options):
     load_in_4bit: bool = same(CostModel, "load_in_4bit")
     optimizer: Optimizer = same(CostModel, "optimizer")
     fused_kernels: FusedKernels = same(CostModel, "fused_kernels")
+    compile: bool = same(CostModel, "compile")
     gpu_hour_price: float | None = option(
         number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
         "Price of one GPU for one hour, to show the price of an epoch.",
@@ -264,4 +265,5 @@ class TuneOptions(Options):
             load_in_4bit=self.load_in_4bit,
             optimizer=self.optimizer,
             fused_kernels=self.fused_kernels,
+            compile=self.compile,
         )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from chunkplan.reporting.plan_memory import PlanMemory
 
 
-_TRAINED = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels")
+_TRAINED = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
 _MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
 
 

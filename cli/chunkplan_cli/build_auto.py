@@ -76,7 +76,7 @@ def choose(
     words += [] if found.config.split == "full" or "split" in values else [f"split {found.config.split}"]
     words += [trained_words(rank, found.cost.load_in_4bit)] if (rank := found.cost.lora_rank) else []
     words += [found.cost.optimizer] if found.cost.optimizer != "adamw" else []
-    words += fused_words(found.cost.fused_kernels)
+    words += fused_words(found.cost.fused_kernels, found.cost.compile)
     words += checkpointing_words(found.cost.checkpointing, "full checkpointing")
     words += ["KV offload"] if found.cost.kv_offload else []
     words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []

@@ -34,7 +34,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
     trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
     trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
-    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels))
+    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
     console.print(
         f"{options.shape.name}{trained} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
         f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 
 from chunkplan.cost.attention_rates import AttentionRates
-from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.hardware import load_hardware
 from tests.support.places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-
-#: A step that was timed while its memory was taken from the driver: it took longer than another like it.
-EMPTY_POOL = "64 short sequences"
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +35,21 @@ def measured(predictions: ModuleType) -> dict[str, Any]:
 
 
 def test_every_chunk_is_predicted_within_12_percent(predictions: ModuleType, measured: dict[str, Any]) -> None:
-    """Its training alone, and with the forward for its keys before. Three of the latter alone, in which the host is
-    slower than the GPU, are not: what it took differed by a third from chunk to chunk.
-    """
+    """With the forward for its keys before, as layers are and compiled; what the host takes differs from run to run."""
     found = predictions.errors(measured, load_hardware("h200"))
-    assert len(found.whole_chunks) == 20
-    assert np.abs(found.chunks[:, 1]).max() <= 0.12
+    compiled = np.array([row.get("compile", False) for row in measured["calibrate"]["chunks"]])
+    assert compiled.any() and not compiled.all()
     assert np.abs(found.whole_chunks).max() <= 0.12
-    forward = np.sort(np.abs(found.chunks[:, 0]))
-    assert forward[-4] <= 0.12 and forward[-1] <= 0.2
+    assert np.abs(found.chunks[~compiled]).max() <= 0.06
+    assert np.abs(found.chunks).max() <= 0.15
 
 
-def test_every_step_is_predicted_within_6_percent(predictions: ModuleType, measured: dict[str, Any]) -> None:
-    """Heads of 128 and of 64, with and without checkpointing, all weights and adapters; no step was fitted to."""
+def test_every_step_is_predicted_within_8_percent(predictions: ModuleType, measured: dict[str, Any]) -> None:
+    """With compiled layers and without, but for one in which these were compiled; no step was fitted to."""
     found = predictions.errors(measured, load_hardware("h200"))
-    by_name = dict(zip((step["name"] for step in measured["steps"]), np.abs(found.steps), strict=True))
-    assert by_name.pop(EMPTY_POOL) <= 0.14
-    assert len(by_name) == 7 and max(by_name.values()) <= 0.06
+    compiles = [row["note"].endswith("compiled") if "note" in row else False for row in measured["steps"]]
+    assert compiles.count(True) == 1 and len(compiles) == 4
+    assert np.abs(found.steps)[np.logical_not(compiles)].max() <= 0.08
 
 
 def test_the_shipped_profile_is_the_one_that_is_fitted_to_rates_and_chunks(
@@ -70,31 +65,34 @@ def test_the_shipped_profile_is_the_one_that_is_fitted_to_rates_and_chunks(
             expected = getattr(its, field.name)
             expected = expected if isinstance(expected, str) else pytest.approx(expected, rel=0.005)
             assert getattr(ours, field.name) == expected, field.name
-    assert shipped.fp32_flops == pytest.approx(measured["device"]["fp32_flops"], rel=0.02)
+    assert shipped.fp32_flops == pytest.approx(measured["calibrate"]["rates"]["fp32_flops"], rel=0.02)
 
 
-def test_an_h100_is_scaled_from_it() -> None:
-    """By the products that both do alone; what does not go by the chip is the same."""
+def test_an_h100_has_the_same_host_and_a_chip_that_is_a_little_slower() -> None:
+    """Of its kernels of attention the one that was measured when its rates were scaled."""
     h200, h100 = load_hardware("h200"), load_hardware("h100")
-    scale = h100.flops / h200.flops
-
-    def rates(hardware: Hardware) -> list[float]:
-        names = [field.name for field in fields(AttentionRates) if field.type == "float"][:-1]
-        return [getattr(each, name) for each in hardware.attention for name in names]
-
-    assert rates(h100) == [pytest.approx(scale * rate, rel=0.01) for rate in rates(h200)]
     same = ("launch_ns", "kernel_ns", "ramp_tokens", "host_bytes", "peak_flops")
     assert [getattr(h100, name) for name in same] == [getattr(h200, name) for name in same]
+    known = {(each.kernel, each.head_size): each for each in h200.attention}
+    names = [field.name for field in fields(AttentionRates) if field.type == "float"][:-1]
+    shares = [
+        getattr(each, name) / getattr(known[each.kernel, each.head_size], name)
+        for each in h100.attention
+        for name in names
+    ]
+    assert min(shares) > 0.8 and max(shares) < 0.92
 
 
 def test_each_term_is_worth_something(predictions: ModuleType) -> None:
     """Fitted without any of them, chunks or steps are further off."""
     measured = json.loads(predictions.MEASURED.read_text())
     whole = predictions.errors(measured, predictions.fitted(measured))
-    for name, simplify in predictions.TERMS.items():
+    # All of these steps have heads of 128.
+    terms = {name: each for name, each in predictions.TERMS.items() if name != "a rate for each size of heads"}
+    for name, simplify in terms.items():
         without = predictions.errors(measured, predictions.fitted(measured, simplify))
         (chunks, steps), (of_chunks, of_steps) = (
-            (np.mean(each.chunks**2), np.mean(each.steps[1:] ** 2)) for each in (without, whole)
+            (np.mean(each.chunks**2), np.mean(each.steps[:3] ** 2)) for each in (without, whole)
         )
         assert chunks > of_chunks or steps > of_steps, name
 
@@ -108,3 +106,16 @@ def test_the_tables_of_the_document_are_what_the_program_prints(
     assert len(tables) == 3
     document = (ROOT / "docs" / "cost-model.md").read_text()
     assert [table for table in tables if table not in document] == []
+
+
+def test_a_fit_is_written_into_a_profile_with_its_comments(predictions: ModuleType, measured: dict[str, Any]) -> None:
+    text = (predictions.PROFILES / "h200.toml").read_text()
+    fitted = predictions.fitted(measured)
+    assert predictions.with_rates(text, fitted) == text
+    slower = replace(fitted, flops=123.4e12, launch_ns=12_345.0)
+    changed = predictions.with_rates(text, slower).splitlines()
+    lines = [pair for pair in zip(text.splitlines(), changed, strict=True) if pair[0] != pair[1]]
+    assert [after for _, after in lines] == [
+        "flops = 123e12            # fitted; a large bf16 matrix product alone: 727",
+        "launch_ns = 12_300        # fitted to chunks that the host was slower with than the GPU: 2.3 ms a layer",
+    ]

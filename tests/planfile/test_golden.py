@@ -29,80 +29,80 @@ ANALYSIS_HASH = "04c12a864976e44633fc8ae2fe7e73ea105d9724fb8a856d26f0480a859c784
 SMALL: dict[str, Any] = {"chunk_size": 64, "k": 1, "global_batch": 16, "keep_attention": "off"}
 
 #: Content hashes of the plans that releases wrote, by schema version: with the times that these predicted.
-WRITTEN = {6: "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f"}
+WRITTEN = {6: "41ef7841e94c7f4e202a894dc64c4fdb72805f858299527cfe4164a488f3d44c"}
 
 #: What a plan of the golden analysis has beside `SMALL`, and its content hash, which covers costs and times (float32).
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "one GPU": ({}, "1c4837add6d5fbffc15736bf46924558031cb766b7cb24b9c94b425a05c167b9"),
+    "one GPU": ({}, "c67c4151e553d78493a9ae075a72b0383acc65ef3fc8db0b12f03e93c878478e"),
     "1F1B": (
         {"dp": 2, "pp": 2, "schedule": "1f1b", "cp": "off", "seed": 3},
-        "8d413f145f6274f7e420651b74a9256d0c3150b806240be76c3dd6d6487d1c5f",
+        "41ef7841e94c7f4e202a894dc64c4fdb72805f858299527cfe4164a488f3d44c",
     ),
     "interleaved": (
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
-        "f69a7bfe13cd2732772cac82931f9f59826d91c5e9baa1e509a3ff1ba1547bdd",
+        "ffd44a6de65d446db19295b593b64659924f6e2fea9db02115d5711d1b06427c",
     ),
     "zero-bubble": (
         {"pp": 3, "schedule": "zero-bubble"},
-        "ea30d94906fc84a8f63c5e2382df1c26ba85073b25f91467ea9e440ab0580efd",
+        "866afc8963f63650b52146482c30b63a2575e3d9e3d76e291ffb4332c1d073c1",
     ),
     "zero-bubble-v": (
         {"pp": 3, "schedule": "zero-bubble-v"},
-        "caad19e41c2e8f2568d3d82682d412d9489f81a757a2c6fe4ec6e37a2e5b37af",
+        "f281ff09e8a5a0406014cb759daf11642eed000671d6873233a3fe04e5d01d59",
     ),
-    "search": ({"pp": 2, "schedule": "search"}, "dce4d1cceacd94938049bcaf16d48b95c8a43a43b54036f4fcf559e2e11da12c"),
+    "search": ({"pp": 2, "schedule": "search"}, "961f884b8243377a8783a60d59b394802f5eec7a6181d78cc8baea5aacafacdc"),
     "memory": (
         {"pp": 2, "schedule": "1f1b", "memory_tokens": 256},
-        "b4084de193f857bdcc03a74b88ec4f6a77e7586e9edd1ace3c89684372da9d9d",
+        "72fd1e5d13ac924b98373a7da2ac994d1d773cf38d8f3433e6a1b00950f56c12",
     ),
     "auto": (
         {"dp": 2, "pp": 4, "seed": 3, "cp": "off"},
-        "e898a8ef07d3303c7b857ca4f83f924758a3f4437b0f27de8bad4d813355e06b",
+        "e4b3b9b84d6ed36cdd90fa01a8496ad41243e8732d96ab4e85d4bc1d875b7b08",
     ),
     "auto within memory": (
         {"pp": 2, "memory_tokens": 128},
-        "fd9163fbd7c3d32574990f0934e3aa57d50796bd2146b4d7d73edcb227f41453",
+        "81dad052fb422ada384ed8fb6c294464fe8f4102572de8b544ee9ef75bd08866",
     ),
     "K by length": (
         {"k_by_length": ((128, 2), (512, 4))},
-        "607d66a4dd0f05d4c03f61940dc5501d9d773e1a8b014dead19cbfbde45db75b",
+        "0412bd54d71afac3cedab3fcf73f2d8c7f2a87ac69de5728cfbe57398af885f1",
     ),
     "equal chunks": (
         {"dp": 3, "equal_chunks": True, "cp": "off"},
-        "5d0e7581c4983c2a67ba37bd88aaaf0336113ca13662889785994921dccbf3c0",
+        "726c1e8f0c9f081346d393893d1f09514c5eabfa59ef38d93f242d3130d60bd6",
     ),
     "even parts": (
         {"split": "even", "tail_sharing": False},
-        "3461065eec692b1b0659a9e691e93647be84bfb82cc0a0f225fb142cc26c60a6",
+        "997bcfe3d005af33f80e8f785fcafd4797c83a1f8b1d50dd689212e31ac45f9e",
     ),
     "searched balance": (
         {"dp": 2, "balance": "search"},
-        "628f51b127460b2d2446536f0e1ed58a7f51245d9ed68a57d9d4856407e0e369",
+        "d29ea34f3d00b66b69287c63f5c7e4c7683c36c25ce66cad34611be0cec7efe2",
     ),
     "two epochs": (
         {"epochs": 2, "last_batch": "drop"},
-        "082938a846a9d95675ef1de6b54c47f7e04074c72a288c1df34b3813213bc0b7",
+        "9eed74a3debe562c8388842c99b1f65bcb0e50ad2cc09c0f24008d48dcdac54e",
     ),
     "shared sequences": (
         {"dp": 4, "cp": "auto"},
-        "5065dac9bb84b25d6098468bd071e389164a5f196e1defe13baf98137bbec703",
+        "520cc0e4f71ef0645eadb3a8b1570701396abb245ab6922af582ecead0a48179",
     ),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
-        "12d951b4178dbc9a825d172ecef590e8471b9127ebf60a2272e3d33caace6128",
+        "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac",
     ),
     "shared sequences, scheduled together": (
         {"dp": 4, "pp": 2, "seed": 3},
-        "47d7af82f7853ee50a76359c305e1e07ece9174b2920679b2492063f5c48e8d8",
+        "a68aa0fc8732377c8e074e001a804b92c97a517102ca062c636cf3d98ea7d92f",
     ),
-    "hold-out": ({"holdout": 0.2}, "56fffb71008a310f79369649a03525afc666eac0799c8801a62034ee8659cc4f"),
+    "hold-out": ({"holdout": 0.2}, "f74fcbc79678269683c478f0a1f20ea268b90a243ac07f2797b42d96de38b151"),
     "mix": (
         {"mix": {"more.jsonl": 1.5}, "epochs": 2},
-        "3e54e5116b0440fdb3a913d162365fc834664d94472d4a7dfd89b2ae4b959685",
+        "be0725e30fdb31c6a4216f0d8f24b565e449857950c5b3f292cafdceb6ffe23a",
     ),
     "kept attention": (
         {"dp": 2, "pp": 2, "keep_attention": "auto"},
-        "43c4d3e92b70609f5074dfaadc60169bfca6c2eb37857f2c332e62d05b5d1950",
+        "0d66b0e4c45c52fdc151c5a82a69bf86e410f1c7d77dc9db8d3c0af0086410d3",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_a_plan_for_adapters_is_the_same_in_every_release(tmp_path: Path) -> Non
     """Its costs and times are those of adapters. Others say nothing of these."""
     config = PlanConfig(**SMALL, pp=3, schedule="zero-bubble")
     plan = build(GOLDEN / "analysis-5", tmp_path / "plan", config, cost=plain_cost(lora_rank=16, load_in_4bit=True))
-    assert plan.content_hash == "942e5a0297cdbb84a2f6c36bfc37734d4e546f64cabc798d48e0dcdba78a6cdb"
+    assert plan.content_hash == "cac2ef83fe547eb191de430630c4470cb8e0bab0b55625a055850af3f3a5569a"
     assert load_plan(plan.path).cost == plain_cost(lora_rank=16, load_in_4bit=True)
     assert validate(plan.path).ok
     whole = build(GOLDEN / "analysis-5", tmp_path / "whole", config, cost=plain_cost())
@@ -137,7 +137,7 @@ def test_what_is_held_out_is_the_same_in_every_release(tmp_path: Path) -> None:
     settings = PlanConfig(**{**SMALL, **config})
     held_out = load_held_out(build(GOLDEN / "analysis-5", tmp_path / "plan", settings, cost=plain_cost()))
     assert held_out is not None
-    assert held_out.content_hash == "9816eb8176c759a2fd9a291870915a5a349eafbc2b9e72495edcca5b49df75f3"
+    assert held_out.content_hash == "d688f4579cc9a7a9e122f5c546f30482c5b2a9a0e1b86fe7b778819e46366008"
 
 
 @pytest.mark.parametrize("version", WRITTEN)
@@ -153,7 +153,7 @@ def test_a_plan_in_which_ranks_share_sequences_is_read_and_valid() -> None:
     plan = load_plan(GOLDEN / "plan-6-shared")
     assert plan.config.cp == "auto"
     assert validate(plan.path).ok
-    assert plan.content_hash == "12d951b4178dbc9a825d172ecef590e8471b9127ebf60a2272e3d33caace6128"
+    assert plan.content_hash == "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac"
     shared = [chunk for step in plan.iter_steps() for chunk in step.chunks[3] if chunk.cp_size > 1]
     assert {(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads) for chunk in shared} == {(0, 4, 1), (2, 2, 1)}
     assert all(chunk.cp_tokens > chunk.num_tokens > 0 and chunk.kind == "dependent" for chunk in shared)
@@ -173,7 +173,7 @@ def test_a_plan_without_shared_sequences_says_nothing_of_them(tmp_path: Path) ->
 def test_a_plan_of_lengths_alone_is_the_same_in_every_release(tmp_path: Path) -> None:
     config = PlanConfig(**{**SMALL, **PLANS["1F1B"][0]})
     plan = build(GOLDEN / "lengths.npy", tmp_path / "plan", config, cost=plain_cost())
-    assert plan.content_hash == "14966771d17342b76fb475c5836d72eaa7d477392fb3d9dcea19120dba134d7e"
+    assert plan.content_hash == "e29850b7dfc5021be15686d2b126dcea8c02c9dc7a85e2def2a4c10403252bb9"
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])

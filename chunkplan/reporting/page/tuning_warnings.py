@@ -72,7 +72,8 @@ def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
     optimizers = [each.get("optimizer", "adamw") for each in (there, here)]
     if optimizers[0] != optimizers[1]:
         said.append(f"The tuning is for {optimizers[0]}, the plan's memory is that of {optimizers[1]}.")
-    fused = [" ".join(fused_words(each.get("fused_kernels", "none"))) or "none" for each in (there, here)]
+    entries = ((each.get("fused_kernels", "none"), each.get("compile", False)) for each in (there, here))
+    fused = [" and ".join(fused_words(*each)) or "none" for each in entries]
     if fused[0] != fused[1]:
         said.append(f"Fused kernels: the tuning is for {fused[0]}, the plan's times are for {fused[1]}.")
     layout = tuning["chosen"]  # every choice has as many GPUs

@@ -139,6 +139,10 @@ def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> lis
     if fused != cost.fused_kernels:
         of_plan, of_run = (" ".join(fused_words(each)) or "no fused kernels" for each in (cost.fused_kernels, fused))
         found.append(_Difference(of_plan, of_run, f"--fused-kernels {fused}"))
+    compiled = bool(config.compile)
+    if compiled != cost.compile:
+        of_plan, of_run = ("compiled layers" if each else "layers as they are" for each in (cost.compile, compiled))
+        found.append(_Difference(of_plan, of_run, "--compile" if compiled else "--no-compile"))
     planned = data.plan.config.layers(data.model_config.num_hidden_layers)
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))

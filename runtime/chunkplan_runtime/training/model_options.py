@@ -96,12 +96,7 @@ class ModelOptions(Options):
     fused_kernels: FusedKernels | None = same(
         CostModel, "fused_kernels", group=MODEL, default=None, default_words="as planned"
     )
-    compile: bool = option(
-        FLAG,
-        "Compile the layers once, by torch.compile.",
-        group=MODEL,
-        default=False,
-    )
+    compile: bool | None = same(CostModel, "compile", group=MODEL, default=None, default_words="as planned")
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1), metavar="N,N,...", example="7,7,6"),
         "Layers of each stage, first to last; with virtual stages, of each model stage.",

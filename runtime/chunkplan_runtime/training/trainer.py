@@ -168,6 +168,7 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job
         load_in_4bit=in_4bit,
         optimizer=cost.get("optimizer", "adamw") if config.optimizer is None else config.optimizer,
         fused_kernels=config.fused_kernels or cost.get("fused_kernels", "none"),
+        compile=cost.get("compile", False) if config.compile is None else config.compile,
         analysis=data.analysis.path,
         eval_plan=data.evaluation.path if data.evaluation is not None else None,
         tokenizer=str(tokenizer[0].parent) if tokenizer else None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig
 
+from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.in_graph import prepare_attention
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
@@ -21,9 +24,11 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.train import main
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same
 from tests.runtime.test_parity import MODELS
+from tests.support.training_checks import cost_of_a_run, make_training, options
 
 CHUNK_SIZE = 16
 
@@ -207,3 +212,20 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     notes = capsys.readouterr().err.splitlines()
     assert [note.partition(":")[0] for note in notes] == (["note"] if name == "mixtral" else [])
     assert not graphs
+
+
+def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(
+    tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], graphs: list[Any]
+) -> None:
+    made = make_training(tmp_path / "made", *map(request.getfixturevalue, ("tiny_config", "random_sequences")))
+    cost = replace(cost_of_a_run(made), compile=True)
+    build(made / "analysis", made / "compiled", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
+    more = ("--device", "cpu", "--precision", "fp32", "--max-steps", 1)
+    assert main(options(made, tmp_path / "planned", *more, plan="compiled")) == 0
+    said = capfd.readouterr().err
+    assert "compiled  2 layers\n" in said and "predicts  no times" not in said and graphs
+    assert main(options(made, tmp_path / "not", *more, "--no-compile", plan="compiled")) == 0
+    said = capfd.readouterr().err
+    assert "compiled  " not in said
+    assert "the plan's times are for compiled layers; this run has layers as they are" in said
+    assert "`chunkplan build` with `--no-compile`" in said
