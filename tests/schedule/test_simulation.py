@@ -200,7 +200,7 @@ def test_lengths_are_chunked_as_a_plan_of_them_is(tmp_path: Path) -> None:
 
 
 def test_a_cost_model_is_taken_at_its_word() -> None:
-    slow, fast = (simulate_lengths([5000, 100], chunk_size=1024, k=2, cost=CostModel(tp=tp)) for tp in (1, 4))
+    slow, fast = (simulate_lengths([40_000, 100], chunk_size=8192, k=2, cost=CostModel(tp=tp)) for tp in (1, 4))
     assert slow.unit == "microseconds"
     assert fast.makespan < slow.makespan < 4 * fast.makespan
 

@@ -147,8 +147,8 @@ def test_the_bound_of_a_v_is_met_where_one_sequence_is_all_there_is() -> None:
 
 def test_first_and_last_model_stage_are_on_the_first_stage(tmp_path: Path) -> None:
     """The head's time is stage 0's, and its activations; nothing goes over a link where the V turns."""
-    np.save(tmp_path / "lengths.npy", np.array([4000, 900, 17, 2100, 64, 700]))
-    config = chunkplan.PlanConfig(chunk_size=1024, k=1, global_batch=6, pp=3, schedule="zero-bubble-v")
+    np.save(tmp_path / "lengths.npy", np.array([32_000, 7200, 136, 16_800, 512, 5600]))
+    config = chunkplan.PlanConfig(chunk_size=8192, k=1, global_batch=6, pp=3, schedule="zero-bubble-v")
     assert config.placement == (2, True)
     plan = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)
     assert chunkplan.validate(plan.path).ok

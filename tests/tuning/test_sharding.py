@@ -54,18 +54,16 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_for_the_fastest(len
 
 
 def test_where_memory_is_no_limit_what_ranks_share_is_what_is_fastest(tmp_path: Path) -> None:
-    """As fast as with any of it fixed, and no other choices than with ZeRO-1 but some that are faster."""
+    """As fast as with any of it fixed, and no other choices: with ZeRO-1 products add to sums, and nothing is reduced."""
     np.save(tmp_path / "equal.npy", np.full(256, 8192, np.int32))
     wide: dict[str, Any] = FOUR | {"gpu_memory": 1000 * GIB, "chunk_sizes": (4096, 8192), "ks": (1,)}
     found = tune(tmp_path / "equal.npy", options_with(**wide))
     fixed = [tune(tmp_path / "equal.npy", options_with(**wide, sharding=one)) for one in SHARDINGS[1:]]
-    assert found.best.step_ns == min(each.best.step_ns for each in fixed) < fixed[0].best.step_ns
-    assert len({(each.config, each.cost) for each in found.choices}) == len(found.choices)
-    assert len([each for each in found.choices if each.cost.sharding == "optimizer"]) == len(fixed[0].choices)
-    for each in found.choices:
-        if each.cost.sharding != "optimizer":
-            [plain] = [one for one in fixed[0].choices if one.config == each.config]
-            assert each.step_ns < plain.step_ns
+    assert found.best.step_ns == fixed[0].best.step_ns < min(each.best.step_ns for each in fixed[1:])
+    assert [(each.config, each.cost) for each in found.choices] == [
+        (each.config, each.cost) for each in fixed[0].choices
+    ]
+    assert {each.cost.sharding for each in found.choices} == {"optimizer"}
 
 
 def test_baselines_may_pack_to_more_than_the_longest_where_a_chunk_may_be_as_large(tmp_path: Path) -> None:
