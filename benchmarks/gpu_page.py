@@ -31,7 +31,7 @@ A chunk of one sequence, or packed, behind earlier tokens of its sequence: a for
 a forward with a backward; beside them what the fitted profile says."""
 
 WORK = """\
-*Times its work*: beside the time that its products and its attention take at the rates that `calibrate` measured, of
+*Times its work*: beside the time that its products and its attention take at the rates that were measured beside it, of
 large products and of the fastest kernel. That is a forward and a backward of each token, and another forward where
 checkpointing is full; a chunk of the probe runs forward twice."""
 
@@ -89,7 +89,10 @@ def _section(document: Row) -> Iterator[str]:
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
             yield STEPS
-            last = {tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")): row for row in rows}
+            last = {
+                tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")) + (row.get("compile"),): row
+                for row in rows
+            }
             done = [_step(row, document) for row in last.values()]  # what ran first warmed up
             yield _table([_with_work(row, document, row["s"]) for row in done])
         if rows := [row for row in document.get(part, []) if "streams of" in row]:
@@ -134,6 +137,7 @@ def _step(row: Row, document: Row) -> Row:
     found = {
         "plan": _PLANS.get(row["plan"], row["plan"]),
         "checkpointing": row["ckpt"],
+        "compiled": row.get("compile", False),
         "keys on": "host" if row["kv_offload"] else "GPU",
         "tokens": row["tokens"],
         "chunks": row["chunks"],
@@ -152,7 +156,7 @@ def _step(row: Row, document: Row) -> Row:
 def _with_work(row: Row, document: Row, seconds: float) -> Row:
     """A row with how many times longer it took than what it has to do, in place of the FLOPs of that."""
     found = {name: value for name, value in row.items() if name not in ("work", "head_size")}
-    rates = document.get("calibrate", {}).get("rates", {})
+    rates = document.get("rates", {})
     if "work" in row and "attention" in rates and "done" not in row:
         attention = next(each for each in rates["attention"] if each["head_size"] == row["head_size"])
         rate_of = {"products": rates["flops"], **attention}

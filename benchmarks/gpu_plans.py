@@ -74,6 +74,7 @@ class GpuPlan:
 PLANS: dict[str, GpuPlan] = {
     "1.5b-8k": GpuPlan("1.5b", 8192),
     "1.5b-32k": GpuPlan("1.5b", 32768, checkpointing="full"),
+    "1.5b-whole": GpuPlan("1.5b", 131584, checkpointing="full"),
     "7b-lora-32k": GpuPlan("7b", 8192, (32768,), "full", lora_rank=16),
     "7b-lora-128k": GpuPlan("7b", 8192, (131072,), "full", lora_rank=16),
     "0.5b-6-layers-256k": GpuPlan("0.5b-6-layers", 8192, (262144,)),

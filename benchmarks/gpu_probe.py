@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from gpu_work import work_of
 
 from chunkplan.cost.calibrate import Calibration
 from chunkplan_runtime.calibration.calibrate import calibrate
+from chunkplan_runtime.calibration.device_rates import measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, time_probe
 from chunkplan_runtime.calibration.options import CalibrationOptions
+from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
@@ -27,28 +30,40 @@ _REPEATS = 5
 
 
 def measure_probe(device: torch.device, *, toy: bool, add: Callable[[Row], None]) -> None:
-    """Add a row for each of four chunks: a forward for its keys alone, then a forward and a backward."""
+    """Add a row for each of four chunks, not compiled and compiled: a forward for its keys, then a forward and a
+    backward."""
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(write_model("toy" if toy else "7b", Path(folder)))
     model = new_model(first_layers(config, min(_LAYERS, config.num_hidden_layers)), torch.bfloat16, 0, device=device)
     TrainedWeights(model.model, master_weights=True)
-    for size in (128, 64) if toy else (8192, 2048):
-        for number in (1, PACKED):
-            probe = Probe((size // number,) * number)
-            times = [time_probe(model, probe) for _ in range(1 + _REPEATS)][1:]
-            forward, train = (statistics.median(column) / 1e6 for column in zip(*times, strict=True))
-            add(
-                {
-                    "tokens": size,
-                    "sequences": number,
-                    "kernel": model.attention_kernels()["full"],
-                    "forward ms": round(forward, 2),
-                    "train ms": round(train, 2),
-                    "both ms": round(forward + train, 2),
-                    "work": work_of(model, [(0, tokens) for tokens in probe.segments], forwards=2),
-                    "head_size": model.config.hidden_size // model.config.num_attention_heads,
-                }
-            )
+    sizes = (128, 64) if toy else (8192, 2048)
+    for is_compiled, size, number in product((False, True), sizes, (1, PACKED)):
+        if is_compiled and not model.current.compiles:
+            CompiledLayers(model, sizes[0])
+        probe = Probe((size // number,) * number)
+        times = [time_probe(model, probe) for _ in range(1 + _REPEATS)][1:]
+        forward, train = (statistics.median(column) / 1e6 for column in zip(*times, strict=True))
+        add(
+            {
+                "tokens": size,
+                "sequences": number,
+                "kernel": model.attention_kernels()["full"],
+                "compiled": is_compiled,
+                "forward ms": round(forward, 2),
+                "train ms": round(train, 2),
+                "both ms": round(forward + train, 2),
+                "work": work_of(model, [(0, tokens) for tokens in probe.segments], forwards=2),
+                "head_size": model.config.hidden_size // model.config.num_attention_heads,
+            }
+        )
+
+
+def measure_rates(device: torch.device, *, toy: bool) -> Row:
+    """What the device does on its own, with heads of a 7B."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = read_config(write_model("toy" if toy else "7b", Path(folder)))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return asdict(measure_device(device, first_layers(config, 2), dtype, "auto"))
 
 
 def measure_calibration(

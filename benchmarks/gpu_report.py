@@ -136,8 +136,9 @@ def _tests(report: Report) -> None:
 
 
 def _probe(report: Report) -> None:
-    from gpu_probe import measure_probe
+    from gpu_probe import measure_probe, measure_rates
 
+    report.document["rates"] = measure_rates(report.device, toy=report.toy)
     measure_probe(report.device, toy=report.toy, add=report.add("probe"))
 
 
@@ -156,25 +157,26 @@ def _calibrate(report: Report) -> None:
 
 
 def _run_plans(
-    part: str, report: Report, *plans: tuple[str, tuple[bool, ...]], seconds: float = math.inf, **how: Any
+    part: str, report: Report, *plans: tuple[str, tuple[bool, ...], bool], seconds: float = math.inf, **how: Any
 ) -> None:
     from gpu_steps import Run, run_plan
 
     run = Run(report.device, report.toy, report.profiles, report.add(part))
     started, done = time.perf_counter(), []
-    for name, kv_offload in plans:
+    for name, kv_offload, compile_ in plans:
         left = seconds - (time.perf_counter() - started)
         if left <= 0:
             print(f"{part}, {name}: left out, the {seconds:.0f} s of {part} are over", flush=True)
             continue
-        done.append(attempt(f"{part}, {name}", partial(run_plan, run, name, kv_offload, seconds=left, **how)))
+        done.append(attempt(f"{part}, {name}", partial(run_plan, run, name, kv_offload, compile_, seconds=left, **how)))
     if not all(done):
         raise RuntimeError(f"{done.count(False)} of {len(done)} plans")
 
 
 def _steps(report: Report) -> None:
     both = (False, True)
-    _run_plans("steps", report, ("1.5b-8k", both), ("1.5b-32k", (False,)), ("7b-lora-32k", both))
+    compiled = [(name, (False,), True) for name in ("1.5b-8k", "1.5b-whole", "1.5b-32k")]
+    _run_plans("steps", report, *compiled, ("1.5b-8k", both, False), ("7b-lora-32k", both, False))
 
 
 def _nccl(report: Report) -> None:
@@ -187,16 +189,18 @@ def _offload(report: Report) -> None:
     from gpu_streams import measure_host_memory
 
     measure_host_memory(report.device, toy=report.toy, add=report.add("host_memory"))
-    _run_plans("offload", report, ("0.5b-6-layers-256k", (False, True)), warm=1 << 18, streams=True)
+    _run_plans("offload", report, ("0.5b-6-layers-256k", (False, True), False), warm=1 << 18, streams=True)
 
 
 def _long(report: Report) -> None:
     both = (False, True)
-    _run_plans("long", report, ("7b-lora-128k", both), ("0.5b-256k", both))
+    _run_plans(
+        "long", report, ("7b-lora-128k", (False,), True), ("7b-lora-128k", both, False), ("0.5b-256k", both, False)
+    )
 
 
 def _million(report: Report) -> None:
-    _run_plans("million", report, ("0.5b-512k", (True,)), ("0.5b-1m", (True,)), seconds=_MILLION)
+    _run_plans("million", report, ("0.5b-512k", (True,), False), ("0.5b-1m", (True,), False), seconds=_MILLION)
 
 
 PARTS: dict[str, Callable[[Report], None]] = {

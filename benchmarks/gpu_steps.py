@@ -26,14 +26,18 @@ from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
-from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
 Row = dict[str, Any]
+
+#: Before any step a chunk of at most so many tokens runs, behind three of the same size: it prepares most kernels.
+_WARM_CHUNK = 8192
 
 #: A step of at most so many tokens runs once before it is measured, where nothing else is said.
 _WARM = 50_000
@@ -57,6 +61,7 @@ def run_plan(
     run: Run,
     name: str,
     kv_offload: Sequence[bool] = (False,),
+    compile_: bool = False,
     *,
     seconds: float = math.inf,
     warm: int = _WARM,
@@ -66,7 +71,7 @@ def run_plan(
 
     A step that is not done after `seconds` ends there: its row says how much of it is done, and is predicted. One of at
     most `warm` tokens runs once before it is measured: kernels are prepared then, and memory is taken. With `streams`
-    it runs once more, for a row of what the GPU's streams do.
+    it runs once more, for a row of what the GPU's streams do. `compile_`: layers and loss are compiled.
     """
     plan, path = PLANS[name], FOLDER / name
     if run.toy:
@@ -80,11 +85,15 @@ def run_plan(
         if plan.lora_rank:
             model = add_lora(model, LoraOptions(rank=plan.lora_rank, alpha=16))
         weights = TrainedWeights(model.model, master_weights=True)
+        if compile_:
+            CompiledLayers(model, plan.chunk_size)
         model.set_checkpointing(plan.checkpointing)
+        chunk = min(_WARM_CHUNK, plan.chunk_size)
+        time_probe(model, Probe((chunk,), 3 * chunk))
         stream = PlanStream(*opened, vocab_size=model.vocab_size, max_positions=None, prefetch=0)
         for work in sorted(stream, key=lambda work: work.step.num_tokens):
             for offload in kv_offload:
-                row = _describe(name, plan, work, offload)
+                row = _describe(name, plan, work, offload) | ({"compile": True} if compile_ else {})
                 segments = [
                     (each.start, each.end) for chunk in work.ranks[0].chunks.values() for each in chunk.segments
                 ]
@@ -100,7 +109,7 @@ def run_plan(
                     found, done = _measure(executor, weights, work, seconds)
                 row |= found
                 for called, hardware in run.hardware.items():
-                    cost = plan.cost(hardware, kv_offload=offload, optimizer="sgd")
+                    cost = plan.cost(hardware, kv_offload=offload, compile=compile_, optimizer="sgd")
                     row[f"predicted s, {called}"] = round(predicted_seconds(cost, work, done), 3)
                 if run.device.type == "cuda":
                     row["predicted GiB"] = round(predicted_bytes(cost, work) / 2**30, 2)

@@ -26,8 +26,12 @@ from chunkplan_runtime.models.model import CausalLM
 #: Whether one graph is for chunks of all lengths; else it is for ChunkSize alone, and chunks of others run as they are.
 ALL_LENGTHS = True
 
-#: What makes code of graphs; dropout draws what it does elsewhere.
-BACKEND: Mapping[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+#: What makes code of graphs; dropout draws what it does elsewhere. A reduction in two directions at once pays for some
+#: numbers of tokens, so that there would be graphs for others too.
+BACKEND: Mapping[str, Any] = {
+    "backend": "inductor",
+    "options": {"fallback_random": True, "triton.mix_order_reduction": False},
+}
 
 
 class CompiledLayers:
