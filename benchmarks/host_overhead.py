@@ -1,6 +1,6 @@
 """What the host takes for a layer: a chunk through the executor, beside the same tokens through transformers' layers.
 
-    python benchmarks/host_overhead.py    # 5 minutes, on one core
+    python benchmarks/host_overhead.py    # 6 minutes, on one core
 
 Layers are so narrow that next to nothing is computed: the time is that of Python, of torch's dispatch and of autograd.
 It is that of the one thread there is, so that whatever else the machine does counts as little as can be. Both take

@@ -47,9 +47,6 @@ from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 _OFFLOAD_PAGES = 2
 _OFFLOAD_STATES = 2
 
-#: Of a logit: itself, its softmax in float32 and its gradient in bf16; or both in float32, the latter in one place.
-_LOGIT_BYTES = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -296,9 +293,9 @@ def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, 
 def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
     """Of the largest block of logits, on one GPU; or, where more, of these, their gradient and that of the head."""
     shape = cost.shape
-    logits = min(chunk_size, tokens_at_once(shape.vocab_size)) * shape.vocab_size
+    logits = min(chunk_size, tokens_at_once(shape.vocab_size, cost.logit_bytes)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters
-    return max(logits * _LOGIT_BYTES, (2 * logits + of_head) * cost.num_bytes) / cost.tp
+    return max(logits * cost.logit_bytes, (2 * logits + of_head) * cost.num_bytes) / cost.tp
 
 
 def _working_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> float:

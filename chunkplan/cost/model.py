@@ -19,7 +19,7 @@ from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
 from chunkplan.cost.rates import Rates, Sums
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
-from chunkplan.cost.sums import GRADIENT_BYTES, sums_of
+from chunkplan.cost.sums import GRADIENT_BYTES, LOGIT_BYTES, sums_of
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
@@ -177,6 +177,11 @@ class CostModel(Options):
         """Of a weight, an activation, a key or a value."""
         return NUM_BYTES[self.precision]
 
+    @property
+    def logit_bytes(self) -> int:
+        """Of a logit and what is made of it: where that is compiled, nothing but its gradient."""
+        return 2 * self.num_bytes if self.compile else LOGIT_BYTES
+
     @cached_property
     def kernels(self) -> Kernels:
         """Whose kernels compute what several may: those of compiled layers where these can be."""
@@ -243,7 +248,8 @@ class CostModel(Options):
         return self.rates._replace(gather=gather, reduce=self.ring_ns(trained * GRADIENT_BYTES, dp) + link_ns)
 
     def _sums(self, *, reduced: bool) -> Sums:
-        return sums_of(self.shape, self.adapters, self.num_bytes, self.hardware.copy_bytes * self.tp, reduced=reduced)
+        rates = self.hardware.copy_bytes * self.tp, self.logit_bytes
+        return sums_of(self.shape, self.adapters, self.num_bytes, *rates, reduced=reduced)
 
     def shares(self, what: Sharding) -> bool:
         """Whether data-parallel ranks share `what`; each of `SHARDINGS` shares those before it too."""

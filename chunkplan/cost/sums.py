@@ -21,18 +21,24 @@ GRADIENT_BYTES = 4
 LOGITS_AT_ONCE = 2**28
 
 
-def tokens_at_once(vocab_size: int) -> int:
-    """Tokens of such a block, at most: those whose logits are there at once."""
-    return max(1, LOGITS_AT_ONCE // vocab_size)
+#: Bytes of a logit: itself, its softmax in float32 and its gradient in bf16; or in float32, the latter in one place.
+LOGIT_BYTES = 8
 
 
-def sums_of(shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: float, *, reduced: bool) -> Sums:
+def tokens_at_once(vocab_size: int, logit_bytes: int = LOGIT_BYTES) -> int:
+    """Tokens of such a block, at most: more where fewer bytes are made of a logit."""
+    return max(1, LOGITS_AT_ONCE * LOGIT_BYTES // (logit_bytes * vocab_size))
+
+
+def sums_of(
+    shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: float, logit_bytes: int, *, reduced: bool
+) -> Sums:
     """What they take of a model whose gradients have `num_bytes` as products write them.
 
-    `copy_bytes`: a second, of all GPUs that share a layer. `reduced`: gradients of layers are reduced over
-    data-parallel ranks in every backward: then they are copied to what is sent, in float32, and what is added to a sum
-    is a rank's share, beside the work of the next layer. What a chunk makes of the head is a number of whole blocks, on
-    average half a block more than its tokens fill.
+    `copy_bytes`: a second, of all GPUs that share a layer. `logit_bytes`: see `tokens_at_once`. `reduced`: gradients of
+    layers are reduced over data-parallel ranks in every backward: then they are copied to what is sent, in float32, and
+    what is added to a sum is a rank's share, beside the work of the next layer. What a chunk makes of the head is a
+    number of whole blocks, on average half a block more than its tokens fill.
     """
     added = 2 * num_bytes + 2 * GRADIENT_BYTES  # written and read, read and written
     is_wide = num_bytes == GRADIENT_BYTES
@@ -52,5 +58,5 @@ def sums_of(shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: f
     return Sums(
         layer=nanoseconds * shape.mean(of_layer),
         embeddings=added * ends if is_wide else 0.0,
-        head=LayerTime(head / tokens_at_once(shape.vocab_size), head / 2),
+        head=LayerTime(head / tokens_at_once(shape.vocab_size, logit_bytes), head / 2),
     )

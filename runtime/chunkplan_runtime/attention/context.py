@@ -55,7 +55,7 @@ class Current:
     segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
     at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
     inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
-    attention gave in the layer that is at work, for when that runs again.
+    attention gave in the layer that is at work, for when that runs again. `compiles`: whether the model is compiled.
     """
 
     context: ChunkContext | None = None
@@ -70,6 +70,7 @@ class Current:
     attended: KeptResults | None = None
     host_inputs: HostTensors = field(default_factory=HostTensors)
     offloaded: frozenset[int] = frozenset()
+    compiles: bool = False
 
     @contextmanager
     def within(self, mark: Mark) -> Iterator[None]:

@@ -299,7 +299,9 @@ class RankExecutor:
         if isinstance(begin, Tensor):
             model = self.model
             of_head = model.head, begin, tensors.labels, model.vocab_size
-            losses, gradient = losses_and_gradient(*of_head, scale, self._label_smoothing)
+            losses, gradient = losses_and_gradient(
+                *of_head, scale, self._label_smoothing, compiled=model.current.compiles
+            )
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
                 use_head(model.head, begin, model.vocab_size)
             if not begin.requires_grad:  # all that is trained is the head

@@ -8,12 +8,13 @@ added to its sum, for every block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from chunkplan.cost.sums import tokens_at_once
+from chunkplan.cost.sums import LOGIT_BYTES, tokens_at_once
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.feed.labels import NO_TARGET
 from chunkplan_runtime.models.model import Head
@@ -32,18 +33,31 @@ def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) ->
 
 
 def losses_and_gradient(
-    head: Head, hidden: Tensor, labels: Tensor, vocab_size: int, scale: float, label_smoothing: float = 0.0
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    scale: float,
+    label_smoothing: float = 0.0,
+    *,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
 
     `label_smoothing`: the share of a target that is spread over all entries of the vocabulary, in losses and gradient.
+    `compiled`: what is made of logits is one kernel, that reads them three times, and not one for each operator.
     Gradients of the head's own parameters are added to their `.grad`.
     """
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
-    for rows, targets in _blocks(labels, vocab_size, hidden.device):
+    logit_bytes = 2 * hidden.itemsize if compiled else LOGIT_BYTES
+    for rows, targets in _blocks(labels, vocab_size, hidden.device, logit_bytes):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        losses[rows] = _forward_and_backward(head, block, targets, scale, label_smoothing)
+        logits = head(block)  # [rows, vocab_size]
+        with_gradient = _compiled() if compiled and len(targets) > 1 else _with_gradient
+        losses[rows], of_logits = with_gradient(logits.detach(), targets, scale, label_smoothing)
+        torch.autograd.backward(logits, of_logits)
+        del logits, of_logits  # before there are others
         assert block.grad is not None
         gradient[rows] = block.grad
     return losses, gradient
@@ -59,19 +73,13 @@ def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
     losses_and_gradient(head, row, label, vocab_size, scale=0.0)
 
 
-def _blocks(labels: Tensor, vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(
+    labels: Tensor, vocab_size: int, device: torch.device, logit_bytes: int = LOGIT_BYTES
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
     rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
-    for block in torch.split(rows, tokens_at_once(vocab_size)) if len(rows) else ():
+    for block in torch.split(rows, tokens_at_once(vocab_size, logit_bytes)) if len(rows) else ():
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
-
-
-def _forward_and_backward(head: Head, hidden: Tensor, targets: Tensor, scale: float, smoothing: float) -> Tensor:
-    """The losses of a block [rows]; adds the gradients of `scale` times their sum to those of `hidden` and the head."""
-    logits = head(hidden)  # [rows, vocab_size]
-    losses, gradient = _with_gradient(logits.detach(), targets, scale, smoothing)
-    torch.autograd.backward(logits, gradient)
-    return losses
 
 
 def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -89,6 +97,26 @@ def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: flo
     gradient = gradient.to(logits.dtype)
     gradient[at_targets] = of_targets.to(logits.dtype)
     return losses, gradient
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_as_formula` of any number of rows but one, which a compiler takes for another kind of tensor."""
+    return torch.compile(_as_formula, dynamic=True)
+
+
+def _as_formula(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
+    """`_with_gradient`, without any place in memory: for a compiler, that makes none but for what is returned."""
+    values = logits.to(wide(logits.dtype))
+    values = values - values.amax(1, keepdim=True)
+    exponentials = values.exp()
+    totals = exponentials.sum(1, keepdim=True)
+    aims = values.gather(1, targets[:, None])
+    if smoothing:
+        aims = (1 - smoothing) * aims + smoothing * values.mean(1, keepdim=True)
+    hits = (torch.arange(logits.shape[1], device=logits.device) == targets[:, None]).to(values.dtype)
+    gradient = exponentials * (scale / totals) - hits * (scale * (1 - smoothing)) - scale * smoothing / logits.shape[1]
+    return (totals.log() - aims)[:, 0], gradient.to(logits.dtype)
 
 
 def _exponentials(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:

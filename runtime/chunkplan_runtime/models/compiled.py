@@ -40,6 +40,7 @@ class CompiledLayers:
         self._chunk_size = chunk_size
         self.why_not = _why_not(model)
         self._num_layers = 0
+        model.current.compiles = True  # as the loss of its head is in any case
         if self.why_not is not None:
             return
         for part in model.parts:
@@ -59,7 +60,7 @@ class CompiledLayers:
             try:
                 return compiled(*given, **how)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
-                self.why_not = one_line(str(error).strip().partition("\n")[0])
+                self.why_not = one_line(" ".join(str(error).split())[:200])
                 print(f"note: layers run as they are, not compiled: {self.why_not}", file=sys.stderr)
         return own(*given, **how)
 

@@ -125,7 +125,7 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
-        return lambda hidden: self.call(logits_of, self.model, hidden)[0]
+        return lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0)
 
     def hidden_states(
         self,
@@ -153,7 +153,7 @@ class CausalLM:
             self.current.context, self.current.cache = ChunkContext(spans, store, *how), cache
             # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
-            return hidden[0]
+            return hidden.squeeze(0)
 
         num_bytes = self.offloaded_bytes(tensors.input_ids.numel()) if torch.is_grad_enabled() else 0
         with self.current.host_inputs.of_chunk(num_bytes, self.device) if num_bytes else nullcontext():

@@ -165,6 +165,23 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     assert losses.sum().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_compiled_loss_is_the_same(smoothing, monkeypatch):
+    """Of blocks of any number of rows, one of a single row among them, with one graph."""
+    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 6 * 50)
+    torch.manual_seed(0)
+    for rows in (13, 17):  # blocks of six, and the rest
+        head, hidden = torch.nn.Linear(8, 50).double(), torch.randn(rows, 8, dtype=torch.float64)
+        labels = torch.randint(0, 50, (rows,), dtype=torch.int32)
+        found = []
+        for compiled in (False, True):
+            head.zero_grad()
+            made = losses_and_gradient(head, hidden, labels, 50, 1 / rows, smoothing, compiled=compiled)
+            found.append((*made, head.weight.grad, head.bias.grad))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_loss_takes_the_memory_that_the_planner_counts_for_it(dtype, monkeypatch):
     """8 bytes of each logit of a block, for whichever block; as torch's profiler has it."""

@@ -36,7 +36,7 @@ CHUNK_SIZE = 16
 REFUSED = {
     "deepseek_v3, latents": "keys and values are made of latents",
     "nemotron_h": "its layers keep states",
-    "mixtral": "data-dependent",  # as it says when a layer is first called
+    "mixtral": "data-dependent",  # in float64, as it says when a layer is first called
 }
 
 
@@ -137,7 +137,7 @@ def test_sums_in_bfloat16_are_those_of_layers_as_they_are(
         )
         assert found.keys() == expected.keys() == sums[0].keys()
         check_same(found, expected, 5e-2 if adapted else 0.0)  # the gradient of an input is added up in another order
-    assert bool(made) == (name == "gpt2") and graphs
+    assert bool(made) == (name == "gpt2" and not adapted) and graphs
 
 
 def test_two_products_of_the_same_are_both_added(graphs: list[Any]) -> None:
@@ -170,13 +170,19 @@ def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2, softcaps and sliding window", pytest.param("gemma3_text", marks=pytest.mark.soak)]
+    ("name", "num_kinds"),
+    [
+        ("gemma2, softcaps and sliding window", 2),
+        pytest.param("mixtral", 1, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="experts are no graph")),
+        pytest.param("gemma3_text", 2, marks=pytest.mark.soak),
+    ],
 )
-def test_each_kind_of_layer_has_three_graphs(model_of: Any, graphs: list[Any], name: str) -> None:
-    model, other = model_of(name), model_of(name, compiling=True)
+def test_each_kind_of_layer_has_three_graphs(model_of: Any, graphs: list[Any], name: str, num_kinds: int) -> None:
+    """Of float32, in which experts are grouped products."""
+    model, other = model_of(name, torch.float32), model_of(name, torch.float32, compiling=True)
     work = work_of(random_sequences(97), 2)
-    check_same(gradients_of(other, work), gradients_of(model, work))
-    assert len(graphs) == 6
+    check_same(gradients_of(other, work), gradients_of(model, work), 1e-6)
+    assert len(graphs) == 3 * num_kinds
 
 
 def test_sinks_have_their_gradients_in_graphs(model_of: Any, graphs: list[Any]) -> None:
@@ -195,10 +201,13 @@ def test_sinks_have_their_gradients_in_graphs(model_of: Any, graphs: list[Any]) 
 def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     model_of: Any, graphs: list[Any], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, other = model_of(name, torch.float32), model_of(name, torch.float32)
+    dtype = torch.float64 if name == "mixtral" else torch.float32
+    model, other = model_of(name, dtype), model_of(name, dtype)
     layers = CompiledLayers(other, CHUNK_SIZE)
     work = work_of(random_sequences(97), 2)
-    check_same(gradients_of(other, work), gradients_of(model, work))
+    check_same(
+        gradients_of(other, work), gradients_of(model, work), 1e-6 if dtype == torch.float32 else 1e-12
+    )  # the loss is compiled
     assert str(layers).startswith("nothing: ") and REFUSED[name] in str(layers)
     notes = capsys.readouterr().err.splitlines()
     assert [note.partition(":")[0] for note in notes] == (["note"] if name == "mixtral" else [])
