@@ -47,9 +47,9 @@ _GATED_COPIES, _FUSED_GATED_COPIES, _PLAIN_COPIES = 5, 3, 2
 
 
 def compiles(layers: Sequence[Layer], levels: Sequence[str]) -> bool:
-    """Whether layers can be compiled: not where one keeps states, makes keys of latents, or has experts, nor where
-    checkpoints hold results of products, for which each operator has to be seen."""
-    refused = any(layer.state_elements or layer.latent_width or layer.experts_per_token for layer in layers)
+    """Whether layers can be compiled: not where one keeps states or makes keys of latents, nor where checkpoints hold
+    results of products, for which each operator has to be seen."""
+    refused = any(layer.state_elements or layer.latent_width for layer in layers)
     return not refused and not {"keep-products", "keep-projections"} & {*levels}
 
 

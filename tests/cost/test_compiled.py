@@ -63,7 +63,6 @@ def test_compiled_layers_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch)
         {"checkpointing": "full:14,keep-projections:14"},
         {"shape": shape_with(state_elements=64, state_products=2)},
         {"shape": shape_with(latent_width=64)},
-        {"shape": shape_with(all_mlp_width=8 * LAYER.mlp_width, experts_per_token=1)},
     ],
 )
 def test_layers_that_the_runtime_does_not_compile_count_as_they_are(changes: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_what_ranks_share_is_searched_where_memory_binds_and_for_the_fastest(len
 
 
 def test_where_memory_is_no_limit_what_ranks_share_is_what_is_fastest(tmp_path: Path) -> None:
-    """As fast as with any of it fixed, and no other choices: with ZeRO-1 products add to sums, and nothing is reduced."""
+    """As fast as with any of it fixed, with no other choices: with ZeRO-1, as products then add to sums themselves."""
     np.save(tmp_path / "equal.npy", np.full(256, 8192, np.int32))
     wide: dict[str, Any] = FOUR | {"gpu_memory": 1000 * GIB, "chunk_sizes": (4096, 8192), "ks": (1,)}
     found = tune(tmp_path / "equal.npy", options_with(**wide))
