@@ -45,11 +45,15 @@ def test_every_chunk_is_predicted_within_12_percent(predictions: ModuleType, mea
 
 
 def test_every_step_is_predicted_within_8_percent(predictions: ModuleType, measured: dict[str, Any]) -> None:
-    """With compiled layers and without, but for one in which these were compiled; no step was fitted to."""
+    """With compiled layers and without, in chunks and in whole sequences; no step was fitted to. But for one: there the
+    host is slower than the GPU where chunks are timed one by one, and hardly where it is ahead of it.
+    """
     found = predictions.errors(measured, load_hardware("h200"))
-    compiles = [row["note"].endswith("compiled") if "note" in row else False for row in measured["steps"]]
-    assert compiles.count(True) == 1 and len(compiles) == 4
-    assert np.abs(found.steps)[np.logical_not(compiles)].max() <= 0.08
+    is_short = np.array([row["plan"] == "1.5b-8k" and row["tokens"] < 20000 for row in measured["steps"]])
+    compiled = np.array([row.get("compile", False) for row in measured["steps"]])
+    assert len(compiled) == 7 and (is_short & compiled).sum() == 1
+    assert np.abs(found.steps)[~(is_short & compiled)].max() <= 0.08
+    assert 0.4 < found.steps[is_short & compiled] < 0.6
 
 
 def test_the_shipped_profile_is_the_one_that_is_fitted_to_rates_and_chunks(
