@@ -89,10 +89,8 @@ def _section(document: Row) -> Iterator[str]:
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
             yield STEPS
-            last = {
-                tuple(row[name] for name in ("plan", "ckpt", "kv_offload", "step")) + (row.get("compile"),): row
-                for row in rows
-            }
+            names = ("plan", "ckpt", "kv_offload", "step", "compile")
+            last = {tuple(row.get(name) for name in names): row for row in rows}
             done = [_step(row, document) for row in last.values()]  # what ran first warmed up
             yield _table([_with_work(row, document, row["s"]) for row in done])
         if rows := [row for row in document.get(part, []) if "streams of" in row]:
