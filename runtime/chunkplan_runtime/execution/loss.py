@@ -9,7 +9,7 @@ added to its sum, for every block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from chunkplan.cost.sums import LOGIT_BYTES, tokens_at_once
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.models.compiled import Refusable
 from chunkplan_runtime.models.model import Head
 
 
@@ -102,7 +103,7 @@ def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: flo
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     """`_as_formula` of any number of rows but one, which a compiler takes for another kind of tensor."""
-    return torch.compile(_as_formula, dynamic=True)
+    return partial(Refusable("losses are made").run, torch.compile(_as_formula, dynamic=True), _with_gradient)
 
 
 def _as_formula(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:

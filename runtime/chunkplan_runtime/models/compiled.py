@@ -34,6 +34,23 @@ BACKEND: Mapping[str, Any] = {
 }
 
 
+class Refusable:
+    """What a compiler may refuse when it is first called: from then on it runs as it is, and a note says why."""
+
+    def __init__(self, what: str, why_not: str | None = None) -> None:
+        self._what, self.why_not = what, why_not
+
+    def run(self, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
+        """What `compiled` gives, or, as it is, `own`."""
+        if self.why_not is None:
+            try:
+                return compiled(*given, **how)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
+                self.why_not = one_line(str(error).strip().partition("\n")[0])
+                print(f"note: {self._what} as they are, not compiled: {self.why_not}", file=sys.stderr)
+        return own(*given, **how)
+
+
 class CompiledLayers:
     """Compiles the layers of a model, whose full chunks have `chunk_size` tokens, from now on; as a string what of it.
 
@@ -42,7 +59,7 @@ class CompiledLayers:
 
     def __init__(self, model: CausalLM, chunk_size: int) -> None:
         self._chunk_size = chunk_size
-        self.why_not = _why_not(model)
+        self._layers = Refusable("layers run", _why_not(model))
         self._num_layers = 0
         model.current.compiles = True  # as the loss of its head is in any case
         if self.why_not is not None:
@@ -56,16 +73,17 @@ class CompiledLayers:
                 layer.forward = partial(seeded.func, *given, partial(self._run, layer, compiled, own))
                 self._num_layers += 1
 
+    @property
+    def why_not(self) -> str | None:
+        """Why nothing is compiled."""
+        return self._layers.why_not
+
     def __str__(self) -> str:
         return f"nothing: {self.why_not}" if self.why_not else f"{self._num_layers} layers"
 
     def _run(self, layer: Any, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
-        if self.why_not is None and self._fits(layer.chunkplan, given[0].shape[1]):
-            try:
-                return compiled(*given, **how)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
-                self.why_not = one_line(" ".join(str(error).split())[:200])
-                print(f"note: layers run as they are, not compiled: {self.why_not}", file=sys.stderr)
+        if self._fits(layer.chunkplan, given[0].shape[1]):
+            return self._layers.run(compiled, own, *given, **how)
         return own(*given, **how)
 
     def _fits(self, current: Any, num_tokens: int) -> bool:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention import function
+from chunkplan_runtime.execution import loss
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
@@ -180,6 +181,25 @@ def test_a_compiled_loss_is_the_same(smoothing, monkeypatch):
             found.append((*made, head.weight.grad, head.bias.grad))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-16)
+
+
+def test_where_nothing_can_be_compiled_the_loss_is_made_as_it_is_and_a_note_says_so(capsys):
+    from torch._inductor import config
+
+    hidden, labels = torch.randn(5, 8, dtype=torch.float64), torch.arange(5, dtype=torch.int32)
+    found = []
+    loss._compiled.cache_clear()
+    torch._dynamo.reset()
+    with config.patch({"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True}):
+        for compiled in (False, True, True):
+            head = torch.nn.Linear(8, 20).double()
+            torch.nn.init.constant_(head.weight, 0.1)
+            torch.nn.init.zeros_(head.bias)
+            found.append(losses_and_gradient(head, hidden, labels, 20, 1.0, compiled=compiled))
+    loss._compiled.cache_clear()
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+    said = capsys.readouterr().err
+    assert said.count("note: losses are made as they are, not compiled: InvalidCxxCompiler") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

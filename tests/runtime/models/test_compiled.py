@@ -115,7 +115,7 @@ def test_what_inductor_makes_of_them_has_the_same_gradients(model_of: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["llama with biases, tied", pytest.param("gpt2", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_sums_in_bfloat16_are_those_of_layers_as_they_are(
     model_of: Any, graphs: list[Any], name: str, adapted: bool
 ) -> None:
@@ -157,7 +157,7 @@ def test_two_products_of_the_same_are_both_added(graphs: list[Any]) -> None:
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "keep-attention"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.soak), "keep-attention"])
 def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list[Any], checkpointing: str) -> None:
     """Dropout draws the same. A first layer, whose input has no gradient, has graphs of its own."""
     model, other = model_of("qwen3", adapted=True), model_of("qwen3", adapted=True, compiling=True)
