@@ -19,7 +19,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.layout import RankLayout
 
 # Newer names of the same; the old ones warn.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -66,7 +66,7 @@ class Exchanges:
     def gather(self, rows: Tensor, members: tuple[int, ...]) -> Pending:
         """Start to fetch the rows [num_rows, width] of all `members`, of whom each gives as many."""
         out = rows.new_empty(len(members) * rows.shape[0], rows.shape[1])
-        work = _all_gather(out, rows, group=self.groups[members], async_op=True)
+        work = all_gather(out, rows, group=self.groups[members], async_op=True)
         return Pending(out, rows, work)
 
     def reduce(self, rows: Tensor, members: tuple[int, ...]) -> Tensor:

@@ -1,8 +1,11 @@
-"""Whether torch and transformers are there: asked before they are needed, so that their absence is reported at once."""
+"""What comes before torch: whether it and transformers are there, so that their absence is reported at once; and what
+CUDA reads when it begins.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 
 from chunkplan.errors import UsageError
 from chunkplan.extras import not_installed, pip_install
@@ -10,6 +13,17 @@ from chunkplan.extras import not_installed, pip_install
 #: peft imports bitsandbytes wherever it is installed, and this part of it then warns, on every process, of a package
 #: that would have made 4 bits on a CPU faster.
 _WARNS_OF_KERNELS = "bitsandbytes.backends.cpu.ops"
+
+#: What CUDA is told where there are several processes. A GPU waits in sends and receives for other processes. By
+#: default CUDA loads a kernel when it is first asked for, and waits for the device to do so; and it has 8 queues, so
+#: that what is in a ninth stream may come behind a receive that waits.
+_OF_SEVERAL = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def set_for_several_processes() -> None:
+    """Set what CUDA reads when it is first asked for something, unless it is set already."""
+    for name, value in _OF_SEVERAL.items():
+        os.environ.setdefault(name, value)
 
 
 def require_torch() -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.visible import one_line
-from chunkplan_runtime.requirements import require_torch
+from chunkplan_runtime.requirements import require_torch, set_for_several_processes
 from chunkplan_runtime.training.options import is_main_process, read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 
@@ -24,11 +24,6 @@ _ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 #: How torch takes memory on a GPU, under both of its names: a chunk takes what others of other sizes have given back.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-#: And on several processes. A GPU waits in sends and receives for other processes. By default CUDA loads a kernel when
-#: it is first asked for, and waits for the device to do so; and it has 8 queues, so that what is in a ninth stream may
-#: come behind a receive that waits.
-_ENVIRONMENT_OF_SEVERAL = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
 
@@ -37,9 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run."""
     config = None
     before = signal.signal(signal.SIGTERM, _terminate)
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    for name, value in (_ENVIRONMENT if is_alone else _ENVIRONMENT | _ENVIRONMENT_OF_SEVERAL).items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        set_for_several_processes()
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     try:

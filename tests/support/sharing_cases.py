@@ -30,7 +30,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     Of gradients that are summed, so many as a process sends that passes sums on.
     """
     counts: Counter[tuple[str, torch.dtype]] = Counter()
-    all_to_all, gather, reduce = dist.all_to_all_single, exchange._all_gather, exchange.reduce_scatter
+    all_to_all, gather, reduce = dist.all_to_all_single, exchange.all_gather, exchange.reduce_scatter
 
     def counted_all_to_all(
         out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
@@ -51,7 +51,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
-        patch.object(exchange, "_all_gather", counted_gather),
+        patch.object(exchange, "all_gather", counted_gather),
         patch.object(exchange, "reduce_scatter", counted_reduce),
     ):
         stage.run(stage.work(0))

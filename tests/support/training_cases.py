@@ -18,6 +18,7 @@ import transformers.models.qwen2.modeling_qwen2
 from transformers import TrainerCallback
 
 from chunkplan_runtime import device_waits
+from chunkplan_runtime.attention.kernel import KERNELS
 from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
@@ -65,6 +66,12 @@ def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> t
 def run_main_compiled(rank: int, **arguments: Any) -> tuple[int, str]:
     """`run_main` where graphs of layers are run as they are found: what makes code of them is slow."""
     with patch.object(compiled, "BACKEND", {"backend": "aot_eager"}):
+        return run_main(rank, **arguments)
+
+
+def run_main_without(rank: int, *, missing: list[str], **arguments: Any) -> tuple[int, str]:
+    """`run_main` where each process is without an attention kernel."""
+    with patch.object(KERNELS[missing[rank]], "why_not", lambda *_: "it is not there"):
         return run_main(rank, **arguments)
 
 

@@ -77,23 +77,23 @@ def compare_without_reserve(rank: int, **how: Any) -> list[Compared]:
 
 
 class _Groups(TorchDispatchMode):
-    """Which groups are used, by whatever uses them."""
+    """Which groups are used, by whatever uses them, each with what for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.uses: set[tuple[str, str]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
             kinds = (str(each._type()) for each in boxed)
             found = [each for each, kind in zip(boxed, kinds, strict=True) if kind.endswith("ProcessGroup")]
-            self.names |= {dist.ProcessGroup.unbox(each).group_name for each in found}
+            self.uses |= {(dist.ProcessGroup.unbox(each).group_name, str(func)) for each in found}
         return func(*args, **(kwargs or {}))
 
 
-def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[str]]:
-    """Which groups are used before the first step, and which in it."""
+def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Which groups are used before the first step, and which in it, each with what for."""
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float32, seed=1)
     with _Groups() as before:
@@ -102,7 +102,7 @@ def used_groups(rank: int, *, plan: Path, config: Path) -> tuple[set[str], set[s
     with _Groups() as during:
         stage.run(work)
         stage.finish_gradients(stage.weights)
-    return before.names, during.names
+    return before.uses, during.uses
 
 
 def stalled_main(rank: int, **how: Any) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from chunkplan_runtime.distributed.reduction import MachineGroups
-from chunkplan_runtime.exchange import Exchanges
+from chunkplan_runtime.exchange import Exchanges, all_gather, reduce_scatter
 from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Block
@@ -73,8 +73,8 @@ def make_groups(
     """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
     The first use of a group of NCCL connects its processes and waits for the device, which must not be in the middle of
-    a step. Those of links are used once by `Links`, which begins with the sends and receives that they are for: NCCL
-    has a connection of its own for these.
+    a step; so does the first use for something else, as NCCL connects by what is asked for. Those of links are used
+    once by `Links`, which begins with the sends and receives that they are for.
 
     Every process calls `new_group` for every group, also for those of others, which costs it some microseconds and no
     message: so torch counts them alike on all. (With `use_local_synchronization` only members would call it, but the
@@ -120,10 +120,13 @@ def make_groups(
             links[border] = Link(layout.process_of(other, layout.replica), down, up)
     if stages_of[0] != stages_of[-1]:
         ends = own(pairs(stages_of[0], stages_of[-1]))
+    for group in filter(None, (control, ends)):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     spread_groups = (machines.within, machines.across) if machines else ()
-    for group in (control, replicas.get_group() if replicas else None, *spread_groups, ends):
-        if group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    for group in filter(None, (replicas.get_group() if replicas else None, *spread_groups)):
+        rows = torch.zeros(group.size(), 1, device=device)
+        all_gather(rows, rows[:1].clone(), group=group)
+        reduce_scatter(rows[:1].clone(), rows, group=group)
     dist.all_reduce(torch.zeros(1), group=control)
 
     members = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime.requirements import set_for_several_processes
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
 TIMEOUT = timedelta(hours=1)
@@ -133,6 +134,7 @@ def joined(device: str) -> Iterator[None]:
     Raises:
         UsageError: the others cannot be reached.
     """
+    set_for_several_processes()  # where they do not come from `train.main`, which does it before torch is there
     has_gpu = device != "cpu" and torch.cuda.is_available()
     if has_gpu and local_device_index() < torch.cuda.device_count():  # else it is refused when all can hear it
         torch.cuda.set_device(local_device_index())

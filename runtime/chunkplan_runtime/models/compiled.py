@@ -61,7 +61,7 @@ class CompiledLayers:
         self._chunk_size = chunk_size
         self._layers = Refusable("layers run", _why_not(model))
         self._num_layers = 0
-        model.current.compiles = True  # as the loss of its head is in any case
+        model.current.compiles = not _has_links(model)  # as the loss of its head is in any other case
         if self.why_not is not None:
             return
         for part in model.parts:
@@ -99,6 +99,8 @@ class CompiledLayers:
 
 def _why_not(model: CausalLM) -> str | None:
     """Why layers of a model cannot be compiled, if so."""
+    if _has_links(model):
+        return "a compiler waits for the device, which one of several stages must not do in a step"
     if model.is_recurrent:
         return "its layers keep states"
     try:
@@ -111,3 +113,11 @@ def _why_not(model: CausalLM) -> str | None:
     if any(getattr(module, "is_kv_shared_layer", False) for module in modules):
         return "layers share keys and values"
     return None
+
+
+def _has_links(model: CausalLM) -> bool:
+    """Whether it is a stage of a pipeline. What is compiled is compiled in a step, while links are open.
+
+    To load what it made, and to time it, a compiler waits for all that the device was given: see `device_waits.py`.
+    """
+    return model.cuts[0].layers is not None

@@ -189,18 +189,14 @@ class CausalLM:
         Raises:
             UsageError: there is none for a kind.
         """
-        config = self.config
-        (_, key_dim), (_, value_dim) = kv_shapes(config)
+        config, names = self.config, dict[str, dict[str, None]]()
         softcap = getattr(config, "attn_logit_softcapping", None)
-        return {
-            "full" if window is None else "sliding window": self.kernels.choose(
-                device or self.device,
-                self.dtype,
-                (key_dim, value_dim),
-                Form(1.0, self.is_causal, reach=window, softcap=softcap),
-            ).name
-            for window in sorted({*windows(config)}, key=lambda window: window or 0)
-        }
+        for index, window in enumerate(windows(config)):
+            (_, key_dim), (_, value_dim) = kv_shapes(config, index)
+            form = Form(1.0, self.is_causal, reach=window, softcap=softcap)
+            kernel = self.kernels.choose(device or self.device, self.dtype, (key_dim, value_dim), form)
+            names.setdefault("full" if window is None else "sliding window", {})[kernel.name] = None
+        return {kind: " and ".join(names[kind]) for kind in sorted(names)}
 
     def set_checkpointing(self, checkpointing: str) -> None:
         """Hold of a chunk in flight what `checkpointing` says, and run the rest of its layers again in its backward.

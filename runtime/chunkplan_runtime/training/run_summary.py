@@ -13,6 +13,7 @@ from chunkplan.planfile.unread_keys import unread_words
 from chunkplan_runtime.attention import flash_attn_2, flash_attn_4
 from chunkplan_runtime.attention.kernel import AUTO
 from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
@@ -38,14 +39,11 @@ def describe_run(
     parameters = list(model.model.parameters())
     num_all = sum(map(num_weights, parameters))
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
-    kernels = ", ".join(
-        f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items()
-    )
     plan, unread = data.plan, unread_words(data.analysis.manifest.get("sources", ()))
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
-        f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {kernels}",
+        f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {_kernels(config, model)}",
         *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
         *([f"compiled  {built.compiled}"] if built.compiled else ()),
         *_left_out(config, model),
@@ -69,6 +67,17 @@ def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
     packages = {"flash-attn-4": flash_attn_4.why_not_installed(), "flash-attn-2": flash_attn_2.why_not_installed()}
     found = packages | model.kernels.left_out
     return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
+
+
+def _kernels(config: TrainConfig, model: CausalLM) -> str:
+    return ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
+
+
+def other_kernels(config: TrainConfig, model: CausalLM, job: Job) -> list[str]:
+    """Say which processes attend by other kernels than the first: each chooses for itself, all wait for the slowest."""
+    first, *others = job.all_gather_object(_kernels(config, model))
+    of_others = [(job.layout.describe(process), other) for process, other in enumerate(others, 1) if other != first]
+    return [f"attends   otherwise on {process}: {other}" for process, other in of_others]
 
 
 def router_lines(config: TrainConfig, model: CausalLM) -> list[str]:

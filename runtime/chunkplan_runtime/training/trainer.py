@@ -32,7 +32,7 @@ from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.metrics import RunLog, evaluations_before
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
-from chunkplan_runtime.training.run_summary import describe_run
+from chunkplan_runtime.training.run_summary import describe_run, other_kernels
 from chunkplan_runtime.training.screen import Screen
 from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
 from chunkplan_runtime.training.train_step import TrainStep
@@ -113,7 +113,7 @@ def open_run(
     flops = FlopCounter(model.whole)
     comparison = compare(config, data, job)
     description = describe_run(config, data, model, num_steps, tokenizer, comparison, job.groups)
-    description += tokens_note
+    description += other_kernels(config, model.whole, job) + tokens_note
     train_step = TrainStep(model.own, config, num_steps, job)
     if earlier is not None:
         train_step.restore(earlier.checkpoint, earlier.state)

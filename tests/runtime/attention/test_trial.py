@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.errors import UsageError
@@ -11,6 +12,9 @@ from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.kernel import KERNELS, Kernels
 from chunkplan_runtime.attention.reference import ReferenceKernel
 from chunkplan_runtime.attention.trial import why_wrong
+from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.proof.work import random_sequences, work_of
 
 CPU = torch.device("cpu")
 FORMS = [Form(1.0, True), Form(1.0, True, reach=4095), Form(1.0, True, reach=3), Form(1.0, True, softcap=20.0)]
@@ -80,6 +84,16 @@ def test_a_kernel_that_is_left_out_is_named_and_the_next_one_taken():
     with pytest.raises(UsageError, match=r"damaged: it is wrong on this device, by [\d.]+ of the result") as raised:
         kernels.choose(*case)
     assert raised.value.hint == "--attention auto"
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text"])
+def test_kernels_of_all_layers_are_chosen_and_so_tried_before_a_step(model_type, tiny_config):
+    """Gemma 4 has heads of other sizes in layers without a window."""
+    changes = {"num_hidden_layers": 6, "sliding_window": 7, "hidden_size_per_layer_input": 0, "global_head_dim": 16}
+    model = new_model(AutoConfig.for_model(**tiny_config(model_type, **changes)), torch.float32, seed=1)
+    chosen = {*model.kernels._chosen}
+    RankExecutor(model).run(work_of(random_sequences(97), 1), 50)
+    assert {*model.kernels._chosen} == chosen and len(chosen) == 2
 
 
 def test_kernels_that_a_profile_has_rates_of_are_taken_by_these():

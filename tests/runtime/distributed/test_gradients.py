@@ -200,7 +200,7 @@ def test_every_group_is_used_before_the_first_step(pool: ProcessPool, made: Any)
     """Of all processes, of replicas of a stage, of two directions of a link, of both ends of a pipeline."""
     plan = made(MODELS["llama with biases, tied"], dp=2, pp=2)
     for before, during in pool.run(4, used_groups, **plan):
-        assert len(during) == 5
+        assert len({group for group, _ in during}) == 5
         assert during <= before
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus, find_own_gpu
+from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus, find_own_gpu, joined
 from tests.support.distributed_cases import refuse_gpus
+from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
 
 NO_GPU = OwnGpu("node0", 0, 0, None)
@@ -82,3 +85,12 @@ def test_a_process_takes_the_gpu_of_its_place_or_the_only_one(monkeypatch, shown
     found = find_own_gpu("auto")
     assert (found.index, found.num_seen, found.uuid) == (index, len(shown), uuid)
     assert find_own_gpu("cpu").uuid is None
+
+
+def test_what_joins_from_python_has_cuda_not_wait_for_devices_either():
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with patch.dict(os.environ, {**one, "CUDA_DEVICE_MAX_CONNECTIONS": "16"}):
+        os.environ.pop("CUDA_MODULE_LOADING", None)
+        with joined("cpu"):
+            assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+            assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"

@@ -30,7 +30,13 @@ from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
 from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.training_cases import run_main, run_main_on_gpus, run_main_on_machines, run_main_with_versions
+from tests.support.training_cases import (
+    run_main,
+    run_main_on_gpus,
+    run_main_on_machines,
+    run_main_with_versions,
+    run_main_without,
+)
 from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
 from tests.support.wait_cases import stalled_main
 
@@ -105,6 +111,17 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
     assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path):
+    """As where a kernel is not installed, or fails, on one machine: each chooses for itself."""
+    arguments = options(made, tmp_path / "out", "--max-steps", 1, plan="search")
+    how = {"size": 2, "port": free_port(), "arguments": [arguments]}
+    told = pool.run(2, run_main_without, missing=["torch-cuda", "torch-cpu"], **how)
+    pool.stop()
+    assert [code for code, _ in told] == [0, 0], told
+    assert "in fp32, attention torch-cpu (full)\n" in told[0][1]
+    assert "attends   otherwise on process 1 of 2 (stage 1 of pipeline 0): reference (full)\n" in told[0][1]
 
 
 def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):

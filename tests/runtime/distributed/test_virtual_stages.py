@@ -144,7 +144,7 @@ def test_every_group_of_virtual_stages_is_used_before_the_first_step(pool: Proce
     """Of all processes, of replicas, of two directions of three links, of the stages with both ends."""
     plan = made(MODELS[TIED], dp=2, pp=2, schedule="interleaved")
     for before, during in pool.run(4, used_groups, **plan):
-        assert len(during) == 9
+        assert len({group for group, _ in during}) == 9
         assert during <= before
 
 

@@ -15,8 +15,10 @@ from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import fuse
@@ -212,6 +214,15 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     notes = capsys.readouterr().err.splitlines()
     assert [note.partition(":")[0] for note in notes] == (["note"] if name == "mixtral" else [])
     assert not graphs
+
+
+def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of: Any) -> None:
+    """It would be in a step, while links are open, and a compiler waits for the device."""
+    for stage in (0, 1):
+        cut = cut_stage(model_of("qwen2"), split_layers(2, 2), RankLayout(pp=2, process=stage))
+        forwards = [layer.forward for layer in cut.own_layers.values()]
+        assert "one of several stages" in str(CompiledLayers(cut, CHUNK_SIZE))
+        assert [layer.forward for layer in cut.own_layers.values()] == forwards and not cut.current.compiles
 
 
 def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(
