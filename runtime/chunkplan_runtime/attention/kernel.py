@@ -70,20 +70,24 @@ AUTO = "auto"
 #: Those that no device has a say in. All others are tried where they are to run.
 _SURE = ("torch-cpu", "reference")
 
+#: A plan is code that is loaded. CUDA loads it when all is done that the device was given, sends to other stages too.
+_PLANS = "it makes plans in a step, for which one of several stages might wait for ever"
+
 
 class Kernels:
     """The kernels a model runs with: the one that was named, or for each layer the first that can serve it.
 
-    `rates`: of the device, in the order of which those kernels come that it has. `left_out`: why kernels that could
-    serve a layer are not right on its device, by name.
+    `rates`: of the device, in the order of which those kernels come that it has. `has_links`: whether stages wait for
+    each other. `left_out`: why kernels that could serve a layer are not right on its device, or there, by name.
     """
 
-    def __init__(self, name: str = AUTO, rates: Iterable[AttentionRates] = ()) -> None:
+    def __init__(self, name: str = AUTO, rates: Iterable[AttentionRates] = (), *, has_links: bool = False) -> None:
         if name != AUTO and name not in KERNELS:
             raise UsageError(
                 f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
             )
         self._candidates = _fastest_first(rates) if name == AUTO else [KERNELS[name]]
+        self._has_links = has_links
         self.left_out: dict[str, str] = {}
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int], bool, bool], AttentionKernel] = {}
 
@@ -113,7 +117,8 @@ class Kernels:
         for kernel in self._candidates:
             reason = kernel.why_not(device, dtype, head_dims, form)
             if reason is None and kernel.name not in _SURE:
-                reason = why_wrong(kernel, device, dtype, head_dims, form)
+                plans = self._has_links and kernel.name == TorchCudnnKernel.name
+                reason = _PLANS if plans else why_wrong(kernel, device, dtype, head_dims, form)
                 if reason is not None:
                     self.left_out[kernel.name] = reason
             if reason is None:

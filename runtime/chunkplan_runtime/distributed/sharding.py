@@ -95,7 +95,7 @@ class Shards:
         self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
         self._reductions: Any = Reductions(machines)
         #: Whether gradients are summed here in another dtype than their own, by what weights do not know yet.
-        self._sums_wide = narrow and not self.reduces_always
+        self._sums_wide = narrow
         #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
         self._always_waits = self.reduces_always or (narrow and not master_weights)
         for module in self._modules:
@@ -128,7 +128,9 @@ class Shards:
         self.begin_forwards()
         if self._sums_wide:  # known for good, as FSDP2 gathers into the same parameters ever after
             self.end_forwards()
-            for weight in itertools.chain.from_iterable(map(_weights, self._modules)):
+            # Where backwards reduce layers, embeddings and head are still summed until the end of a step.
+            summed = filter(None, (self._root, self._head)) if self.reduces_always else self._modules
+            for weight in itertools.chain.from_iterable(map(_weights, summed)):
                 sum_gradients(weight.unsharded_param, weight, "unsharded_accumulated_grad")
             self._sums_wide = False
         # Where gradients are shared, all processes take part in every backward, and so reduce in it.

@@ -145,12 +145,13 @@ def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> t
 
 def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
     """Those of attention that are asked for; by their rates in the plan's profile, if that is of this device."""
+    has_links = plan.config.pp > 1
     try:
         hardware = plan.cost.hardware
     except DataError:  # which the comparison with the plan's times tells
-        return Kernels(config.attention)
+        return Kernels(config.attention, has_links=has_links)
     is_here = is_profile_of(hardware.name, device_name(torch.device(config.device)))
-    return Kernels(config.attention, hardware.attention if is_here else ())
+    return Kernels(config.attention, hardware.attention if is_here else (), has_links=has_links)
 
 
 def _whole_model(config: TrainConfig, model_config: Any, plan: Plan) -> CausalLM:

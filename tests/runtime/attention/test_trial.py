@@ -86,6 +86,16 @@ def test_a_kernel_that_is_left_out_is_named_and_the_next_one_taken():
     assert raised.value.hint == "--attention auto"
 
 
+@pytest.mark.parametrize("has_links", [False, True])
+def test_a_kernel_that_makes_plans_in_a_step_is_left_out_where_stages_wait_for_each_other(has_links):
+    kernels, planning = Kernels(has_links=has_links), Damaged(None)
+    planning.name = "torch-cudnn"
+    kernels._candidates = [planning, *kernels._candidates]
+    chosen = kernels.choose(CPU, torch.bfloat16, (32, 32), FORMS[0])
+    assert chosen.name == ("torch-cpu" if has_links else "torch-cudnn")
+    assert [*kernels.left_out] == (["torch-cudnn"] if has_links else [])
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text"])
 def test_kernels_of_all_layers_are_chosen_and_so_tried_before_a_step(model_type, tiny_config):
     """Gemma 4 has heads of other sizes in layers without a window."""

@@ -24,6 +24,7 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.train import main
+from chunkplan_runtime.training import model_setup
 from chunkplan_runtime.training.model_setup import own_stage, stage_layers
 from chunkplan_runtime.training.options import read_options
 from tests.support import training_checks
@@ -111,6 +112,12 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
     assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
+
+
+@pytest.mark.parametrize(("plan", "has_links"), [("one", False), ("four", False), ("search", True), ("both", True)])
+def test_kernels_are_those_for_stages_that_wait_for_each_other_where_there_are_several(made, plan, has_links):
+    config = read_options(options(made, made / "out", plan=plan), print)
+    assert model_setup._kernels(config, load_plan(made / plan))._has_links == has_links
 
 
 def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path):
