@@ -298,8 +298,6 @@ def compare_master_weights(
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     reference_norm = torch.nn.utils.get_total_norm(reference.values()).item()
     errors = relative_errors(gradients, {name: reference[name] for name in gradients}, [])
-    if sharding != "optimizer":  # every backward reduces a gradient of embeddings, which is one in bfloat16 before
-        assert all(errors.pop(name) < 1e-3 for name in [*errors] if "embed_tokens" in name)
     return max([abs(norm / reference_norm - 1), *errors.values()]), len(gradients)
 
 

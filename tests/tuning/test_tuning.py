@@ -323,14 +323,13 @@ def test_a_choice_whose_memory_does_not_hold_on_the_heaviest_steps_is_passed_ove
 
 
 @pytest.mark.soak
-def test_ranks_that_share_more_take_longer_and_hold_less(lengths: Path) -> None:
-    """Summing gradients costs time on several ranks, and fetching sharded weights for chunks too small to hide it."""
+def test_sixteen_ranks_take_more_than_a_sixteenth_and_hold_less(lengths: Path) -> None:
+    """Summing gradients costs time on several ranks, whatever they shard; with sharded weights each holds least."""
     alone, shared, sharded = (
         tune(lengths, options_with(**changes, tp=4, pp=1, schedules=None, chunk_sizes=(1024,), ks=(1,))).choices[0]
-        for changes in ({}, {"dp": 16}, {"dp": 16, "sharding": "weights"})
+        for changes in ({}, {"dp": 16, "sharding": "optimizer"}, {"dp": 16, "sharding": "weights"})
     )
-    assert shared.step_ns > alone.step_ns / 16
-    assert sharded.step_ns > shared.step_ns
+    assert min(shared.step_ns, sharded.step_ns) > alone.step_ns / 16
     assert sharded.memory.total < shared.memory.total < alone.memory.total
 
 
