@@ -227,7 +227,7 @@ def test_the_command_for_several_machines_is_one_that_torchrun_and_the_trainer_t
     _, *arguments = shlex.split(SEVERAL_MACHINES.replace("\\\n", " "))
     launched = parse_args(arguments)
     assert (launched.nnodes, launched.training_script) == ("2", "chunkplan_runtime.train")
-    assert read_options(launched.training_script_args, lambda error: pytest.fail(str(error))).model == "NAME"
+    assert read_options(launched.training_script_args).model == "NAME"
 
 
 def test_the_script_for_slurm_starts_a_torchrun_on_each_machine(tmp_path):
@@ -247,5 +247,5 @@ def test_the_script_for_slurm_starts_a_torchrun_on_each_machine(tmp_path):
     assert "--kill-on-bad-exit=1" in srun[0]
     launched = parse_args(torchrun)
     assert (launched.nnodes, launched.nproc_per_node, launched.rdzv_endpoint) == ("2", "8", "node1:29500")
-    config = read_options(launched.training_script_args, lambda error: pytest.fail(str(error)))
+    config = read_options(launched.training_script_args)
     assert (str(config.plan), config.model, config.resume, config.lr) == ("the plan", "model", True, 1e-5)

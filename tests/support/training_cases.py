@@ -95,7 +95,7 @@ def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[st
     """A run from Python, where the last process alone has a callback: it stops after `steps`."""
     _join(rank, size, port)
     with contextlib.redirect_stderr(io.StringIO()):
-        train_together(read_options(arguments, print), [_StopsAt(steps)] if rank == size - 1 else [])
+        train_together(read_options(arguments), [_StopsAt(steps)] if rank == size - 1 else [])
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

@@ -28,8 +28,7 @@ from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.quantized import in_4bit
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.model_options import SHARED
+from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 _SAMPLES = 256
 

@@ -32,8 +32,7 @@ from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.learning_rate import learning_rate_factor
+from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.losses import add_up
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from chunkplan_runtime.training.optimizer import make_optimizer, optimizer_state, restore_optimizer

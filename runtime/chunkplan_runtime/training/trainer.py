@@ -24,7 +24,7 @@ from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import restore_random_states
 from chunkplan_runtime.training.comparison import compare
-from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
+from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.data import TrainingData, compare_tokens, open_data
 from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
@@ -86,9 +86,9 @@ def open_run(
     config = _resolve(config, data, tokenizer, job)
     check_layout(config, job.layout)
     stream, num_steps = data.stream(data.plan), data.num_steps(config)
-    fixed = {**samples_of(data.plan.manifest), **_essence(data), **what_it_learns_by(config)}
+    fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
     hashes = {"plan": data.plan.content_hash, "evaluation plan": _hash_of(data.evaluation)}
-    refuse_other_processes({**hashes, **fixed, **what_all_have(config)}, job)
+    refuse_other_processes({**hashes, **fixed, **shared_options(config)}, job)
     earlier = find_earlier(folder, config, data, job)
     tokens_note = compare_tokens(data.analysis, job)
     if data.evaluation is not None:

@@ -116,7 +116,7 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
 
 @pytest.mark.parametrize(("plan", "has_links"), [("one", False), ("four", False), ("search", True), ("both", True)])
 def test_kernels_are_those_for_stages_that_wait_for_each_other_where_there_are_several(made, plan, has_links):
-    config = read_options(options(made, made / "out", plan=plan), print)
+    config = read_options(options(made, made / "out", plan=plan))
     assert model_setup._kernels(config, load_plan(made / plan))._has_links == has_links
 
 
@@ -132,7 +132,7 @@ def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path)
 
 
 def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
-    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))], print)
+    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))])
     plan = load_plan(made / "uneven")
     for stage, own in enumerate(((0,), (1, 2))):
         model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, process=stage)

@@ -62,7 +62,7 @@ for _moment in MOMENTS:
 
 
 def train(made: Path, output: Path, callbacks: Sequence[TrainerCallback], *more: object, plan: str = "long") -> None:
-    train_alone(read_options([*options(made, output, *more, plan=plan)], print), callbacks)
+    train_alone(read_options([*options(made, output, *more, plan=plan)]), callbacks)
 
 
 def test_every_moment_comes_in_its_order(made, tmp_path):
