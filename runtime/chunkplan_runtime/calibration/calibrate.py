@@ -21,7 +21,7 @@ from chunkplan_runtime.calibration.measure import Probe, first_layers, make_prob
 from chunkplan_runtime.calibration.options import CalibrationOptions
 from chunkplan_runtime.devices import calibrated_name, device_name, find_device, shipped_profile
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 
 @dataclass(frozen=True)

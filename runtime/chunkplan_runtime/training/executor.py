@@ -26,6 +26,7 @@ from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
 from chunkplan_runtime.models.plans import check_plan, plan_stream
 from chunkplan_runtime.proof.record import exact_router_loss
+from chunkplan_runtime.training.train_step import StepExecutor
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
@@ -50,7 +51,8 @@ class Executor:
         self._model = model
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         called = replace(model, call=self._call)
-        self._ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
+        ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
+        self._steps = StepExecutor(ranks)
         self._plans: set[str] = set()
 
     @classmethod
@@ -116,16 +118,9 @@ class Executor:
             raise UsageError(f"a step would teach nothing: {why}", hint=f"{hint}; `evaluate` gives the loss alone")
         if not work.step.num_target_tokens:
             return 0.0
-        ranks, router_loss = self._ranks, self._ranks.router_loss
-
-        def count() -> None:
-            for each in work.ranks:
-                ranks.forward_only(each, "counting")
-
         with self._at_work():
-            router_loss.begin_step(work.step.num_tokens, count)
-            losses = [ranks.run(each, work.step.num_target_tokens).loss for each in work.ranks]
-        return sum(losses, router_loss.value)
+            losses = [rank.loss for rank in self._steps.run(work)]
+        return sum(losses, self._steps.router_loss or 0.0)
 
     def evaluate(self, work: StepWork) -> float:
         """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
@@ -135,7 +130,7 @@ class Executor:
         """
         self._check(work)
         with self._at_work():
-            losses = [self._ranks.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks]
+            losses = [rank.loss for rank in self._steps.evaluate(work)]
         return sum(losses, 0.0)
 
     def _check(self, work: object) -> None:

@@ -9,20 +9,24 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import TrainerCallback
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
+from chunkplan.planfile.plan import Plan
+from chunkplan.version import __version__
 from chunkplan_runtime.distributed.groups import make_groups
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, machine_size, refuse_shared_gpus
+from chunkplan_runtime.exchange import named_processes
 from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.training.agreement import refuse_other_beginnings
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import sharing_blocks
 from chunkplan_runtime.training.model_setup import choose_device
+from chunkplan_runtime.training.run_folder import shorten
 from chunkplan_runtime.training.trainer import train
 
 #: Seconds by which process 0 is the first to report what all processes find alike.
@@ -54,7 +58,7 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
             refuse_shared_gpus(find_own_gpu(config.device))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
-            refuse_other_beginnings(plan)
+            _refuse_other_beginnings(plan)
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
             # Of the main process: one that was given another evaluation plan makes the same groups, and is refused
@@ -90,3 +94,26 @@ def _printed_by_one(watchdog: Watchdog, process: int) -> Iterator[None]:
         if not watchdog.fail(1):
             sys.exit(1)
         raise
+
+
+def _refuse_other_beginnings(plan: Plan) -> None:
+    """Compare the plan of this process, and versions of packages, with those of all others, before there are groups.
+
+    Another plan may be for other groups, and another version may make them otherwise: making them would never end.
+
+    Raises:
+        UsageError: naming each process with what it has. All raise it.
+    """
+    versions = {"chunkplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    given: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(given, {**versions, "plan": plan.content_hash})
+    for name in given[0]:
+        holders: dict[str, list[int]] = {}
+        for process, values in enumerate(given):
+            holders.setdefault(shorten(values.get(name)), []).append(process)
+        if len(holders) > 1:
+            found = "; ".join(f"{value} on {named_processes(ranks)}" for value, ranks in holders.items())
+            raise UsageError(
+                f"the processes do not have the same {name}: {found}",
+                hint="start all processes with the same options, files and versions",
+            )
