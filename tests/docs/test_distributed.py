@@ -38,7 +38,7 @@ from chunkplan_runtime.sharing import Holding, SharedPart
 from chunkplan_runtime.spans import Span
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
-from chunkplan_runtime.training.run_summary import group_lines
+from chunkplan_runtime.training.screen import group_lines
 from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines

@@ -23,7 +23,7 @@ from chunkplan.quantities import ZERO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.setup import TrainingData
 
 #: Where `chunkplan calibrate` writes the profile of the device at hand.
 _PROFILE = "here.toml"

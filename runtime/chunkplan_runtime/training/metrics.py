@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 import transformers
+from torch import nn
 
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
@@ -24,6 +25,10 @@ from chunkplan.version import __version__
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.checks import kv_shapes, windows
+from chunkplan_runtime.models.experts import share_of_tokens
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
@@ -31,6 +36,9 @@ from chunkplan_runtime.training.run_folder import RunFolder
 
 #: How many losses the median of spikes is of, and how few are too few for one.
 _WINDOW, _FEWEST = 50, 5
+
+#: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 
 #: Actions of a process in the largest step that is kept: nobody could look at more.
 _MOST_ACTIONS = 20_000
@@ -224,3 +232,66 @@ class LargestStep:
         if timelines and job.is_main:
             write_measured(path, plan, timelines, job.layout.dp, planned=planned)
         return bool(timelines)
+
+
+class FlopCounter:
+    """Counts the model FLOPs of steps of one model: what they would cost at the least.
+
+    As in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a matrix and
+    token that meets it, or 4 if it is frozen, the vocabulary head at every token, and attention where the mask lets it
+    see; no recompute. Adapters of a stack of experts are added to it, so that it has gradients though it is frozen, and
+    they themselves meet no token. Of experts a token meets those that it goes to. What recurrent layers do with their
+    states counts nothing: it takes no weights, and does not grow with the sequence.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self._widths = attention_widths(model.config)
+        self._of_token = _of_token(model)
+
+    def count(self, step: PlanStep) -> float:
+        """The model FLOPs of the forward and backward of a step, on all ranks."""
+        segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
+        num_tokens = sum(segment.end - segment.start for segment in segments)
+        attention = sum(
+            width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
+            for window, width in self._widths.items()
+            for segment in segments
+        )
+        return self._of_token * num_tokens + 6.0 * attention
+
+
+def attention_widths(config: Any) -> Counter[int | None]:
+    """By window, how wide keys and values of all heads of queries are together, over the layers that attend."""
+    of_layers = windows(config)
+    kinds = getattr(config, "layer_types", None) or (None,) * len(of_layers)
+    own = getattr(config, "per_layer_config", None) or (config,) * len(of_layers)
+    widths: Counter[int | None] = Counter()
+    for window, kind, layer in zip(of_layers, kinds, own, strict=True):
+        if kind not in _WITHOUT_ATTENTION:
+            (_, key_dim), (_, value_dim) = kv_shapes(layer)
+            value_dim = getattr(layer, "v_head_dim", None) or value_dim
+            widths[window] += (getattr(layer, "num_attention_heads", None) or 1) * (key_dim + value_dim)
+    return widths
+
+
+def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
+    """Twice the attention pairs (query, key) of a sequence, where a query sees the `window` tokens that end with it."""
+    if window is None or num_tokens <= window:
+        return num_tokens**2
+    return window * (2 * num_tokens - window)
+
+
+def _of_token(model: CausalLM) -> float:
+    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings none, but a head that
+    is tied."""
+    config = model.config
+    total = 0.0
+    for path, module in model.model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for own, weight in module.named_parameters(path, recurse=False):
+            is_stacked = ".experts." in own and "base_layer" in own
+            if weight.ndim >= 2 and not own.endswith("bias") and not (is_stacked and "lora_" in own):
+                flops = 6.0 if weight.requires_grad or is_stacked else 4.0
+                total += flops * num_weights(weight) * share_of_tokens(config, own, weight, module)
+    return total

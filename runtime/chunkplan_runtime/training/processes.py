@@ -24,9 +24,8 @@ from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import sharing_blocks
-from chunkplan_runtime.training.model_setup import choose_device
 from chunkplan_runtime.training.run_folder import shorten
+from chunkplan_runtime.training.setup import choose_device, sharing_blocks
 from chunkplan_runtime.training.trainer import train
 
 #: Seconds by which process 0 is the first to report what all processes find alike.

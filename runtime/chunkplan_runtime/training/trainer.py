@@ -33,12 +33,11 @@ from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import RunState, read_state, restore_random_states, write_checkpoint
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
-from chunkplan_runtime.training.data import TrainingData, compare_tokens, open_data
 from chunkplan_runtime.training.final import save_final
-from chunkplan_runtime.training.flops import FlopCounter
 from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
 from chunkplan_runtime.training.metrics import (
     EvaluationRow,
+    FlopCounter,
     LargestStep,
     RunLog,
     SpikeWatch,
@@ -49,11 +48,18 @@ from chunkplan_runtime.training.metrics import (
     predicted_seconds,
     source_losses,
 )
-from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock, shorten
-from chunkplan_runtime.training.run_summary import describe_run, other_kernels
 from chunkplan_runtime.training.save import remove_folder
-from chunkplan_runtime.training.screen import Screen
+from chunkplan_runtime.training.screen import Screen, describe_run, other_kernels
+from chunkplan_runtime.training.setup import (
+    TrainingData,
+    build_model,
+    check_layout,
+    compare_tokens,
+    fingerprint,
+    open_data,
+    read_model_config,
+)
 from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 

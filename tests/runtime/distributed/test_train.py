@@ -24,9 +24,9 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training import model_setup
-from chunkplan_runtime.training.model_setup import own_stage, stage_layers
+from chunkplan_runtime.training import setup
 from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.training.setup import own_stage, stage_layers
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
@@ -117,7 +117,7 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize(("plan", "has_links"), [("one", False), ("four", False), ("search", True), ("both", True)])
 def test_kernels_are_those_for_stages_that_wait_for_each_other_where_there_are_several(made, plan, has_links):
     config = read_options(options(made, made / "out", plan=plan))
-    assert model_setup._kernels(config, load_plan(made / plan))._has_links == has_links
+    assert setup._kernels(config, load_plan(made / plan))._has_links == has_links
 
 
 def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path):

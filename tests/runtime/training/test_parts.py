@@ -18,7 +18,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
-from chunkplan_runtime.training.flops import FlopCounter
+from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
 from chunkplan_runtime.training.trainer import _essence
 
