@@ -13,7 +13,7 @@ from page_writing import code, paragraph, table, write_page
 from typer.models import CommandInfo
 
 from chunkplan_cli.app import app
-from chunkplan_runtime.training.options import make_parser
+from chunkplan_runtime.train import make_parser
 
 HEAD = """# The command line
 

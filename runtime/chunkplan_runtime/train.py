@@ -5,18 +5,24 @@ Options are checked before torch is imported, so that a mistake or a missing ext
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.options import options_of, read_toml
 from chunkplan.visible import one_line
 from chunkplan_runtime.requirements import require_torch, set_environment
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
+
+_EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
+  --plan chunkplan-out/plan --model NAME --output chunkplan-out/run"""
 
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
@@ -69,6 +75,52 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _fail(error: ChunkplanError) -> int:
     print(f"error: {one_line(str(error))}\nhint: {one_line(error.hint)}", file=sys.stderr)
     return error.exit_code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise it as every other mistake is raised, rather than print a list of all options."""
+        raise UsageError(message, hint=f"`{self.prog} --help` shows what it takes")
+
+
+def read_options(arguments: list[str] | None) -> TrainConfig:
+    """The configuration that `arguments` (default: those of the process) and the file of their `--config` say.
+
+    Raises:
+        UsageError: an option is missing, unknown, or not what it may be; the TOML file is not there, or damaged.
+    """
+    given = vars(make_parser().parse_args(arguments))
+    file = given.pop("config", None)
+    values = {**(read_toml(file, TrainConfig) if file is not None else {}), **given}
+    for name, one in options_of(TrainConfig).items():
+        if one.is_required and name not in values:
+            raise UsageError(f"{one.flag} is missing", hint="give it as a flag, or in the file of --config")
+    return TrainConfig(**values)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags, as `read_options` reads them."""
+    parser = _Parser(
+        prog="python -m chunkplan_runtime.train",
+        usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
+        description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example that is broken elsewhere cannot be pasted
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    words = "A TOML file with these options, such as lr = 1e-5; the command line wins."
+    parser.add_argument("--config", type=Path, metavar="FILE", help=words)
+    declared = options_of(TrainConfig).values()
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}
+    for one in declared:
+        words = one.help + (f" Default: {one.default_words}." if one.default_words else "")
+        if one.domain.metavar == "":
+            groups[one.group].add_argument(one.flag, action=argparse.BooleanOptionalAction, help=words)
+        else:
+            metavar = "|".join(one.domain.choices) or one.domain.metavar
+            groups[one.group].add_argument(one.flag, type=one.read, metavar=metavar, help=words)
+    return parser
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from chunkplan.schedule.families import SCHEDULES
 from chunkplan_cli.app import app
 from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.train import read_options
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"

@@ -14,8 +14,8 @@ from chunkplan.errors import UsageError
 from chunkplan.options import Option, options_of
 from chunkplan_cli.declared import Given
 from chunkplan_cli.train import _typed
+from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.options import read_options
 from tests.support.places import ROOT
 
 MODEL = ("--model-config", str(ROOT / "sample_data" / "model"))

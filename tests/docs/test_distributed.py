@@ -36,8 +36,8 @@ from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.sharing import Holding, SharedPart
 from chunkplan_runtime.spans import Span
+from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.screen import group_lines
 from tests.support.places import ROOT
 from tests.support.ports import free_port

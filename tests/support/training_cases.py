@@ -24,8 +24,7 @@ from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
 from chunkplan_runtime.kv import host_memory, host_tensors
 from chunkplan_runtime.models import compiled
-from chunkplan_runtime.train import main
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.alive import Alive

@@ -76,11 +76,7 @@ class _Arguments(TrainingArguments):
 
 
 def trackers(config: TrainConfig) -> dict[str, type[TrainerCallback]]:
-    """The classes of the trackers of `--report-to`, by name.
-
-    Raises:
-        UsageError: the package of one is not installed.
-    """
+    """The classes of the trackers of `--report-to`, by name."""
     for name in config.report_to or ():
         if not any(map(find_spec, _PACKAGES[name])):
             raise UsageError(
@@ -146,12 +142,7 @@ class Callbacks:
         )
 
     def call(self, event: str, **more: Any) -> None:
-        """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event.
-
-        Raises:
-            UsageError: one asks for the end of an epoch, which a plan does not have before its last step; or a tracker
-                fails, which has settings of its own.
-        """
+        """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event."""
         do: Any = getattr(self._handler, event)
         try:
             self.control = do(self._arguments, self.state, self.control, **more)

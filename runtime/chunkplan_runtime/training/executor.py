@@ -77,7 +77,7 @@ class Executor:
         check_argument("checkpointing", checkpointing, CHECKPOINTING, "full")
         check_argument("seed", seed, whole(), 0)
         check_argument("kv_offload", kv_offload, FLAG, True)
-        base, scope = suitable(model, router_loss)
+        base, scope = _suitable(model, router_loss)
         register_attention()
         found = for_chunks(base)
         try:
@@ -197,36 +197,26 @@ class Executor:
 
 
 def check_argument(name: str, value: object, domain: Domain, example: object) -> None:
-    """Refuse an argument that is not what it may be.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Refuse an argument that is not what it may be."""
     if not domain.holds(value):
         raise UsageError(f"{name} is {value!r}, expected {domain.expected}", hint=f"for example {name}={example!r}")
 
 
-def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
-    """The transformers model in `model`, itself or what peft's adapters are around, and what its router loss is over.
-
-    Raises:
-        UsageError: gradients are not known to be exact for it.
-    """
+def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
+    """The transformers model in `model`, itself or below peft's adapters, and what its router loss is over."""
     base: Any = whole_of(model)
-    if has_adapters(model):
-        for name, adapter in model.peft_config.items():
-            features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
-            if adapter.peft_type != "LORA" or features:
-                kind = ", ".join([str(adapter.peft_type.value), *features])
-                raise UsageError(
-                    f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
-                    hint="use plain LoRA (peft.LoraConfig)",
-                )
+    for name, adapter in model.peft_config.items() if has_adapters(model) else ():
+        features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
+        if adapter.peft_type != "LORA" or features:
+            kind = ", ".join([str(adapter.peft_type.value), *features])
+            raise UsageError(
+                f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
+                hint="use plain LoRA (peft.LoraConfig)",
+            )
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
-    is_model = isinstance(base, PreTrainedModel)
-    if not is_model:
+    if not isinstance(base, PreTrainedModel):
         raise UsageError("not a model of transformers", where=where, hint=_HINT)
-    config: Any = base.config
+    config = base.config
     check_config(config, where, router_loss=True)
     scope = exact_router_loss(config, router_loss, where)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -245,11 +235,7 @@ def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
 
 
 def _check_weights(model: Any, where: str | None = None) -> None:
-    """Refuse weights whose gradients could not be trusted, or that are not all in one place.
-
-    Raises:
-        UsageError: naming what they are.
-    """
+    """Refuse weights whose gradients could not be trusted, or that are not all in one place."""
     weights = list(model.parameters())
     narrow = sorted({str(each.dtype) for each in weights if each.is_floating_point() and each.dtype not in _DTYPES})
     if narrow:

@@ -115,10 +115,6 @@ class RunLog:
             write_json(self._folder.config, document, indent=2)
         self._begun = True
 
-    def write_evaluation(self, row: EvaluationRow) -> None:
-        """Append the line of an evaluation."""
-        append_lines(self._folder.evaluations, [row])
-
 
 def as_entries(config: TrainConfig) -> dict[str, object]:
     """The options by name, as JSON has them."""
@@ -224,9 +220,6 @@ class LargestStep:
         """Write what all processes measured of it (`planfile/measured.py`), if there was such a step; whether.
 
         `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
-
-        Raises:
-            UsageError: the file cannot be written.
         """
         timelines = [times for times in job.all_gather_object(self._times) if times is not None]
         if timelines and job.is_main:

@@ -60,11 +60,7 @@ class TrainedWeights:
 
 
 def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` names. Norms and biases, which are vectors, do not decay.
-
-    Raises:
-        UsageError: it cannot work on these weights: not on parts of them, or not in this precision or on this device.
-    """
+    """The optimizer that `config` names. Norms and biases, which are vectors, do not decay."""
     name = config.optimizer or "adamw"
     if name not in ELEMENTWISE and any(isinstance(weight, DTensor) for weight in weights.values()):
         raise UsageError(
@@ -139,11 +135,7 @@ class _AdamW8bit(torch.optim.AdamW):
 
 
 def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> torch.optim.Optimizer:
-    """AdamW with moments of 8 bits and `options` of torch's, over `groups` of weights on `device`.
-
-    Raises:
-        UsageError: bitsandbytes is not installed, or does not update such weights there.
-    """
+    """AdamW with moments of 8 bits and `options` of torch's, over `groups` of weights on `device`."""
     try:
         functional = import_module("bitsandbytes.functional")
     except ImportError as error:

@@ -99,9 +99,6 @@ def _refuse_other_beginnings(plan: Plan) -> None:
     """Compare the plan of this process, and versions of packages, with those of all others, before there are groups.
 
     Another plan may be for other groups, and another version may make them otherwise: making them would never end.
-
-    Raises:
-        UsageError: naming each process with what it has. All raise it.
     """
     versions = {"chunkplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     given: list[dict[str, str]] = [{}] * dist.get_world_size()

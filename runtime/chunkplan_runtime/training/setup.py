@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow.compute as pc
@@ -110,18 +110,17 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
             hint="analyze both together, and build with --holdout",
         )
     evaluation = None if folder is None else open_here(folder, analysis.path)[0]
-    if evaluation is not None and evaluation.config.dp % layout.dp:
-        raise UsageError(
-            f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
-            f"plan {folder} evenly",
-            hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
-            "--eval-plan",
-        )
     if evaluation is not None:
+        if evaluation.config.dp % layout.dp:
+            raise UsageError(
+                f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
+                f"plan {folder} evenly",
+                hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
+                "--eval-plan",
+            )
         own = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
         refuse_other_replicas(evaluation, layout.dp, **own)
-        its_layout = choose_layout(evaluation, layout.world_size, layout.process)
-        if its_layout != layout:
+        if choose_layout(evaluation, layout.world_size, layout.process) != layout:
             raise UsageError(
                 f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
                 hint="build both plans with the same --schedule and --virtual-stages",
@@ -138,11 +137,7 @@ def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
 
 
 def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
-    """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending.
-
-    Raises:
-        DataError: one of them is damaged.
-    """
+    """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending."""
     plan = load_plan(config.plan)
     folder = evaluation_folder(config, plan)
     plans = [plan, *([] if folder is None else [load_plan(folder)])]
@@ -151,11 +146,7 @@ def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
 
 
 def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
-    """Compare all tokens with their hash, on the main process; of more than `HASHED_TOKENS` say who does that instead.
-
-    Raises:
-        DataError: they are others than those that were analyzed.
-    """
+    """Compare all tokens with their hash, on the main process; of too many say who does that instead."""
     num_tokens, where = int(analysis.num_tokens.sum(dtype=np.int64)), shlex.quote(str(analysis.path))
     if num_tokens > HASHED_TOKENS:
         return [
@@ -171,11 +162,7 @@ def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
 
 
 def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
-    """`config` with device and precision as they will be; unless it is `alone`, each process has a GPU of its own.
-
-    Raises:
-        UsageError: there is no such device, or several processes would share it.
-    """
+    """`config` with device and precision as they will be; unless it is `alone`, each process has a GPU of its own."""
     name = config.device
     if not alone and name.startswith("cuda:"):
         raise UsageError(f"--device is {name}, for every process", hint="leave it out: each takes a GPU of its own")
@@ -187,21 +174,14 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
     """The dtype that a model is loaded in."""
-    assert config.precision is not None
-    return _DTYPES[config.precision]
+    return _DTYPES[str(config.precision)]
 
 
 def read_model_config(config: TrainConfig) -> Any:
-    """The transformers config of the model to train.
-
-    Raises:
-        UsageError: it is not there, or gradients are not exact for it.
-        DataError: it is not the config of a model.
-    """
+    """The transformers config of the model to train."""
     if config.model is not None:
         return read_pretrained_config(config.model, router_loss=True)
-    assert config.model_config is not None
-    return read_config(config.model_config, router_loss=True)
+    return read_config(cast(Path, config.model_config), router_loss=True)
 
 
 class Built(NamedTuple):
@@ -233,26 +213,30 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
             of weights is of none.
         DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
-    if job.groups is None:
-        model = _whole_model(config, model_config, plan)
-        model = replace(model, model=model.model.to(config.device))
-        fused = _fuse(config, model)
-        note = None
-        if config.lora_rank:
-            model = add_lora(model, _lora(config))
-            note = without_adapters(model, config.lora_targets)
-        _freeze(config, model, model)
-        compiled = CompiledLayers(model, plan.config.chunk_size) if config.compile else None
-        model.set_checkpointing(config.checkpointing or "none")
-        return Built(model, model, note=note, fused=fused, compiled=compiled)
-    own, identity, note = _own_part(config, model_config, plan, job)
+    is_alone, identity, note = job.groups is None, None, None
+    if is_alone:
+        own = _whole_model(config, model_config, plan)
+        own = replace(own, model=own.model.to(config.device))
+    else:
+        own, identity, note = _own_part(config, model_config, plan, job)
     fused = _fuse(config, own)
-    whole = _hollow_whole(own, model_config, dtype_of(config), job)
+    whole = own if is_alone else _hollow_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
-        own, whole = (add_lora(each, _lora(config), whole) for each in (own, whole))
+        options = LoraOptions(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_targets,
+            seed=config.seed,
+        )
+        own = add_lora(own, options, None if is_alone else whole)
+        whole = own if is_alone else add_lora(whole, options, whole)
         note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
-        take_adapters(own, whole)
-    _freeze(config, whole, own, whole)
+        if not is_alone:
+            take_adapters(own, whole)
+    frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
+    for model in (own,) if is_alone else (own, whole):
+        freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own, plan.config.chunk_size) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
@@ -321,30 +305,8 @@ def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
     return fuse(modules, kernels, torch.device(config.device))
 
 
-def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:
-    """Freeze weights of `models`, which are `whole` and what a process has of it."""
-    names = frozen_names(whole.model, config.freeze or (), config.train_only or ())
-    for model in models:
-        freeze_weights(model.model, names)
-
-
-def _lora(config: TrainConfig) -> LoraOptions:
-    assert config.lora_rank
-    return LoraOptions(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets=config.lora_targets,
-        seed=config.seed,
-    )
-
-
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:
-    """Refuse options, given or of the plan, that are not for these processes.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Refuse options, given or of the plan, that are not for these processes."""
     if layout.pp == 1 and config.stage_layers is not None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
     if config.load_in_4bit and layout.world_size > 1:
@@ -360,11 +322,7 @@ def check_layout(config: TrainConfig, layout: RankLayout) -> None:
 
 
 def stage_layers(model_config: Any, config: TrainConfig, plan: Plan, layout: RankLayout) -> list[range]:
-    """The layers of each model stage.
-
-    Raises:
-        UsageError: the layers cannot be split over the stages so.
-    """
+    """The layers of each model stage."""
     given = config.stage_layers or plan.config.stage_layers
     return split_layers(model_config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
 

@@ -264,11 +264,7 @@ class TrainStep:
         return {**weights, **others}
 
     def restore(self, checkpoint: Path, state: CheckpointState) -> None:
-        """Take weights and optimizer states from a checkpoint whose state.json holds `state`.
-
-        Raises:
-            DataError: it cannot be read, or is of another model.
-        """
+        """Take weights and optimizer states from a checkpoint whose state.json holds `state`."""
         weights = self._weights.tensors
         read_weights(checkpoint, weights, state, self._job)
         restore_optimizer(self.optimizer, weights, read_optimizer(checkpoint, weights, state, self._job))

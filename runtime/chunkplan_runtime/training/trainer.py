@@ -35,6 +35,7 @@ from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
+from chunkplan_runtime.training.json_lines import append_lines
 from chunkplan_runtime.training.metrics import (
     EvaluationRow,
     FlopCounter,
@@ -113,11 +114,7 @@ class TrainingRun:
     def __init__(
         self, config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback] = ()
     ) -> None:
-        """Open data and model, compare them with those of the other processes, and go to the last checkpoint.
-
-        Raises:
-            UsageError, DataError: as `train`.
-        """
+        """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
         model_config = read_model_config(config)
         where = str(config.model or config.model_config)
         router_loss = exact_router_loss(model_config, config.router_loss, where, job.layout.pp)
@@ -163,11 +160,7 @@ class TrainingRun:
         self.largest = LargestStep()
 
     def finish(self) -> None:
-        """Do the steps that are left, write their files, and save the model.
-
-        Raises:
-            ChunkplanError: loss or gradients are not finite, or the disk is full.
-        """
+        """Do the steps that are left, write their files, and save the model."""
         say = self.screen.say
         for line in self.description:
             say(line)
@@ -304,7 +297,7 @@ class TrainingRun:
         if loss is not None and not math.isfinite(loss):
             raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
         if self.job.is_main:
-            self.log.write_evaluation(row)
+            append_lines(self.folder.evaluations, [row])
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
         self.callbacks.evaluated(row, self.best)
@@ -362,11 +355,7 @@ def _timed(stream: Iterable[StepWork]) -> Iterator[tuple[StepWork, float]]:
 
 
 def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
-    """`config` with what was found in place of what was left open.
-
-    Raises:
-        UsageError: the plan is for adapters, which these weights cannot have.
-    """
+    """`config` with what was found in place of what was left open."""
     cost = data.plan.manifest["predictions"]["cost_model"]
     found: Any = {name: cost.get(name, default) for name, default in _PLANNED.items() if getattr(config, name) is None}
     if found.get("lora_rank") and config.model is None:
@@ -418,11 +407,7 @@ def _check_evaluation(config: TrainConfig, data: TrainingData) -> None:
 
 
 def _refuse_other_processes(given: Mapping[str, Any], job: Job) -> None:
-    """Compare what this process was given, by the name that a message has for it, with what the main one was.
-
-    Raises:
-        UsageError: naming a process and what it has of its own. All raise it.
-    """
+    """Compare what this process was given, by the name that a message has for it, with what the main one was."""
     main, *others = job.all_gather_object(json.loads(json.dumps(given)))
     for process, other in enumerate(others, start=1):
         differ = [name for name in {**main, **other} if other.get(name) != main.get(name)]

@@ -23,9 +23,8 @@ from chunkplan import CostModel, PlanConfig, build, load_plan
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.train import main
+from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training import setup
-from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.setup import own_stage, stage_layers
 from tests.support import training_checks
 from tests.support.analyses import write_analysis

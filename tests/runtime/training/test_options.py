@@ -11,9 +11,8 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan_runtime.train import main
+from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.options import read_options
 
 NEEDED = ["--plan", "p", "--output", "o", "--model", "m"]
 
