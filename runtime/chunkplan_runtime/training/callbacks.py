@@ -129,7 +129,8 @@ class Callbacks:
         self._job = job
         self._are_there = any(job.all_gather_object(bool(given or self._trackers)))
         callbacks: Any = [_Flow(), *given, *self._trackers]
-        self._handler = CallbackHandler(callbacks, train_step.model.model, None, train_step.optimizer, None)
+        make: Any = CallbackHandler
+        self._handler = make(callbacks, train_step.model.model, None, train_step.optimizer, None)
         self._arguments = _arguments(config, num_steps)
         self.control = TrainerControl()
         self.state = TrainerState(
