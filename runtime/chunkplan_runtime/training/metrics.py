@@ -1,4 +1,4 @@
-"""What a run writes down: its configuration, JSON lines of steps, sequences and evaluations, and its largest step."""
+"""What a run writes down: its configuration, the numbers of steps and evaluations, and its largest step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
-from chunkplan_runtime.training.run_folder import RunFolder
 
 #: How many losses the median of spikes is of, and how few are too few for one.
 _WINDOW, _FEWEST = 50, 5
@@ -76,58 +74,21 @@ class EvaluationRow(TypedDict):
     source_losses: dict[str, float]
 
 
-class RunLog:
-    """Writes the files of a run into its folder, which is there when the first step is done."""
-
-    def __init__(self, folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
-        self._folder = folder
-        self._config = config
-        self._plan = plan
-        self._begun = False
-
-    def cut_back(self, step: int) -> None:
-        """Remove the lines of `step` and later from all files."""
-        for lines in (self._folder.metrics, self._folder.sequences, self._folder.evaluations):
-            cut_back(lines, step)
-
-    def write_step(self, row: StepRow, sequences: Sequence[SequenceLoss]) -> None:
-        """Write a step's metrics, and where it was asked for the loss of each of its sequences."""
-        if self._config.log_sequences:
-            rows = (
-                {
-                    "step": row["step"],
-                    "sequence_id": loss.sequence_id,
-                    "loss": loss.loss,
-                    "target_tokens": loss.num_target_tokens,
-                }
-                for loss in sequences
-            )
-            append_lines(self._folder.sequences, rows)
-        append_lines(self._folder.metrics, [row])
-        if not self._begun:  # after the metrics: these tell a run from any other folder with a config.json
-            document = {
-                "plan": self._plan.content_hash,
-                "chunkplan": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "config": as_entries(self._config),
-            }
-            write_json(self._folder.config, document, indent=2)
-        self._begun = True
+def write_config(path: Path, config: TrainConfig, plan: Plan) -> None:
+    """Write the options of a run as they were resolved, its plan's hash and the versions of packages."""
+    document = {
+        "plan": plan.content_hash,
+        "chunkplan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "config": as_entries(config),
+    }
+    write_json(path, document, indent=2)
 
 
 def as_entries(config: TrainConfig) -> dict[str, object]:
     """The options by name, as JSON has them."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-
-
-def evaluations_before(path: Path, start: int) -> list[tuple[int, float | None]]:
-    """The evaluations of a run that goes on with step `start`: how many steps were done, and the loss.
-
-    Lines of later ones, which it will cut off, are left out.
-    """
-    rows: list[EvaluationRow] = lines_before(path, start)
-    return [(row["step"] + 1, row["eval_loss"]) for row in rows]
 
 
 def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:

@@ -35,19 +35,18 @@ from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
-from chunkplan_runtime.training.json_lines import append_lines
+from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
 from chunkplan_runtime.training.metrics import (
     EvaluationRow,
     FlopCounter,
     LargestStep,
-    RunLog,
     SpikeWatch,
     StepRow,
     describe_worst,
-    evaluations_before,
     peak_memory,
     predicted_seconds,
     source_losses,
+    write_config,
 )
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock, shorten
 from chunkplan_runtime.training.save import remove_folder
@@ -149,11 +148,10 @@ class TrainingRun:
         if earlier is not None:
             self.train_step.restore(earlier.checkpoint, earlier.state)
             restore_random_states(earlier.state, self.train_step.model.device)
-        evaluations = job.broadcast_object(evaluations_before(folder.evaluations, self.start))
-        self.best = BestLoss(config.early_stopping, evaluations)
+        before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
+        self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
         self.whole = model.whole
         self.job, self.folder, self.lock = job, folder, lock
-        self.log = RunLog(folder, config, data.plan)
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.spikes = SpikeWatch(config.spike, earlier.state["losses"] if earlier else ())
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps)
@@ -171,7 +169,8 @@ class TrainingRun:
                 if self.folder.final.exists():  # of fewer steps
                     remove_folder(self.folder.final)
                     say(f"removed   {self.folder.final}: the run goes on, and writes it again")
-                self.log.cut_back(self.start)
+                for lines in (self.folder.metrics, self.folder.sequences, self.folder.evaluations):
+                    cut_back(lines, self.start)
         with self.screen:
             self._train()
         if self.best.should_stop:
@@ -239,9 +238,7 @@ class TrainingRun:
         self.callbacks.call("on_optimizer_step")
         row = self._step_row(work, gradients, time.perf_counter() - started, rate, waited)
         if self.job.is_main:
-            self.folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
-            self.lock.take()
-            self.log.write_step(row, gradients.sequences)
+            self._write_step(row, gradients)
         self.screen.show_step(row)
         if row["spike"]:
             self.screen.say(f"step {work.step.step} is a spike: {'; '.join(row['spike'])}")
@@ -274,6 +271,19 @@ class TrainingRun:
         if self.job.groups is not None:
             row["processes"] = stage_rows(gradients.spent, layout)
         return row
+
+    def _write_step(self, row: StepRow, gradients: Gradients) -> None:
+        """Append the lines of a step to their files, and in a folder that has none yet begin them."""
+        folder, step = self.folder, row["step"]
+        folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
+        self.lock.take()
+        if self.config.log_sequences:
+            losses = [(each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences]
+            names = ("sequence_id", "loss", "target_tokens")
+            append_lines(folder.sequences, ({"step": step, **dict(zip(names, loss, strict=True))} for loss in losses))
+        append_lines(folder.metrics, [row])
+        if step == self.start:  # after the metrics: these tell a run from any other folder with a config.json
+            write_config(folder.config, self.config, self.data.plan)
 
     def _evaluate(self, step: int) -> bool:
         """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
