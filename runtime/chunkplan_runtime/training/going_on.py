@@ -21,7 +21,7 @@ from chunkplan.planfile.load import load_to_rebuild
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
-from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import EARLIER, TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
 from chunkplan_runtime.training.setup import TrainingData
 
@@ -106,11 +106,11 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
 
 
 def _fixed_before(state: CheckpointState, names: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a run was not to change; of those of `names` that it did not know, their defaults."""
+    """What a run was not to change; of those of `names` that it did not know, what they were."""
     before = dict(state["fixed"])
     for one in options_of(TrainConfig).values():  # which it was before there was such an option
         if one.flag in names:
-            before.setdefault(one.flag, one.default)
+            before.setdefault(one.flag, EARLIER.get(one.flag, one.default))
     return before
 
 
