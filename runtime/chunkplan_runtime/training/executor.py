@@ -214,7 +214,8 @@ def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
                 hint="use plain LoRA (peft.LoraConfig)",
             )
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
-    if not isinstance(base, PreTrainedModel):
+    is_model = isinstance(base, PreTrainedModel)
+    if not is_model:
         raise UsageError("not a model of transformers", where=where, hint=_HINT)
     config = base.config
     check_config(config, where, router_loss=True)
