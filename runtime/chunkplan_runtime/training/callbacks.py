@@ -30,8 +30,9 @@ from chunkplan_runtime.training.train_step import TrainStep
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 
 #: Entries of metrics.jsonl that are logged, by the name that they are logged under: where it has one, transformers'.
-_SAME = "router_loss tokens target_tokens tokens_per_second seconds wait_seconds mfu peak_memory_bytes".split()
+_SAME = ("router_loss", "tokens", "target_tokens", "tokens_per_second", "seconds", "wait_seconds", "mfu")
 LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate", **{name: name for name in _SAME}}
+LOGGED["peak_memory_bytes"] = "peak_memory_bytes"
 
 #: The same of evals.jsonl.
 LOGGED_OF_EVALUATIONS = {"eval_loss": "eval_loss", "target_tokens": "eval_target_tokens", "seconds": "eval_seconds"}
