@@ -199,8 +199,9 @@ def _attend(
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
     shared, made = chunk_context.shared, current.take_made(key, value)
     shares_heads = shared is not None and len(shared.heads) > 1
-    layer: Any = getattr(current.cache, "layer", None)
-    owner = layer = module.layer_idx if layer is None else layer
+    of_cache: int | None = getattr(current.cache, "layer", None)
+    layer: Any = module.layer_idx if of_cache is None else of_cache
+    owner: int = layer
     latents: tuple[Tensor, ...] = ()
     expand: Expand | None = None
     if chunk_context.has_parts:
