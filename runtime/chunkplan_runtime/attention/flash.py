@@ -126,7 +126,7 @@ class TorchCudaKernel(FlashKernel):
 
 
 class TorchCudnnKernel(TorchCudaKernel):
-    """cuDNN's attention on a Hopper GPU or a newer one.
+    """Attention of cuDNN on a Hopper GPU or a newer one.
 
     cuDNN makes a plan of every pair of lengths that a process has not met, which takes it a third of a second or more,
     once for forwards and once for backwards. So it is given lengths that come again, as those of whole chunks and pages
