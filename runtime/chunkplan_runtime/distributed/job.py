@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.exchange import Activity
+from chunkplan_runtime.exchange import Activity, is_lost_connection
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 
@@ -53,9 +54,30 @@ class Job:
 
     def telling(self, activity: Callable[[], Activity]) -> AbstractContextManager[None]:
         """Within the block, have the watchdogs of the others know what this process is at."""
-        return nullcontext() if self.watchdog is None else self.watchdog.telling(activity)
+        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""
         if self.groups is not None:
             dist.barrier(group=self.groups.control)
+
+
+@contextmanager
+def lost_peers(watchdog: Watchdog) -> Iterator[None]:
+    """Around what waits for other processes: if one vanishes, `watchdog` names it and ends this process.
+
+    Raises:
+        ChunkplanError: a connection broke, or nothing came over it in time, and yet nobody died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        watchdog.await_end()
+        first_line = str(error).partition("\n")[0]
+        raise ChunkplanError(
+            f"the connection to another process broke: {first_line}",
+            where=watchdog.heartbeat.activity().words or None,
+            hint="check the network between the machines; --resume goes on from the last checkpoint",
+        ) from error

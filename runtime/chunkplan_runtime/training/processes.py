@@ -14,9 +14,8 @@ from transformers import TrainerCallback
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Job, lost_peers
 from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, machine_size, refuse_shared_gpus
-from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.agreement import refuse_other_beginnings
