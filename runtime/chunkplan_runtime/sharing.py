@@ -1,4 +1,4 @@
-"""Which processes work on a part of a sequence together, and which of its tokens each of them has.
+"""Where parts of sequences lie in chunks, which processes share a part, and which of its tokens each of them has.
 
 A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). Where there is one, every
 replica of a stage runs one rank.
@@ -21,10 +21,48 @@ from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
 from chunkplan.planfile.schema import SHARED_CHUNKS
 from chunkplan.planfile.tables import conform, open_parquet
-from chunkplan_runtime.spans import Span
 
 #: Tokens [start, stop) of a sequence.
 Run = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Where a segment lies: tokens [start, stop) of a sequence of `length` are [chunk_start, chunk_stop) of its chunk.
+
+    `group_id` is that of the chunk.
+    """
+
+    sequence_id: int
+    start: int
+    stop: int
+    length: int
+    chunk_start: int
+    group_id: int | None = None
+
+    @property
+    def chunk_stop(self) -> int:
+        """One past the segment's last token in the chunk."""
+        return self.chunk_start + self.stop - self.start
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the sequence has tokens in other chunks too."""
+        return self.stop - self.start < self.length
+
+    def first_seen(self, window: int | None, tile: int | None = None) -> int:
+        """The first token of the sequence that a token of the segment sees.
+
+        `window` is how many tokens each sees, itself included; None: all before it. `tile`: those before it in its own
+        tile, of which a sequence has one every so many tokens.
+        """
+        if tile is not None:
+            return self.start // tile * tile
+        return 0 if window is None else max(0, self.start - window + 1)
+
+    @property
+    def occurrence(self) -> tuple[int, int | None]:
+        """A key of a split sequence in flight that no other one has, nor itself where a step has it twice."""
+        return self.sequence_id, self.group_id
 
 
 class Block(NamedTuple):

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.job import lost_peers
+from chunkplan_runtime.distributed.job import lost_peers, make_groups
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import stall

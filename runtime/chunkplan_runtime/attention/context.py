@@ -16,8 +16,7 @@ from chunkplan_runtime.attention.kept_results import KeptResults
 from chunkplan_runtime.attention.kernel import Kernels
 from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Run, SharedPart, Span
 
 
 @dataclass(frozen=True)

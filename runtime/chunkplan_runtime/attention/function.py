@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kept_results import KeptResults
 from chunkplan_runtime.attention.kernel import AttentionKernel
 from chunkplan_runtime.attention.operator import Attend, attend_as_one
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
 

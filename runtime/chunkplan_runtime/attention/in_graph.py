@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.function import ChunkAttention
 from chunkplan_runtime.attention.interface import layer_attention
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 
 #: Modules that attend, by number.
 _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()

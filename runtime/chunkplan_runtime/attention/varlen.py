@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.device_waits import sent
+from chunkplan_runtime.devices import sent
 
 #: The largest head that FlashAttention-2 has kernels for.
 _LARGEST_HEAD = 256

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.distributed.job import Groups
 from chunkplan_runtime.models.model import CausalLM
 
 #: Numbers of a gradient that are squared at once: in float64 they take 128 MiB.

@@ -18,8 +18,7 @@ from chunkplan_runtime.kv.page_needs import PageNeeds, page_needs
 from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.recurrent import keeps_kv
-from chunkplan_runtime.sharing import SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import SharedPart, Span
 
 
 def reserve_pages(

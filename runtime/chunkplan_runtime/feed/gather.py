@@ -13,7 +13,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis, join_runs
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan_runtime.feed.labels import NO_TARGET, shifted_labels
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.device_waits import may_wait, new_host_memory
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import may_wait, new_host_memory, wide
 from chunkplan_runtime.kv.page_needs import PageNeeds, room
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.queue import Queue, queues_of

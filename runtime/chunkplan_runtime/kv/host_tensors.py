@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.device_waits import new_host_memory
+from chunkplan_runtime.devices import new_host_memory
 from chunkplan_runtime.kv.queue import Queue, queues_of
 
 #: Tensors that are on the device at once: at work, and on its way.

@@ -13,8 +13,7 @@ from chunkplan.operations import BACKWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import SharedPart, Span
 
 
 @dataclass
