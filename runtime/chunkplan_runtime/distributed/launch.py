@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,8 @@ def world_size() -> int:
     return int(size)
 
 
-@dataclass(frozen=True)
-class OwnGpu:
-    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it; what it is, None if not there.
+class OwnGpu(NamedTuple):
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
 
     `uuid` is that of the device itself: the same for all who use it, however they number what they see.
     """
@@ -83,31 +82,24 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
     """
     if not any(process.num_seen for process in processes):
         return
-    hint = (
-        "start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a GPU of "
-        "its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu"
-    )
     takers: dict[str, int] = {}
-    for number, process in enumerate(processes):
-        if process.uuid is None:
+    for number, (machine, index, num_seen, uuid) in enumerate(processes):
+        other = number if uuid is None else takers.setdefault(uuid, number)
+        if uuid is None:
+            found = f"process {number} of {len(processes)} would take GPU {index}, and sees {num_seen}"
+        else:
+            found = f"processes {other} and {number} of {len(processes)} would share a GPU ({uuid})"
+        if uuid is None or other != number:
             raise UsageError(
-                f"process {number} of {len(processes)} would take GPU {process.index}, and sees {process.num_seen}",
-                where=process.machine,
-                hint=hint,
-            )
-        other = takers.setdefault(process.uuid, number)
-        if other != number:
-            raise UsageError(
-                f"processes {other} and {number} of {len(processes)} would share a GPU ({process.uuid})",
-                where=process.machine,
-                hint=hint,
+                found,
+                where=machine,
+                hint="start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of "
+                "them a GPU of its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu",
             )
 
 
 def refuse_shared_gpus(own: OwnGpu) -> None:
-    """Compare the GPU of this process with those of all others, which all have to call this.
-
-    Objects go over gloo, so that no group of NCCL is made before.
+    """Check the GPUs of all processes, which all have to call this; over gloo, before there is a group of NCCL.
 
     Raises:
         UsageError: see `check_gpus`. All raise it.

@@ -91,8 +91,8 @@ class Heartbeat:
         # Reading waits for keys that are not there.
         begun = [each for each in processes if each in self.latest or self._store.check([f"beat/{each}"])]
         for process, text in zip(begun, self._store.multi_get([f"beat/{each}" for each in begun]), strict=True):
-            *facts, (words, waits_for) = json.loads(text)
-            self.latest[process] = Beat(*facts, activity=Activity(words, tuple(waits_for)))
+            number, step, stops, machine, pid, (words, waits_for) = json.loads(text)
+            self.latest[process] = Beat(number, step, stops, machine, pid, Activity(words, tuple(waits_for)))
 
     @contextmanager
     def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:

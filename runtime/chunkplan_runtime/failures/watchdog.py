@@ -52,6 +52,7 @@ class Watchdog:
         self.heartbeat = Heartbeat(self._store, layout.process, layout.world_size)
         self._looked = time.monotonic()  # when the last round was done
         self._stopping = 0  # rounds since a process got a signal to stop
+        self._is_done = False  # this process has come to its regular end
         self._wake, self._over = threading.Event(), threading.Event()  # begin a round at once; end the threads
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._signals, self._wakeup = socket.socketpair()  # numbers of signals, which Python writes also in C++
@@ -113,13 +114,11 @@ class Watchdog:
     def stop(self) -> None:
         """End regularly, after a barrier; who hosts the store waits until all have come here."""
         signal.set_wakeup_fd(-1)
-        self._leave()
+        self._is_done = True
+        self._over.set()
+        self._wake.set()
+        self._thread.join(self._dead_after)
         atexit.unregister(self._leave)
-        with suppress(RuntimeError):  # the store is gone: that process waits no longer
-            stopped, deadline = self._store.add("stopped", 1), time.monotonic() + self._dead_after
-            while self._hosts_store and stopped < self.layout.world_size and time.monotonic() < deadline:
-                time.sleep(self._interval / 50)
-                stopped = self._store.add("stopped", 0)
 
     def _leave(self) -> None:
         """End the threads before the interpreter ends, under which none must come back from C++."""
@@ -136,6 +135,10 @@ class Watchdog:
                 self._looked = time.monotonic()
                 self._wake.wait(self._interval)
                 self._wake.clear()
+            if self._is_done:
+                self._store.add("stopped", 1)
+                while self._hosts_store and self._store.add("stopped", 0) < self.layout.world_size:
+                    time.sleep(self._interval / 50)
         except RuntimeError:  # all that a store raises
             has_paused = time.monotonic() - self._looked >= self._dead_after
             pause = f", after a pause of {self.layout.describe()} itself" if has_paused else ""
