@@ -83,19 +83,19 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
     if not any(process.num_seen for process in processes):
         return
     takers: dict[str, int] = {}
-    for number, (machine, index, num_seen, uuid) in enumerate(processes):
-        other = number if uuid is None else takers.setdefault(uuid, number)
-        if uuid is None:
-            found = f"process {number} of {len(processes)} would take GPU {index}, and sees {num_seen}"
+    for number, own in enumerate(processes):
+        if own.uuid is None:
+            found = f"process {number} of {len(processes)} would take GPU {own.index}, and sees {own.num_seen}"
+        elif (other := takers.setdefault(own.uuid, number)) != number:
+            found = f"processes {other} and {number} of {len(processes)} would share a GPU ({own.uuid})"
         else:
-            found = f"processes {other} and {number} of {len(processes)} would share a GPU ({uuid})"
-        if uuid is None or other != number:
-            raise UsageError(
-                found,
-                where=machine,
-                hint="start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of "
-                "them a GPU of its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu",
-            )
+            continue
+        raise UsageError(
+            found,
+            where=own.machine,
+            hint="start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a "
+            "GPU of its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu",
+        )
 
 
 def refuse_shared_gpus(own: OwnGpu) -> None:
