@@ -229,5 +229,5 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
         raise ChunkplanError(
             f"the connection to another process broke: {first_line}",
             where=watchdog.heartbeat.activity().words or None,
-            hint="check the network between the machines; --resume goes on from the last checkpoint",
+            hint="check the network between the machines; --resume continues from the last checkpoint",
         ) from error

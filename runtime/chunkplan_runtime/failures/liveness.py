@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, named_processes
 
-RESUME = "--resume goes on from the last checkpoint"
+RESUME = "--resume continues from the last checkpoint"
 
 
 class Liveness(Enum):
@@ -111,15 +111,15 @@ def lost_process(liveness: Liveness, who: str, when: str, heard: str, pid: int =
     """The error that says what has become of a process at a step, and by what it is known: `heard`."""
     why, end_it = "its own output says why (out of memory, a lost machine)", f"`kill -KILL {pid}`"
     said, hint = {
-        Liveness.GONE: (f"died {when}", why),
+        Liveness.GONE: (f"{who} died {when}: {heard}", why),
         Liveness.SUSPENDED: (
-            f"is suspended {when} (stopped by a signal)",
+            f"{who} is suspended {when} (stopped by a signal): {heard}",
             f"if it is still there, `kill -CONT {pid}` has it end as the others do, {end_it} at once",
         ),
-        Liveness.STALLED: (f"is stalled {when} (alive)", f"if it is still there, {end_it} ends it"),
-        Liveness.UNKNOWN: (f"is silent {when} (suspended, stalled or gone)", f"if it is gone, {why}"),
+        Liveness.STALLED: (f"{who} is stalled {when} (alive): {heard}", f"if it is still there, {end_it} ends it"),
+        Liveness.UNKNOWN: (f"{who} is silent {when} (suspended, stalled or gone): {heard}", f"if it is gone, {why}"),
     }[liveness]
-    return ChunkplanError(f"{who} {said}: {heard}", hint=f"{hint}; {RESUME}")
+    return ChunkplanError(said, hint=f"{hint}; {RESUME}")
 
 
 def last_heard(process: int, activities: Mapping[int, Activity]) -> str:
