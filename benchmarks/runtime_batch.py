@@ -22,8 +22,7 @@ from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.calibration.measure import wait
 from chunkplan_runtime.execution.loss import losses_and_gradient
-from chunkplan_runtime.feed.labels import shifted_labels
-from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan
+from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan, shifted_labels
 from chunkplan_runtime.models.model import CausalLM
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.feed.labels import NO_TARGET
-from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.feed.stream import NO_TARGET, RankWork
 
 
 @dataclass(frozen=True)
