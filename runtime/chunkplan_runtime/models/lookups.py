@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,8 +18,7 @@ from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
 from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
-from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM

@@ -20,8 +20,7 @@ from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import Action, PlanStep
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
+from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
@@ -151,7 +150,7 @@ class TrainStep:
         self._shards = None
         if groups and groups.replicas:
             how: Any = {"master_weights": master_weights, "sharding": sharding}
-            self._shards = Shards(model, groups.replicas, groups.machines, **how)
+            self._shards = Shards(model, groups.replicas, **how)
         self.model = self._shards.model if self._shards else model
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Job, refuse_other_processes
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.models.plans import check_plan
@@ -48,7 +48,7 @@ from chunkplan_runtime.training.metrics import (
     source_losses,
     write_config,
 )
-from chunkplan_runtime.training.run_folder import RunFolder, RunLock, shorten
+from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from chunkplan_runtime.training.save import remove_folder
 from chunkplan_runtime.training.screen import Screen, describe_run, other_kernels
 from chunkplan_runtime.training.setup import (
@@ -125,7 +125,7 @@ class TrainingRun:
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
-        _refuse_other_processes({**hashes, **self.fixed, **shared_options(config)}, job)
+        refuse_other_processes({**hashes, **self.fixed, **shared_options(config)}, job)
         earlier = find_earlier(folder, config, data, job)
         tokens_note = compare_tokens(data.analysis, job)
         _check_evaluation(config, data)
@@ -134,7 +134,7 @@ class TrainingRun:
         model = build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
             additions(model.whole.model)  # refused now if they cannot be merged
-        _refuse_other_processes({"weights": model.identity}, job)
+        refuse_other_processes({"weights": model.identity}, job)
         self.fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
         self.start = earlier.state["step"] if earlier is not None else 0
         if earlier is not None:
@@ -414,17 +414,3 @@ def _check_evaluation(config: TrainConfig, data: TrainingData) -> None:
             f"{'--early-stopping' if config.early_stopping else '--keep-best'} without a plan of held-out sequences",
             hint="build the plan with --holdout 0.01, or give --eval-plan",
         )
-
-
-def _refuse_other_processes(given: Mapping[str, Any], job: Job) -> None:
-    """Compare what this process was given, by the name that a message has for it, with what the main one was."""
-    main, *others = job.all_gather_object(json.loads(json.dumps(given)))
-    for process, other in enumerate(others, start=1):
-        differ = [name for name in {**main, **other} if other.get(name) != main.get(name)]
-        if differ:
-            [name, *more] = differ
-            raise UsageError(
-                f"{job.layout.describe(process)} has {name} {shorten(other.get(name))}, "
-                f"process 0 has {shorten(main.get(name))}" + (f"; and {len(more)} more differ" if more else ""),
-                hint="start all processes with the same options, files and versions",
-            )
