@@ -20,7 +20,7 @@ from chunkplan.cost.model import Sharding
 from chunkplan_runtime.distributed.slots import paddings_of
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.process_pool import ProcessPool
 

@@ -30,8 +30,8 @@ from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.models.weight_halves import Place, WeightHalves
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4

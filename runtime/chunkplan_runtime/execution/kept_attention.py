@@ -12,8 +12,8 @@ from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_tensors import HostTensors
 from chunkplan_runtime.models.checks import attention_shape
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place
 from chunkplan_runtime.models.recurrent import keeps_kv
-from chunkplan_runtime.models.weight_halves import Place
 
 
 class KeptAttention:

@@ -24,7 +24,7 @@ nobody waits in a circle, and each process reduces its virtual stages from the l
 A process without a chunk reduces zeros in place of a last backward; it meets nobody. What a stage reduces after
 its last backwards (embeddings and head) and across stages comes when links are closed, on all processes in one order.
 
-Of a backward that is split (`models.weight_halves`) the gradients of norms and biases are complete after the input half
+Of a backward that is split (`models.products`) the gradients of norms and biases are complete after the input half
 and those of matrices after the weight half, so that no layer is before the last weight half. What a process does last
 is one, where a schedule splits; nothing is reduced in it: as a process without a chunk it reduces after all else, its
 layers in the same order. It meets nobody there, nor in its weight halves, so the

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 
 #: How near a module has to be to a formula, in float64; how large what goes in is; and how wide matrices are then.
 _EQUAL, _SIZES, _WIDTH = 1e-12, (1e-4, 1.0, 1e2, 1e4), 16

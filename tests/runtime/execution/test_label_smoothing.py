@@ -11,7 +11,7 @@ from chunkplan import PlanConfig, build
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_train import all_well, same_run

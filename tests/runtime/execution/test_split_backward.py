@@ -24,7 +24,7 @@ from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import weight_halves
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.proof.work import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 

@@ -18,9 +18,8 @@ from chunkplan_runtime.models import dropout, making
 from chunkplan_runtime.models import model as models
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.tiny import tiny_document, unknown_numbers
-from chunkplan_runtime.proof import record
-from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
-from chunkplan_runtime.proof.record import check_exact
+from chunkplan_runtime.proof import prove as record
+from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, check_exact, prove
 
 #: Models by what they have that others have not, with what their default config leaves out.
 EXACT: dict[str, dict[str, Any]] = {
