@@ -204,7 +204,7 @@ def test_fused_norms_of_torch_hold_on_a_gpu_what_the_planner_counts(tiny_config)
         for layers in (2, 4)
     )
     for made in (few, more):
-        fuse(list(made.model.modules()), "torch", DEVICE)
+        fuse(made.model, "torch", DEVICE)
     shape = shape_of_config(tiny_config(**sizes), "a test")
     predicted = activation_bytes_per_token(CostModel(shape=shape, fused_kernels="torch"), shape.kinds[0])
     measured = (held_bytes(more) - held_bytes(few)) / 2

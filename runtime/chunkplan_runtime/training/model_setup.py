@@ -181,9 +181,7 @@ def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
     kernels = config.fused_kernels or "none"
     if kernels == "none":
         return None
-    layers = (cut.layers for cut in own.cuts if cut.layers is not None)
-    modules = dict.fromkeys(module for part in (own.model, *layers) for module in part.modules())
-    return fuse(modules, kernels, torch.device(config.device))
+    return fuse(own.model, kernels, torch.device(config.device))
 
 
 def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:

@@ -80,7 +80,7 @@ def gradients(made):
 def test_a_model_computes_with_fused_norms_what_it_does_without(model, model_type):
     made = model(model_type)
     expected = gradients(made)
-    assert str(fuse(list(made.model.modules()), "torch", CPU)) == NORMS[model_type]
+    assert str(fuse(made.model, "torch", CPU)) == NORMS[model_type]
     found = gradients(made)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -102,7 +102,10 @@ def test_nothing_is_fused_that_computes_something_else():
     two, three = SizeNorm(), SizeNorm(power=3)
     hidden = torch.randn(3, 8)
     before = [(norm(hidden), norm(hidden, hidden)) for norm in (two, three)]
-    assert str(fuse([two, three, nn.RMSNorm(8), nn.Linear(8, 8)], "torch", CPU)) == "1 norms; as they are: 1 SizeNorm"
+    assert (
+        str(fuse(nn.ModuleList([two, three, nn.RMSNorm(8), nn.Linear(8, 8)]), "torch", CPU))
+        == "1 norms; as they are: 1 SizeNorm"
+    )
     assert torch.equal(two(hidden=hidden), before[0][0])
     assert "forward" in vars(two) and "forward" not in vars(three)
     for norm, (alone, gated) in zip((two, three), before, strict=True):
@@ -146,16 +149,19 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_norm_that_differs_in_one_way_stays_as_it_is(how, is_training):
     norm = Norm(how).to(torch.bfloat16).train(is_training)
-    assert str(fuse([norm], "torch", CPU)) == "nothing; as they are: 1 Norm"
+    assert str(fuse(nn.ModuleList([norm]), "torch", CPU)) == "nothing; as they are: 1 Norm"
     assert norm.training == is_training
-    assert str(fuse([Norm(scale=0.5), Norm(), Norm(scale=0.5)], "torch", CPU)) == "1 norms; as they are: 2 Norm"
+    assert (
+        str(fuse(nn.ModuleList([Norm(scale=0.5), Norm(), Norm(scale=0.5)]), "torch", CPU))
+        == "1 norms; as they are: 2 Norm"
+    )
 
 
 @pytest.mark.parametrize("level", ["none", "keep-products", "full", "offload"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradients_in_chunks_are_exact_with_fused_norms(model, handmade_plan, random_sequences, level, rank):
     made = model("qwen3")
-    fuse(list(made.model.modules()), "torch", CPU)
+    fuse(made.model, "torch", CPU)
     made = add_lora(made, LoraOptions(rank=rank, alpha=4)) if rank else made
     made.set_checkpointing(level)
     plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
