@@ -17,11 +17,11 @@ from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
-from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
-from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
+from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import reserve_inputs, reserve_pages
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
@@ -56,7 +56,7 @@ class RankExecutor:
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
     `router_loss`: what the load-balancing loss is over whose gradient is added, once its step has begun (see
-    `router_loss_scope`). `label_smoothing`: of the loss that is trained on; evaluation has none.
+    `router_loss_scope`). `loss`: what is trained on; an evaluation is of cross-entropy.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RankExecutor:
         links: Links | None = None,
         exchanges: Exchanges | None = None,
         router_loss: str = NO_ROUTER_LOSS,
-        label_smoothing: float = 0.0,
+        loss: ChunkLoss | None = None,
     ) -> None:
         self.model = model
         self._parts = model.parts
         self.router_loss = RouterLoss(model, router_loss)
-        self._label_smoothing = label_smoothing
+        self._loss = cross_entropy() if loss is None else loss
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
@@ -185,8 +185,8 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
 
         def find_losses(chunk_id: int, hidden: Tensor) -> None:
-            labels = work.tensors[chunk_id].labels
-            losses[chunk_id] = token_losses(self.model.head, hidden, labels, self.model.vocab_size)
+            labels, weights = work.tensors[chunk_id].labels, hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
+            losses[chunk_id], _ = cross_entropy()(self.model.head, hidden, labels, weights)
 
         self.forward_only(work, "evaluation", find_losses, meet)
         return rank_loss(work, losses, num_target_tokens)
@@ -297,13 +297,10 @@ class RankExecutor:
         self.model.current.context = self._contexts.pop(place)
         losses = None
         if isinstance(begin, Tensor):
-            model = self.model
-            of_head = model.head, begin, tensors.labels, model.vocab_size
-            losses, gradient = losses_and_gradient(
-                *of_head, scale, self._label_smoothing, compiled=model.current.compiles
-            )
+            weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
+            losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
-                use_head(model.head, begin, model.vocab_size)
+                use_head(self._loss, self.model.head, begin)
             if not begin.requires_grad:  # all that is trained is the head
                 begin = None
         if begin is not None:

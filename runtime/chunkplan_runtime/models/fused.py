@@ -62,7 +62,8 @@ def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused
     else:
         for module in filter(_is_norm, modules):
             if formula := next((each for each in (_rms_norm, _layer_norm) if _computes(module, each)), None):
-                module.forward = MethodType(_forward_of(type(module), formula), module)
+                kind: Any = type(module)
+                module.forward = MethodType(_forward_of(kind, formula), module)
     fused = [name for name in map(_kernel_of, modules) if name]
     num_norms = sum("Norm" in name for name in fused)
     left = Counter(type(module).__name__ for module in modules if _is_norm(module) and not _kernel_of(module))
@@ -71,9 +72,9 @@ def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused
 
 def _kernel_of(module: nn.Module) -> str:
     """By what a module calls a fused kernel: the name of the function in the place of its `forward`, if any."""
-    function = getattr(vars(module).get("forward"), "__func__", None)
+    function: Any = getattr(vars(module).get("forward"), "__func__", None)
     is_fused = getattr(function, "__module__", "").startswith(("liger_kernel.", __name__))
-    return cast(str, function.__qualname__) if is_fused else ""
+    return str(function.__qualname__) if is_fused else ""
 
 
 def _is_norm(module: nn.Module) -> bool:

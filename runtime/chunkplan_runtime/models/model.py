@@ -126,8 +126,17 @@ def make(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
         ) from error
 
 
-#: A function from hidden states [n, hidden_size] to logits [n, vocab_size].
-Head = Callable[[Tensor], Tensor]
+@dataclass(frozen=True)
+class Head:
+    """Makes logits [n, vocab_size] of hidden states [n, hidden_size]; `compiles`: so is what is made of these."""
+
+    logits: Callable[[Tensor], Tensor]
+    vocab_size: int
+    compiles: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states."""
+        return self.logits(hidden)
 
 
 def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
@@ -214,8 +223,10 @@ class CausalLM:
 
     @property
     def head(self) -> Head:
-        """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
-        return lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0)
+        """What makes logits of final hidden states."""
+        return Head(
+            lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0), self.vocab_size, self.current.compiles
+        )
 
     def hidden_states(
         self,
