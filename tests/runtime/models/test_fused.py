@@ -241,7 +241,7 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
         "qwen3": "9 norms and 2 gated MLPs",
         "gemma2": "9 norms and 2 gated MLPs",
         "phi3": "5 norms and 2 gated MLPs",
-        "olmo2": "9 norms and 2 gated MLPs",
+        "olmo2": "5 norms and 2 gated MLPs; as they are: 4 Olmo2RMSNorm",
     }
     sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
     documents = [
@@ -264,5 +264,6 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
             CostModel(shape=shape, precision="fp32", fused_kernels="liger"), shape.kinds[0]
         )
         measured = (more["held"] - few["held"]) / 2
-        if document["model_type"] != "phi3":  # which keeps queries with all that its one matrix makes, fused or not
+        # Phi-3 keeps queries with all that its one matrix makes, fused or not; Liger leaves norms of OLMo 2 as they are.
+        if document["model_type"] not in ("phi3", "olmo2"):
             assert measured <= predicted <= 1.1 * measured, document["model_type"]
