@@ -223,7 +223,8 @@ class RouterLoss:
             by_span = self._counts_of_sequences(router, context.spans, counts)
             by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
         places, weights = self._places(context, rows.device)
-        losses, gradient = load_balancing(softmax_of, rows, by_span[places], weights[places])
+        weights = weights[places]
+        losses, gradient = load_balancing(softmax_of, rows, by_span[places], weights)
         value = losses.double() @ weights
         self._value = value if self._value is None else self._value + value
         return gradient.view_as(logits)
