@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.device_waits import synchronize
 
 Row = dict[str, Any]

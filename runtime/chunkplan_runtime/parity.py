@@ -21,7 +21,7 @@ from chunkplan.files.folder import temporary_folder
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.attention.kernels import AUTO, Kernels
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.modes import evaluate_in_float64

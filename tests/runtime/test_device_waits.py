@@ -16,9 +16,9 @@ from transformers import AutoConfig
 from chunkplan_runtime.device_waits import new_host_memory, no_device_waits, pinned, synchronize
 from chunkplan_runtime.distributed.groups import link_options
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.reserve import page_needs
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.page_needs import page_needs
 from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.model import new_model
 from tests.support.places import ROOT

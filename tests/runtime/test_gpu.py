@@ -15,8 +15,8 @@ from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.sums import tokens_at_once
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import Asked, DeviceMemory, PageMemory

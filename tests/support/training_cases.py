@@ -18,11 +18,11 @@ import transformers.models.qwen2.modeling_qwen2
 from transformers import TrainerCallback
 
 from chunkplan_runtime import device_waits
-from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.distributed import reduction
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
-from chunkplan_runtime.kv import host_memory, host_tensors
+from chunkplan_runtime.kv import host_memory
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
@@ -142,7 +142,6 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
             patch.object(TrainStep, "update", counted),
             patch.object(links._Outbox, "put", sent),
             patch.object(host_memory, "new_host_memory", on_host),
-            patch.object(host_tensors, "new_host_memory", on_host),
         ):
             code, told = run_main(rank, **arguments)
     return code, told, *(held[-1] if held else (0, 0))

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.dtypes import wide
 
 #: Queries whose scores are held at once.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.hollow import hollow, hollow_model

@@ -3,7 +3,7 @@
 A sum is only launched where FSDP2 asks for it, in the backward that has just found the gradients, and waited for at
 the end of the step: a process that comes early to its last backward goes on with it, while others are still to come to
 theirs. All processes ask for the same sums in the same order, so they are launched in one order, each on the same
-group; that this goes with all else that they launch is for `feed.last_backward` to say.
+group; that this goes with all else that they launch is for `feed.order.may_reduce` to say.
 
 Where the replicas lie on several machines, several on each, a sum is done in two parts: within each machine, after
 which the j-th process of a machine has what this machine adds to the shards of the j-th processes of all of them, and

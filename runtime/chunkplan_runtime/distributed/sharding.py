@@ -3,7 +3,7 @@
 A step gathers the weights once, a layer when it is first at work, the first one as the step begins. Gradients of its
 chunks are summed on each process, in float32 where weights are narrower, and reduced once, however many chunks each
 process had: a layer's while the last backward of its virtual stage goes on to the layers before it
-(`feed.last_backward` says when it may), those of head and embeddings at the end, one after the other. A process without
+(`feed.order.may_reduce` says when), those of head and embeddings at the end, one after the other. A process without
 a backward, or that may not reduce in it, reduces after all else; so does one whose backwards are split. So every
 process takes part in the same reductions in the same order: virtual stages from last to first, of each the layers from
 last to first, then head and embeddings. The loss is divided by the step's target tokens already, so gradients are

@@ -19,10 +19,9 @@ from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.exchange import Activity, Exchanges
-from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
-from chunkplan_runtime.execution.reserve import reserve_inputs, reserve_pages
+from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
@@ -85,7 +84,8 @@ class RankExecutor:
         self.halves = WeightHalves()
         #: What attention gave in chunks that run forward twice.
         self.kept_attention = KeptAttention()
-        self._doing = ""
+        #: What it does or waits for, in words, and where: step, rank and virtual stage.
+        self._doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
         #: backward begins.
         self.inputs: dict[Place, Tensor] = {}
@@ -113,7 +113,7 @@ class RankExecutor:
         self,
         work: RankWork,
         num_target_tokens: int,
-        around: Around = lambda action: nullcontext(),
+        around: Around = nullcontext,
         before_last: Callable[[int], None] | None = None,
         meet: Meet = meet_nobody,
     ) -> RankLoss:
@@ -134,17 +134,16 @@ class RankExecutor:
         with self._opened(work, with_gradients=True):
             for number, action in enumerate(work.actions):
                 place = checked(action, done, where)
-                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
-                self.doing = f"{at}, meeting other processes before the {action.op} of chunk {chunk_id}"
-                meet(action)
+                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
+                self._meet(where, action, meet)
                 if action.op == "backward_weight":
-                    self.doing = f"{at}, in the backward_weight of chunk {chunk_id}"
+                    self._say(f"in the backward_weight of chunk {chunk_id}")
                     with around(action):
                         self.halves.weight_half(place)
                 elif action.op in BACKWARDS:
-                    self.doing = f"{at}, waiting for the gradient of chunk {chunk_id} from the stage behind"
+                    self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
                     gradient = None if part.is_last else self._connected.receive_gradient(*place)
-                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
+                    self._say(f"in the {action.op} of chunk {chunk_id}")
                     is_last = number == last_of[action.virtual_stage]
                     before = partial(before_last, action.virtual_stage) if before_last and is_last else None
                     half = self.halves.input_half(place) if action.op == "backward_input" else nullcontext()
@@ -153,12 +152,7 @@ class RankExecutor:
                     if found is not None:
                         losses[chunk_id] = found
                 else:
-                    self.doing = f"{at}, waiting for chunk {chunk_id} from the stage before"
-                    if action.op != "recompute" and not part.is_first:
-                        self.inputs[place] = self._connected.receive_input(*place).requires_grad_()
-                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
-                    with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                        hidden = self._forward(work, place, action.op)
+                    hidden = self._forward(work, action, action.op, around)
                     if action.op != "forward_kv":
                         self._contexts[place] = self.model.current.context
                         self._borders[place] = self.model.current.borders
@@ -212,14 +206,9 @@ class RankExecutor:
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
                 place = action.virtual_stage, action.chunk_id
-                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
-                self.doing = f"{what}, {at}, meeting other processes before the {action.op} of chunk {chunk_id}"
-                meet(action)
-                self.doing = f"{what}, {at}, waiting for chunk {chunk_id} from the stage before"
-                if not part.is_first:
-                    self.inputs[place] = self._connected.receive_input(*place)
-                self.doing = f"{what}, {at}, in the forward of chunk {chunk_id}"
-                hidden = self._forward(work, place)
+                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
+                self._meet(f"{what}, {where}", action, meet)
+                hidden = self._forward(work, action, "forward", nullcontext)
                 self.inputs.pop(place, None)
                 if part.is_last:
                     at_end(chunk_id, hidden)
@@ -235,8 +224,14 @@ class RankExecutor:
         """All chunks of `work` on all virtual stages."""
         return product(range(len(self._parts)), work.chunks)
 
-    def _where(self, where: str, action: Action) -> str:
-        return where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
+    def _meet(self, where: str, action: Action, meet: Meet) -> None:
+        """Begin an action by what is done with other processes before it."""
+        self._at = where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
+        self._say(f"meeting other processes before the {action.op} of chunk {action.chunk_id}")
+        meet(action)
+
+    def _say(self, words: str) -> None:
+        self._doing = f"{self._at}, {words}"
 
     @property
     def _connected(self) -> Links:
@@ -262,19 +257,27 @@ class RankExecutor:
             return nullcontext()
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
-    def _forward(self, work: RankWork, place: Place, op: str = "forward") -> Tensor:
-        """Run a chunk through a virtual stage; returns hidden states [num_tokens, hidden_size]."""
-        virtual_stage, chunk_id = place
+    def _forward(self, work: RankWork, action: Action, op: str, around: Around) -> Tensor:
+        """Wait for the input of a chunk and run it through a virtual stage.
+
+        Returns hidden states [num_tokens, hidden_size].
+        """
+        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
-        for span in tensors.parts:
-            store.start_forward(span, tensors.shared)
-        device = self.model.device
+        device, with_graph = self.model.device, torch.is_grad_enabled()
+        self._say(f"waiting for chunk {chunk_id} from the stage before")
+        if op != "recompute" and not part.is_first:
+            self.inputs[place] = self._connected.receive_input(*place).requires_grad_(with_graph)
+        self._say(f"in the {op} of chunk {chunk_id}")
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            set_seed(seed)
-            counting = self.router_loss.counting(op != "recompute")
-            with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
-                return part.hidden_states(tensors, store, self.inputs.get(place), seed)
+        with around(action), torch.set_grad_enabled(with_graph and op != "forward_kv"):
+            for span in tensors.parts:
+                store.start_forward(span, tensors.shared)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                set_seed(seed)
+                counting = self.router_loss.counting(op != "recompute")
+                with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                    return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
         self,

@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.model import CausalLM
 

@@ -12,7 +12,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.launch import local_device_index

@@ -17,11 +17,10 @@ from transformers import AutoConfig
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
 from chunkplan_runtime.attention.context import ChunkContext, Current
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.interface import chunk_attention
+from chunkplan_runtime.attention.interface import Mask, chunk_attention
 from chunkplan_runtime.attention.kept import Expand, page_shapes, watch_expansion
-from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.attention.mask import Mask
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.device_waits import no_device_waits
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
 from chunkplan_runtime import tensor_file
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed import own_part
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork

@@ -264,6 +264,6 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
             CostModel(shape=shape, precision="fp32", fused_kernels="liger"), shape.kinds[0]
         )
         measured = (more["held"] - few["held"]) / 2
-        # Phi-3 keeps queries with all that its one matrix makes, fused or not; Liger leaves norms of OLMo 2 as they are.
+        # Phi-3 keeps queries with all that its one matrix makes, fused or not; Liger leaves norms of OLMo 2.
         if document["model_type"] not in ("phi3", "olmo2"):
             assert measured <= predicted <= 1.1 * measured, document["model_type"]

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.kept_attention import attention_bytes
+from chunkplan_runtime.execution.reserve import attention_bytes
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model

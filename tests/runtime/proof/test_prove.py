@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
-from chunkplan_runtime.attention.mask import Mask
+from chunkplan_runtime.attention.interface import Mask
 from chunkplan_runtime.models import dropout
 from chunkplan_runtime.models import model as models
 from chunkplan_runtime.models.router_loss import RouterLoss
