@@ -25,7 +25,7 @@ from runtime_batch import Batch, make_batch, qwen2
 from transformers import AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.models.model import CausalLM, Head, new_model

@@ -21,7 +21,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan, shifted_labels
 from chunkplan_runtime.models.model import CausalLM

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import choose_layout

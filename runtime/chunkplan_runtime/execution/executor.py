@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head

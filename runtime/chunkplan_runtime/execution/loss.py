@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chunkplan.cost.sums import LOGIT_BYTES, tokens_at_once
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import NO_TARGET, RankWork
 from chunkplan_runtime.models.compiled import Refusable
 from chunkplan_runtime.models.model import Head

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.models.modes import computing_in
 
 

@@ -33,7 +33,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed
 from chunkplan_runtime.models.parts import decoder_of, layers_of
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 #: Of a layer, what kind of state, and the how-manieth of its kind.
 Name = tuple[int, str, int]

@@ -30,11 +30,11 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
-from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]

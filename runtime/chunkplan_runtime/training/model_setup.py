@@ -13,9 +13,8 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.devices import device_name, find_device, is_profile_of
+from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.launch import local_device_index
 from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.freed_memory import freed_memory_given_back

@@ -20,8 +20,7 @@ from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
+from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
@@ -77,7 +76,6 @@ class TrainStep:
             self._shards = Shards(
                 model,
                 groups.replicas,
-                groups.machines,
                 master_weights=master_weights,
                 sharding=cast(Sharding, config.sharding or "optimizer"),
             )
