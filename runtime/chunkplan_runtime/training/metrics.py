@@ -23,12 +23,11 @@ from chunkplan.planfile.measured import StepTimeline, write_measured
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.execution.rank_loss import SequenceLoss
+from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.checks import kv_shapes, windows
-from chunkplan_runtime.models.experts import share_of_tokens
+from chunkplan_runtime.models.checks import kv_shapes, share_of_tokens, windows
+from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
 

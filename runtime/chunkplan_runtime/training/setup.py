@@ -30,13 +30,12 @@ from chunkplan_runtime.freed_memory import freed_memory_given_back
 from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.cut import Cut
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
+from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
 from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
-from chunkplan_runtime.models.quantized import in_4bit
+from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
@@ -299,9 +298,7 @@ def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
     kernels = config.fused_kernels or "none"
     if kernels == "none":
         return None
-    layers = (cut.layers for cut in own.cuts if cut.layers is not None)
-    modules = dict.fromkeys(module for part in (own.model, *layers) for module in part.modules())
-    return fuse(modules, kernels, torch.device(config.device))
+    return fuse(own.model, kernels, torch.device(config.device))
 
 
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:
