@@ -43,13 +43,7 @@ class PlanData(IterableDataset[StepBatch]):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        analysis: Analysis,
-        model: PreTrainedModel,
-        position: Callable[[], int],
-        *,
-        pin_memory: bool,
+        self, plan: Plan, analysis: Analysis, model: PreTrainedModel, position: Callable[[], int], *, pin_memory: bool
     ) -> None:
         self.batch_size: int = plan.config.global_batch
         counts = np.bincount(to_numpy(plan.steps().column("epoch").combine_chunks())).tolist()
