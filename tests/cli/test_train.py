@@ -16,6 +16,7 @@ from chunkplan_cli.declared import Given
 from chunkplan_cli.train import _typed
 from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
+from tests.support.command_line import Run
 from tests.support.places import ROOT
 
 MODEL = ("--model-config", str(ROOT / "sample_data" / "model"))
@@ -75,24 +76,31 @@ def test_one_process_is_this_one_and_a_file_has_what_is_not_typed(planned: Path)
     assert (config["lr"], config["max_steps"], config["kv_offload"]) == (0.5, 1, False)
 
 
-def test_mistakes_are_found_before_a_process_is_started(planned: Path, tmp_path: Path) -> None:
+def test_mistakes_are_found_before_a_process_is_started(
+    planned: Path, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(planned)
     for words, message in {
         (): "error: --model or --model-config: neither is given",
         ("--lr", "fast", *MODEL): "error: --lr is 'fast', expected a number above 0",
         ("--plan", "none", *MODEL): "none",
         ("--config", "none.toml", *MODEL): "error: none.toml: cannot be read",
     }.items():
-        ran = run(planned, "train", *words)
-        assert ran.returncode == 2 and message in ran.stderr and "hint: " in ran.stderr, ran.stderr
-        assert "started as" not in ran.stderr
-    ran = run(tmp_path, "train", *MODEL)
-    assert ran.returncode == 2 and "there is no plan in the workspace" in ran.stderr
+        ran = command("train", *words, width=200)
+        assert ran.code == 2 and message in ran.err and "hint: " in ran.err, ran.err
+        assert "started as" not in ran.err
+    monkeypatch.chdir(tmp_path)
+    ran = command("train", *MODEL, width=200)
+    assert ran.code == 2 and "there is no plan in the workspace" in ran.err
 
 
-def test_processes_that_cannot_share_the_plan_are_not_started(planned: Path) -> None:
-    ran = run(planned, "train", "--nproc", "3", "--output", "three", *MODEL)
-    assert ran.returncode == 2, ran.stderr
-    error, hint = ran.stderr.splitlines()
+def test_processes_that_cannot_share_the_plan_are_not_started(
+    planned: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(planned)
+    ran = command("train", "--nproc", "3", "--output", "three", *MODEL, width=200)
+    assert ran.code == 2, ran.err
+    error, hint = ran.err.splitlines()
     assert error.endswith("3 processes cannot share the plan's 2 data-parallel ranks evenly")
     like = "chunkplan build --like chunkplan-out/plan --dp 3 --output chunkplan-out/plan-dp3"
     assert hint.startswith(f"hint: `--nproc 2` or `--nproc 1`, or `{like}` builds one of the same steps")

@@ -44,21 +44,35 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
         ({}, {}),
     ],
 )
-def test_several_processes_have_cuda_not_wait_for_devices_before_torch_is_there_unless_it_is_set(given, expected):
+def test_several_processes_have_cuda_not_wait_for_devices_unless_it_is_set(given, expected, monkeypatch):
+    for name in {*(name for name in os.environ if name.startswith(("CUDA_", "WORLD_"))), *expected}:
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert {name: value for name, value in os.environ.items() if name.startswith("CUDA_")} == expected
+
+
+def test_what_torch_reads_is_set_before_it_is_there():
     program = """
 import os, sys
 from chunkplan_runtime.train import main
 try:
     main(["--help"])
 finally:
-    names = sorted(name for name in os.environ if name.startswith("CUDA_"))
-    print({name: os.environ[name] for name in names}, "torch" in sys.modules, file=sys.stderr)
+    print(os.environ["CUDA_MODULE_LOADING"], "torch" in sys.modules, file=sys.stderr)
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "WORLD_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment | given, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=environment | {"WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert done.stderr.splitlines()[-1] == f"{dict(sorted(expected.items()))} False"
+    assert done.stderr.splitlines()[-1] == "EAGER False"
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "y:2"}])
