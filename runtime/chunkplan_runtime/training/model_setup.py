@@ -106,7 +106,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
             model = add_lora(model, _lora(config))
             note = without_adapters(model, config.lora_targets)
         _freeze(config, model, model)
-        compiled = CompiledLayers(model, plan.config.chunk_size) if config.compile else None
+        compiled = CompiledLayers(model) if config.compile else None
         model.set_checkpointing(config.checkpointing or "none")
         return Built(model, model, note=note, fused=fused, compiled=compiled)
     own, identity, note = _own_part(config, model_config, plan, job)
@@ -117,7 +117,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
         take_adapters(own, whole)
     _freeze(config, whole, own, whole)
-    compiled = CompiledLayers(own, plan.config.chunk_size) if config.compile else None
+    compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
 
