@@ -33,7 +33,7 @@ from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import used_blocks

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.parts import decoder_of, layers_of, whole_of
+from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
 from chunkplan_runtime.models.tiny import returned_by_layers
 
 #: Names of the norm behind the last layer.

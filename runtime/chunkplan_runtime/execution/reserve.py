@@ -25,8 +25,8 @@ from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageS
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place
 from chunkplan_runtime.models.recurrent import keeps_kv
-from chunkplan_runtime.models.weight_halves import Place
 from chunkplan_runtime.sharing import SharedPart, Span
 
 _NOTHING = (torch.empty(0),)

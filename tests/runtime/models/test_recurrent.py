@@ -18,8 +18,8 @@ from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.models.recurrent import StateCache, is_recurrent, keeps_kv
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
