@@ -23,8 +23,7 @@ from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.requirements import set_for_several_processes
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import sharing_blocks
-from chunkplan_runtime.training.model_setup import choose_device
+from chunkplan_runtime.training.setup import choose_device, sharing_blocks
 from chunkplan_runtime.training.trainer import train
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
