@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,8 @@ def world_size() -> int:
     return int(size)
 
 
-class OwnGpu(NamedTuple):
+@dataclass(frozen=True)
+class OwnGpu:
     """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
 
     `uuid` is that of the device itself: the same for all who use it, however they number what they see.
