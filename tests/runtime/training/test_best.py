@@ -97,6 +97,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(made, stopped, tmp_path, monkeypa
     assert same_weights(tmp_path / "saved" / "final", stopped / "final")
 
 
+@pytest.mark.soak
 def test_two_processes_stop_where_one_does(made, stopped, tmp_path):
     with process_pool(2, joined=False) as pool:
         said = all_well(pool, 2, options(made, tmp_path, "--device", "cpu", *STOPPING, plan="pair"))

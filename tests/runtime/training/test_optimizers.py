@@ -48,7 +48,11 @@ def need(optimizer):
         pytest.importorskip("bitsandbytes", reason=NOT_INSTALLED)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+#: A stopped run of AdamW is that of `test_resume.py`.
+STOPPED = [pytest.param(name, marks=pytest.mark.soak) if name in ("adamw", "sgd") else name for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("optimizer", STOPPED)
 def test_each_learns_and_a_stopped_run_goes_on_bit_for_bit(made, tmp_path, monkeypatch, optimizer):
     need(optimizer)
     rate = {"sgd": "0.3", "adafactor": "0.1"}.get(optimizer, "3e-3")
