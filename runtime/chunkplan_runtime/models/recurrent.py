@@ -294,6 +294,13 @@ def continue_scans(model: nn.Module) -> None:
 
 
 def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """A scan of Mamba's first version that goes on with a state, which the function of transformers cannot.
+
+    It is linear in its state: with h0 [channels, state_size] before it, it is what it is without, and in addition h0
+    decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, read by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A
+    are `rates`, dt `steps`, B `writes` and C `reads`.
+    """
+
     @wraps(scan)
     def continued(inputs: Tensor, steps: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **how: Any) -> Any:
         found = scan(inputs, steps, rates, writes, reads, **how)
