@@ -25,7 +25,7 @@ from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, r
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
+from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
@@ -242,7 +242,7 @@ class RankExecutor:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
-            self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
+            self.memory = HostMemory(self.model.device) if self._kv_offload else PageMemory()
         self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
         self.inputs, self.in_flight = {}, {}
         self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))

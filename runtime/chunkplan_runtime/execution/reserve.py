@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, PageNeeds, room
-from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
@@ -72,7 +72,7 @@ def page_needs(
     return needs
 
 
-class _Counting(DeviceMemory):
+class _Counting(PageMemory):
     """Counts pages and has no memory for them."""
 
     keeps_blocks = False

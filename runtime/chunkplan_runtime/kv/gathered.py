@@ -41,11 +41,12 @@ class _Coming:
     rows: Pending
 
 
-class GatheredMemory:
+class GatheredMemory(PageMemory):
     """See `pages.PageMemory`. `inner` holds what this process keeps of the sequence that `part` is of."""
 
+    keeps_blocks = False
+
     def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
-        self.keeps_blocks = False
         self._inner = inner
         self._part = part
         self._exchanges = exchanges
@@ -107,8 +108,10 @@ class GatheredMemory:
         own = next(source, None)
         if own is None:
             return None
-        rows = _rows(own.tensors)  # [own tokens, width]
-        return _Coming(page_slice, own, self._exchanges.gather(self._padded(rows, page_slice), self._part.pages))
+        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in own.tensors], 1)  # [own tokens, width]
+        if missing := self._most(page_slice) - len(rows):
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return _Coming(page_slice, own, self._exchanges.gather(rows, self._part.pages))
 
     def _arrived(self, coming: _Coming) -> Tensor:
         """Wait for a block, and put its tokens into the order of the sequence: [num_tokens, width]."""
@@ -150,10 +153,6 @@ class GatheredMemory:
             holding.before(page_slice.stop) - holding.before(page_slice.start) for holding in self._part.holdings
         )
 
-    def _padded(self, rows: Tensor, page_slice: PageSlice) -> Tensor:
-        missing = self._most(page_slice) - len(rows)
-        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
-
     def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
         sequence = self._part.span.sequence_id
         return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence} {whom}"
@@ -162,11 +161,6 @@ class GatheredMemory:
 def _own(page: Page) -> Page:
     assert isinstance(page, _SharedPage) and page.own is not None
     return page.own
-
-
-def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """[1, heads, num_tokens, dim] each, side by side: [num_tokens, sum of heads x dim]."""
-    return torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in tensors], 1)
 
 
 def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

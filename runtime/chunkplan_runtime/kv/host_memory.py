@@ -25,7 +25,7 @@ from torch import Tensor
 
 from chunkplan_runtime.device_waits import may_wait, new_host_memory
 from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.
 _ON_DEVICE = 2
@@ -114,7 +114,7 @@ class _Buffer:
     free: torch.cuda.Event | None = None
 
 
-class HostMemory:
+class HostMemory(PageMemory):
     """Pages in host memory, see `pages.PageMemory`.
 
     A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the

@@ -17,7 +17,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.gathered import GatheredMemory
-from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.sharing import SharedPart
 from chunkplan_runtime.spans import Span
 
@@ -44,7 +44,7 @@ class StateStore:
 
     def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
         self._page_tokens = page_tokens
-        self._memory = DeviceMemory() if memory is None else memory
+        self._memory = PageMemory() if memory is None else memory
         self.exchanges = Exchanges() if exchanges is None else exchanges
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
@@ -89,19 +89,19 @@ class StateStore:
 
     def finish_backward(self, span: Span) -> None:
         """Say that a part has run backward; pages that no earlier part is in are given back."""
-        sequence = self._sequences[span.occurrence]
-        for pages in sequence.layers.values():
-            while pages and pages[-1].start >= span.start:
-                sequence.memory.give_back(pages.pop())
+        self._give_back(self._sequences[span.occurrence], span.start)
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        sequence = self._sequences.pop(span.occurrence)
+        self._give_back(self._sequences.pop(span.occurrence), 0)
+
+    def _give_back(self, sequence: _Sequence, start: int) -> None:
+        """Give back the pages from a token on."""
         for pages in sequence.layers.values():
-            for page in pages:
-                sequence.memory.give_back(page)
+            while pages and pages[-1].start >= start:
+                sequence.memory.give_back(pages.pop())
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
         """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
