@@ -8,7 +8,7 @@ the plan. So windows are those of the model's own code, which not every model ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -209,7 +209,7 @@ def _attend(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
     attention = layer_attention(current, layer, query, value, attention_mask.window, attention_mask.tile, *how)
     if owner != layer or expand is not None:
@@ -258,11 +258,11 @@ def layer_attention(
     return LayerAttention(kernel, layer, scale, window, softcap, tile, attended=current.attended)
 
 
-def _cast(*tensors: Tensor) -> list[Tensor]:
+def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Tensors in the dtype of the autocast around, if there is one."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return [*tensors]
+        return tensors
     return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
 
 
