@@ -22,9 +22,6 @@ _BEFORE = {
     "backward_weight": ("backward_input",),
 }
 
-#: What a chunk ends with.
-_LAST = ("backward", "backward_weight")
-
 
 def checked(action: Action, done: Mapping[tuple[int, int], str | None], where: str) -> tuple[int, int]:
     """The virtual stage and chunk of an action, whose chunks have last `done` these ops, if it may come next.
@@ -47,11 +44,10 @@ def check_done(done: Mapping[tuple[int, int], str | None], where: str) -> None:
     Raises:
         DataError: naming it.
     """
-    left = [(place, op) for place, op in done.items() if op not in _LAST]
-    if left:
-        place, op = left[0]
-        missing = "backward_weight" if op == "backward_input" else "backward"
-        raise broken(f"no {missing} of {_named(place)}", where)
+    for place, op in done.items():
+        if op not in ("backward", "backward_weight"):
+            missing = "backward_weight" if op == "backward_input" else "backward"
+            raise broken(f"no {missing} of {_named(place)}", where)
 
 
 def check_words(step: PlanStep, dp_rank: int) -> None:
@@ -111,13 +107,6 @@ def may_reduce(last: Sequence[Chunk | None]) -> bool:
     a circle then. Otherwise a process that is done would reduce a layer that another one reaches only after it has met
     the first one in the layers below, so that all reduce after their last backwards.
     """
-    for chunk in last:
-        block = None if chunk is None else block_of(chunk)
-        if block and block.size > 1 and len({_shared_as(last[rank]) for rank in block.ranks}) > 1:
-            return False
-    return True
-
-
-def _shared_as(chunk: Chunk | None) -> tuple[int | None, int] | None:
-    """What a chunk is called on all ranks that share it."""
-    return None if chunk is None else (chunk.group_id, chunk.group_index)
+    named = [None if chunk is None else (chunk.group_id, chunk.group_index) for chunk in last]  # as all ranks name it
+    blocks = [block_of(chunk) for chunk in last if chunk is not None]
+    return not any(block.size > 1 and len({named[rank] for rank in block.ranks}) > 1 for block in blocks)

@@ -1,10 +1,10 @@
 """Pages that several processes share: each keeps its own tokens of them, and fetches those of the others.
 
-What holds the own tokens is another memory, on the device or the host. A block is gathered from all processes and put
-into the order of the sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are
-of, and are summed there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the
-same blocks in the same order, also one of whose queries none sees any of it. Where it costs no more than memory, the
-next block is on its way while one is attended to.
+What holds the own tokens is another memory. A block is gathered from all processes and put into the order of the
+sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are of, and are summed
+there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the same blocks in the
+same order, also one of whose queries none sees any of it. Where it costs no more than memory, the next block is on its
+way while one is attended to.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class HostMemory(PageMemory):
         self._device = device
         self._writing, self._reading = queues_of(device)
         self._buffers: list[_Buffer] = []
-        self._turn = 0
+        self._turn = 1  # of the two buffers
         #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
         self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
@@ -267,20 +267,16 @@ class HostMemory(PageMemory):
 
     def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
         """The buffer whose turn it is, with room for any page as large as this one, [capacity, heads, dim] each."""
-        if len(self._buffers) < 2:
-            self._buffers.append(self._new_buffer(tensors))
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[self._turn]
-        if not _has_room(buffer.tensors, tensors):
+        self._turn = (self._turn + 1) % 2
+        buffer = self._buffers[self._turn] if self._turn < len(self._buffers) else None
+        if buffer is None or not _has_room(buffer.tensors, tensors):
             # The kernels that use the old one's memory come before those that may get it next, in the same stream.
-            buffer = self._buffers[self._turn] = self._new_buffer(tensors)
+            held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
+            gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
+            # The memory may be that of a tensor which kernels still read.
+            buffer = _Buffer(held, gradients, free=Queue.current(self._device).record())
+            self._buffers[self._turn : self._turn + 1] = [buffer]
         return buffer
-
-    def _new_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
-        held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
-        gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
-        # The memory may be that of a tensor which kernels still read.
-        return _Buffer(held, gradients, free=Queue.current(self._device).record())
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for a tensor of a page, like [any, heads, dim]."""
