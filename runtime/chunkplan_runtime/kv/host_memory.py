@@ -34,20 +34,14 @@ _ON_DEVICE = 2
 class Queue:
     """A CUDA stream, or nothing where copies are done when they are asked for."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
         self.copies = stream is not None
-        self._device = device
-
-    @classmethod
-    def new(cls, device: torch.device) -> Queue:
-        """Make a queue of its own."""
-        return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)  # type: ignore[no-untyped-call]
 
     @classmethod
     def current(cls, device: torch.device) -> Queue:
         """Return the one that kernels are given to."""
-        return cls(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     def use(self) -> AbstractContextManager[object]:
         """Within the block copies go into it."""
@@ -66,7 +60,9 @@ class Queue:
 @cache
 def queues_of(device: torch.device) -> tuple[Queue, Queue]:
     """Of all copies from a device to the host, and of all copies from there: the link is one each way."""
-    return Queue.new(device), Queue.new(device)
+    if device.type != "cuda":
+        return Queue(None), Queue(None)
+    return Queue(torch.cuda.Stream(device)), Queue(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 @dataclass
