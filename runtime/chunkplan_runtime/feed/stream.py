@@ -153,8 +153,8 @@ class TokenGather:
         positions = np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * stops), np.int32)
         of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
         by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
-        for chunk, *parts in zip(chunks, *by_chunk, strict=True):
-            tensors[chunk.chunk_id] = ChunkTensors(*parts, tuple(islice(spans, len(chunk.segments))))
+        for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
+            tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
         return tensors
 
     def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
@@ -208,14 +208,15 @@ class ReadAhead(Generic[T]):
     def __next__(self) -> T:
         if not self._coming:
             raise StopIteration
-        error = self._coming[0].exception()  # which Control-C may interrupt
-        item = None if error else self._coming.popleft().result()
-        if error is not None or item is _END:
+        first = self._coming[0]
+        error = first.exception()  # Control-C may interrupt this
+        if error is not None or first.result() is _END:
             self.close()
             raise StopIteration if error is None else error
+        self._coming.popleft()
         self._coming.append(self._pool.submit(next, self._items, _END))
-        found: T = item
-        return found
+        item: T = first.result()
+        return item
 
     def close(self) -> None:
         """End the thread: what it is making is waited for, and there are no more items."""

@@ -9,7 +9,7 @@ way while one is attended to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,6 @@ class _SharedPage(Page):
     @property
     def num_bytes(self) -> int:
         return 0 if self.own is None else self.own.num_bytes
-
-
-@dataclass(frozen=True)
-class _Coming:
-    """A block on its way: the slice it is of, this process's tokens of it, and the rows of all."""
-
-    page_slice: PageSlice
-    own: KVBlock
-    rows: Pending
 
 
 class GatheredMemory(PageMemory):
@@ -66,10 +57,6 @@ class GatheredMemory(PageMemory):
         """See `pages.PageMemory.give_back`."""
         self._inner.give_back(_own(page))
 
-    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `pages.PageMemory.hold`."""
-        return self._inner.hold(tensor)
-
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
         before = self._own.before
@@ -87,11 +74,11 @@ class GatheredMemory(PageMemory):
         for index, source in enumerate(sources):
             if coming is None:  # memory that counts and holds nothing
                 return
-            current, own, last = coming, coming.own, index + 1 == len(slices)
+            (own, pending), last, page_slice = coming, index + 1 == len(slices), slices[index]
             coming = self._launch(slices[index + 1], sources[index + 1]) if is_ahead and not last else None
-            in_order = self._arrived(current)  # [num_tokens, width]
-            del current  # and with it the rows of all
-            like, page_slice = own.tensors, slices[index]
+            in_order = self._arrived(page_slice, pending)  # [num_tokens, width]
+            del pending  # and with it the rows of all
+            like = own.tensors
             gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if asked.with_gradients else None
             views = () if gradients is None else _views(gradients, like)
             yield KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), views)
@@ -103,21 +90,20 @@ class GatheredMemory(PageMemory):
             if not is_ahead and not last:
                 coming = self._launch(slices[index + 1], sources[index + 1])
 
-    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> _Coming | None:
-        """Start to fetch a block."""
+    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> tuple[KVBlock, Pending] | None:
+        """Start to fetch a block: this process's tokens of it, and the rows of all on their way."""
         own = next(source, None)
         if own is None:
             return None
         rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in own.tensors], 1)  # [own tokens, width]
         if missing := self._most(page_slice) - len(rows):
             rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-        return _Coming(page_slice, own, self._exchanges.gather(rows, self._part.pages))
+        return own, self._exchanges.gather(rows, self._part.pages)
 
-    def _arrived(self, coming: _Coming) -> Tensor:
+    def _arrived(self, page_slice: PageSlice, pending: Pending) -> Tensor:
         """Wait for a block, and put its tokens into the order of the sequence: [num_tokens, width]."""
-        page_slice = coming.page_slice
         with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
-            rows = coming.rows.wait()  # [processes x most tokens, width]
+            rows = pending.wait()  # [processes x most tokens, width]
         most = self._most(page_slice)
         pieces = [
             (first, rows[place * most + offset :][: stop - first])
