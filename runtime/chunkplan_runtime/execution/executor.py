@@ -192,12 +192,9 @@ class RankExecutor:
         at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None,
         meet: Meet = meet_nobody,
     ) -> None:
-        """Run all chunks forward, keeping nothing but KV, and call `at_end` with each one's final hidden states.
+        """Run all chunks forward as `evaluate`, and call `at_end` with each one's final hidden states.
 
         `what` it is for is said where it waits.
-
-        Raises:
-            DataError: as `evaluate`.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]

@@ -117,10 +117,7 @@ class KeptAttention:
         self.kept: dict[Place, KeptResults] = {}
 
     def begin(self, parts: Sequence[CausalLM], work: RankWork) -> None:
-        """Begin a step with nothing kept; take the host memory of as many chunks as are kept there at once.
-
-        All get as much as the largest one takes where there are most layers.
-        """
+        """Begin a step with nothing kept; take the largest one's host memory for all that are kept there at once."""
         self.kept = {}
         on_host = {chunk_id for chunk_id, chunk in work.chunks.items() if chunk.kept_attention == "host"}
         if on_host:
@@ -184,10 +181,7 @@ def reserve_pages(
 
 
 def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
-    """Take the host memory of the layers' inputs of as many chunks as are in flight at once on all virtual stages.
-
-    All get as much as the largest chunk takes where there are most layers.
-    """
+    """Take the host memory of layers' inputs, as much as the largest chunk's for all that are in flight at once."""
     if not parts[0].current.offloaded:
         return
     num_tokens = max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=0)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ def queues_of(device: torch.device) -> tuple[Queue, Queue]:
 
 @dataclass
 class PageNeeds:
-    """The most pages there are at once, and the most of them with gradients, by how many tokens they have room for.
+    """The most pages there are at once, and with gradients, by how many tokens they have room for.
 
     `largest`: the capacity of the largest page.
     """
@@ -84,10 +83,7 @@ class PageNeeds:
 
 
 def room(capacity: int) -> int:
-    """How many tokens the memory of a page has room for: the next power of two, so that other pages can have it after.
-
-    torch takes page-locked memory in powers of two anyway.
-    """
+    """How many tokens the memory of a page has room for: the next power of two, as torch takes page-locked memory."""
     return 1 << (capacity - 1).bit_length()
 
 
@@ -130,10 +126,7 @@ class HostMemory(PageMemory):
         self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
     def reserve(self, needs: PageNeeds, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Take the memory for all pages of a step, before there are any, so that none is taken later.
-
-        `shapes`: (heads, dim) of each tensor of a page.
-        """
+        """Take the memory for all pages of a step, before there are any; `shapes`: (heads, dim) of a page's tensors."""
         wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
             for tokens, count in counts.items():
@@ -236,20 +229,16 @@ class HostMemory(PageMemory):
         with self._reading.use():
             for held, home in zip(buffer.tensors, page.tensors, strict=True):
                 held[:num_fetched].copy_(home[tokens], non_blocking=True)
-            if with_gradients:
-                self._fetch_gradients(buffer, page, page_slice)
+            if with_gradients:  # those that later parts added
+                if not page.gradients:
+                    memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
+                    page.memory += memory
+                    page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
+                added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
+                here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
+                for held, home in zip(buffer.gradients, page.gradients, strict=True):
+                    held[here].copy_(home[added], non_blocking=True)
         buffer.ready = self._reading.record()
-
-    def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, page_slice: PageSlice) -> None:
-        """Start filling a buffer with the gradients that later parts added."""
-        if not page.gradients:
-            memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
-            page.memory += memory
-            page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
-        added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
-        here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
-        for held, home in zip(buffer.gradients, page.gradients, strict=True):
-            held[here].copy_(home[added], non_blocking=True)
 
     def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start copying tensors to their homes on the host, after what was asked of the device until now."""
@@ -361,9 +350,9 @@ class HostTensors:
             self._room = None
 
     def of_layer(self, hidden: Tensor) -> AbstractContextManager[object]:
-        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory.
+        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory, if it has room.
 
-        What does not fit the memory of the chunk stays where it is: of models that pass on more than hidden states.
+        There may be none for what models pass on beside hidden states.
         """
         address, shape = hidden.data_ptr(), hidden.shape  # not the tensor: the graph keeps what packs
         is_sent = False
@@ -379,9 +368,7 @@ class HostTensors:
             # A backward goes from the last layer to the first.
             return packed if isinstance(packed, Tensor) else self.fetched(packed, packed.before)
 
-        hooks: Any = torch.autograd.graph.saved_tensors_hooks
-        entered: AbstractContextManager[object] = hooks(pack, unpack)
-        return entered
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def sent(self, tensor: Tensor) -> HostTensor:
         """A tensor on its way to the host, where there is room for it."""

@@ -69,9 +69,16 @@ class StateStore:
         Raises:
             DataError: an earlier part has not.
         """
-        if span.occurrence not in self._sequences:
-            self._sequences[span.occurrence] = self._new_sequence(span, shared)
-        sequence = self._sequences[span.occurrence]
+        sequence = self._sequences.get(span.occurrence)
+        if sequence is None:
+            memory, page_tokens = self._memory, self._page_tokens
+            if shared is not None and shared.is_paged:
+                # A page is a part: then all processes have the same pages, however many tokens each has of them.
+                memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
+            elif shared is not None:
+                page_tokens *= len(shared.heads)  # of as many times fewer heads
+            sequence = _Sequence(span.length, memory, page_tokens, complete_from=span.length)
+            self._sequences[span.occurrence] = sequence
         if span.start > sequence.forwarded:
             raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
         sequence.forwarded = max(sequence.forwarded, span.stop)
@@ -152,15 +159,6 @@ class StateStore:
     def take_state_gradients(self, span: Span) -> dict[Any, Tensor]:
         """The gradients of the states that a part left, from the part after; none of the last part."""
         return self._sequences[span.occurrence].state_gradients.pop(span.stop, {})
-
-    def _new_sequence(self, span: Span, shared: SharedPart | None) -> _Sequence:
-        memory, page_tokens = self._memory, self._page_tokens
-        if shared is not None and shared.is_paged:
-            # A page is a part: then all processes have the same pages, however many tokens each has of them.
-            memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
-        elif shared is not None:
-            page_tokens *= len(shared.heads)  # of as many times fewer heads
-        return _Sequence(span.length, memory, page_tokens, complete_from=span.length)
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:
