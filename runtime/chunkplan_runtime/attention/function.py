@@ -229,8 +229,8 @@ def _attend_to_range(
     query = rows((query,), here)[0]
     if part is None:
         form = attention.form(context.causal, tokens.borders)
-        keys, values = rows((key, value), here)
-        return attention.kernel.forward(query, keys, values, form)
+        block_key, block_value = rows((key, value), here)
+        return attention.kernel.forward(query, block_key, block_value, form)
     kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
     if not attention.borrows:
         context.store.write(part, attention.layer, kept, by_parts=bool(latents))

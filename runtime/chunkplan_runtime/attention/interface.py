@@ -32,6 +32,9 @@ from chunkplan_runtime.dtypes import wide
 
 ATTENTION = "chunkplan"
 
+#: What a layer asks for: the scale of scores, a sliding window, and a softcap.
+How = tuple[float | None, int | None, float | None]
+
 #: Arguments that say nothing about the result, as positions are in the rotary embedding, or that are looked at alone.
 _IGNORED = {"position_ids", "use_cache", "output_router_logits", "is_causal"}
 
@@ -169,7 +172,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Mask | None,
-    how: tuple[float | None, int | None, float | None],
+    how: How,
     s_aux: Tensor | None,
     asked: dict[str, object],
 ) -> tuple[Tensor, None]:
@@ -204,7 +207,7 @@ def _attend(
     if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
     mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
-    attention = layer_attention(current, layer, query, value, mask.window, mask.tile, *how)
+    attention = _layer_attention(current, layer, query, value, mask, how)
     if owner != layer or expand is not None:
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if shared is None or not shares_heads:
@@ -221,23 +224,15 @@ def _attend(
 _outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
-def layer_attention(
-    current: Current,
-    layer: int,
-    query: Tensor,
-    value: Tensor,
-    window: int | None,
-    tile: int | None,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
+def _layer_attention(
+    current: Current, layer: int, query: Tensor, value: Tensor, mask: Mask, how: How
 ) -> LayerAttention:
-    """How a layer attends to its own keys and values in the chunk at work; `window` and `tile` are those of its mask.
+    """How a layer attends to its own keys and values in the chunk at work.
 
     Raises:
         UsageError: it asks for a window that its mask has not, or for what no kernel can do.
     """
-    chunk_context = current.context
+    chunk_context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
     assert chunk_context is not None
     if sliding_window not in (None, window):
         raise UsageError(
@@ -248,7 +243,7 @@ def layer_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
-    return LayerAttention(kernel, layer, scale, window, softcap, tile, attended=current.attended)
+    return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, attended=current.attended)
 
 
 def _cast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -310,9 +305,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
     current: Current = module.chunkplan
-    asked, mask, context = how[:3], how[3:], current.context
+    scaling, sliding_window, softcap, window, tile = how
+    context, asked = current.context, (scaling, sliding_window, softcap)
     assert context is not None
-    attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
+    attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
