@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS
-from chunkplan_runtime.device_waits import synchronize
+from chunkplan_runtime.devices import synchronize
 
 Row = dict[str, Any]
 

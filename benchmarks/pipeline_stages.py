@@ -29,7 +29,7 @@ from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed.gradients import gradient_norm
-from chunkplan_runtime.distributed.groups import Groups, make_groups
+from chunkplan_runtime.distributed.job import Groups, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, RankExecutor
 from chunkplan_runtime.execution.links import Wire
@@ -38,7 +38,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.profiling.timeline import ActionClock
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -16,7 +16,7 @@ from chunkplan_runtime.attention.function import ATTEND
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 
 class Alive(TorchDispatchMode):

@@ -17,8 +17,7 @@ from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import Asked, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Holding, Run, SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Holding, Run, SharedPart, Span
 
 
 def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:

@@ -17,8 +17,7 @@ from chunkplan_runtime.attention.kept import Made
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors, on_its_way
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Run, SharedPart, Span
 
 #: From query, key, value, sink and latents to out and log-sum-exp.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]

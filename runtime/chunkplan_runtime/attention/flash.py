@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.kernel import Form
-from chunkplan_runtime.device_waits import sent
+from chunkplan_runtime.devices import sent
 
 _aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResults, TokenRange
 from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
 

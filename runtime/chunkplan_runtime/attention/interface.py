@@ -28,7 +28,7 @@ from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention,
 from chunkplan_runtime.attention.heads import HeadExchange
 from chunkplan_runtime.attention.kept import Expand, latents_of, owner_of
 from chunkplan_runtime.attention.kernel import Form
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 
 ATTENTION = "chunkplan"
 

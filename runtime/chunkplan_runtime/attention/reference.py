@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.attention.kernel import Form
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 
 #: Queries whose scores are held at once.
 QUERIES_AT_ONCE = 256

@@ -16,11 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
-from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
-from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
+from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
@@ -29,8 +29,8 @@ from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.models.weight_halves import Place, WeightHalves
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
@@ -55,7 +55,7 @@ class RankExecutor:
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
     `router_loss`: what the load-balancing loss is over whose gradient is added, once its step has begun (see
-    `router_loss_scope`). `label_smoothing`: of the loss that is trained on; evaluation has none.
+    `router_loss_scope`). `loss`: what is trained on; an evaluation is of cross-entropy.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RankExecutor:
         links: Links | None = None,
         exchanges: Exchanges | None = None,
         router_loss: str = NO_ROUTER_LOSS,
-        label_smoothing: float = 0.0,
+        loss: ChunkLoss | None = None,
     ) -> None:
         self.model = model
         self._parts = model.parts
         self.router_loss = RouterLoss(model, router_loss)
-        self._label_smoothing = label_smoothing
+        self._loss = cross_entropy() if loss is None else loss
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
@@ -179,8 +179,8 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
 
         def find_losses(chunk_id: int, hidden: Tensor) -> None:
-            labels = work.tensors[chunk_id].labels
-            losses[chunk_id] = token_losses(self.model.head, hidden, labels, self.model.vocab_size)
+            labels, weights = work.tensors[chunk_id].labels, hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
+            losses[chunk_id], _ = cross_entropy()(self.model.head, hidden, labels, weights)
 
         self.forward_only(work, "evaluation", find_losses, meet)
         return rank_loss(work, losses, num_target_tokens)
@@ -291,11 +291,10 @@ class RankExecutor:
         begin, self.model.current.context, borders = self.in_flight.pop(place)
         losses = None
         if isinstance(begin, Tensor):
-            model = self.model
-            of_head = model.head, begin, tensors.labels, model.vocab_size, scale, self._label_smoothing
-            losses, gradient = losses_and_gradient(*of_head, compiled=model.current.compiles)
+            weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
+            losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
-                use_head(model.head, begin, model.vocab_size)
+                use_head(self._loss, self.model.head, begin)
             if not begin.requires_grad:  # all that is trained is the head
                 begin = None
         if begin is not None:

@@ -18,17 +18,16 @@ from chunkplan.operations import BACKWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import KeptResults
 from chunkplan_runtime.attention.kept import Shapes, page_shapes
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, PageNeeds, room
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place
 from chunkplan_runtime.models.recurrent import keeps_kv
-from chunkplan_runtime.models.weight_halves import Place
-from chunkplan_runtime.sharing import SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import SharedPart, Span
 
 _NOTHING = (torch.empty(0),)
 

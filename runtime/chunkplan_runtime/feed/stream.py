@@ -23,11 +23,10 @@ from chunkplan.planfile.analysis import Analysis, join_runs
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
-from chunkplan_runtime.device_waits import pinned
+from chunkplan_runtime.devices import pinned
 from chunkplan_runtime.feed.order import check_links, check_words, may_reduce
 from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
-from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
 
 T = TypeVar("T")
 

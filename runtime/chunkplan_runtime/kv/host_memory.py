@@ -22,8 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.device_waits import may_wait, new_host_memory
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import may_wait, new_host_memory, wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.

@@ -31,7 +31,7 @@ from chunkplan_runtime.attention.function import ATTEND
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
-from chunkplan_runtime.models.selective_scan import begin_scan_with
+from chunkplan_runtime.models.recurrent import begin_scan_with
 
 #: Products with matrices, by which all linear layers go.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -12,12 +12,11 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
-from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig

@@ -21,7 +21,7 @@ from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 
 def plain(query, key, value, form):
