@@ -32,7 +32,7 @@ from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]
 
@@ -86,7 +86,7 @@ def run_plan(
             model = add_lora(model, LoraOptions(rank=plan.lora_rank, alpha=16))
         weights = TrainedWeights(model.model, master_weights=True)
         if compile_:
-            CompiledLayers(model, plan.chunk_size)
+            CompiledLayers(model)
         model.set_checkpointing(plan.checkpointing)
         chunk = min(_WARM_CHUNK, plan.chunk_size)
         time_probe(model, Probe((chunk,), 3 * chunk))

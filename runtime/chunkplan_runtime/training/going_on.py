@@ -21,10 +21,9 @@ from chunkplan.planfile.load import load_to_rebuild
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
-from chunkplan_runtime.training.config import EARLIER, RENAMED, TrainConfig
-from chunkplan_runtime.training.data import TrainingData
-from chunkplan_runtime.training.learning_rate import learning_rate_factor
+from chunkplan_runtime.training.config import EARLIER, TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.run_folder import RunFolder, shorten
+from chunkplan_runtime.training.setup import TrainingData
 
 #: The options that say no more than after how many steps a run ends, by flag.
 _ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
@@ -107,9 +106,8 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
 
 
 def _fixed_before(state: CheckpointState, names: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a run was not to change, by the names of today; of those of `names` that it did not know, what they were."""
-    new_names = {f"--{old}": f"--{new}" for old, new in RENAMED.items()}
-    before = {new_names.get(name, name): value for name, value in state["fixed"].items()}
+    """What a run was not to change; of those of `names` that it did not know, what they were."""
+    before = dict(state["fixed"])
     for one in options_of(TrainConfig).values():  # which it was before there was such an option
         if one.flag in names:
             before.setdefault(one.flag, EARLIER.get(one.flag, one.default))

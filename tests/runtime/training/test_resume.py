@@ -246,17 +246,6 @@ def test_a_run_may_go_on_with_other_habits(made, stopped, tmp_path):
     assert len(learning(tmp_path / "run")) == 12
 
 
-def test_a_run_goes_on_whose_checkpoint_has_an_option_by_its_old_name(made, stopped, tmp_path, capsys):
-    shutil.copytree(stopped, tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
-        path.write_text(path.read_text().replace('"--lr-schedule"', '"--schedule"'))
-        assert '"--schedule": "constant"' in path.read_text()
-    assert main(options(made, tmp_path / "run", "--resume", "--schedule", "cosine")) == 2
-    assert "--lr-schedule was constant, is cosine" in capsys.readouterr().err
-    assert main(options(made, tmp_path / "run", "--resume", "--schedule", "constant")) == 0
-    assert len(learning(tmp_path / "run")) == 12
-
-
 def test_a_run_of_an_earlier_version_goes_on_where_its_plan_still_says_what_it_was_of(made, stopped, tmp_path, capsys):
     """Its checkpoints name the plan by its hash; the plan may be of an earlier schema version."""
     shutil.copytree(stopped, tmp_path / "run")
