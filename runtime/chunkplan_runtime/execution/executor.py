@@ -27,8 +27,8 @@ from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import mixed_seed, set_seed
 from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
 
