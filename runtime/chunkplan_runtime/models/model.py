@@ -41,10 +41,7 @@ from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_o
 from chunkplan_runtime.models.recurrent import StateCache, cache_argument, continue_scans, is_recurrent, run_segments
 
 #: What weights of a language model are called within a model of text and more -> their names in it alone.
-TEXT_WEIGHTS = {
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?language_model\.(model\.)?": "model.",
-}
+TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
 
 
 def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
@@ -217,11 +214,7 @@ class CausalLM:
         )
 
     def hidden_states(
-        self,
-        tensors: ChunkTensors,
-        store: StateStore,
-        inputs: Tensor | None = None,
-        seed: int | None = None,
+        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 

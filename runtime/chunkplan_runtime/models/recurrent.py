@@ -21,12 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors

@@ -30,10 +30,7 @@ CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...] = (
 )
 
 #: By K, the actions of every stage: forward, forward without keeping activations, recompute, backward.
-ORDERS = {
-    1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4",
-    2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4",
-}
+ORDERS = {1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4", 2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4"}
 
 #: Where some of the chunks that run forward twice keep what attention gave.
 KEPT_ATTENTION = {2: "gpu", 4: "host"}
