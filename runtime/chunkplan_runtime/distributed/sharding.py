@@ -33,7 +33,7 @@ from chunkplan.cost.model import Sharding
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
-from chunkplan_runtime.distributed.sharded_rows import give_rows, take_rows
+from chunkplan_runtime.distributed.shard_loading import give_rows, take_rows
 from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.execution.executor import Around

@@ -29,11 +29,11 @@ from chunkplan_runtime.hf.arguments import (
     check_settings,
     settings_of_plan,
 )
-from chunkplan_runtime.hf.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.executor import Executor, check_argument
+from chunkplan_runtime.training.resume import PlanIdentity, checkpoint_of_plan
 
 
 class ChunkTrainer(Trainer):

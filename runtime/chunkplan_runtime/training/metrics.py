@@ -20,9 +20,8 @@ from chunkplan_runtime.execution.rank_loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
 from chunkplan_runtime.training.losses import source_losses
-from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.run_folder import RunFolder, append_lines, cut_back, lines_before
 from chunkplan_runtime.training.train_step import Gradients
 
 

@@ -16,25 +16,23 @@ from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.models.plans import check_plan
 from chunkplan_runtime.proof.record import exact_router_loss
 from chunkplan_runtime.training.agreement import refuse_other_processes
-from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
-from chunkplan_runtime.training.checkpoint import restore_random_states
+from chunkplan_runtime.training.checkpoint import BestLoss, restore_random_states
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, what_all_have, what_it_learns_by
 from chunkplan_runtime.training.data import TrainingData, compare_tokens, open_data
+from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer
 from chunkplan_runtime.training.flops import FlopCounter
-from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
 from chunkplan_runtime.training.losses import SpikeWatch
 from chunkplan_runtime.training.metrics import RunLog, evaluations_before
 from chunkplan_runtime.training.model_setup import build_model, check_layout, fingerprint, read_model_config
+from chunkplan_runtime.training.resume import find_earlier, refuse_other_run
 from chunkplan_runtime.training.run_folder import RunFolder, RunLock
 from chunkplan_runtime.training.run_summary import describe_run, other_kernels
 from chunkplan_runtime.training.screen import Screen
-from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
 from chunkplan_runtime.training.train_step import TrainStep
 from chunkplan_runtime.training.training_run import TrainingRun
 
@@ -103,7 +101,7 @@ def open_run(
             check_plan(model_config, plan, router_loss)
     model = build_model(config, model_config, data.plan, job)
     if config.merge_adapters:
-        additions(model.whole.model)  # refused now if they cannot be merged
+        check_mergeable(model.whole.model)  # refused now if they cannot be merged
     refuse_other_processes({"weights": model.identity}, job)
     fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
     if earlier is not None:
@@ -116,7 +114,7 @@ def open_run(
     description += other_kernels(config, model.whole, job) + tokens_note
     train_step = TrainStep(model.own, config, num_steps, job)
     if earlier is not None:
-        train_step.restore(earlier.checkpoint, earlier.state)
+        train_step.restore(earlier.checkpoint)
         restore_random_states(earlier.state, train_step.model.device)
     best = BestLoss(config.early_stopping, job.broadcast_object(evaluations_before(folder.evaluations, start)))
     return TrainingRun(

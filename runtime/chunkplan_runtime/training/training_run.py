@@ -16,9 +16,8 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import stage_rows
-from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks
-from chunkplan_runtime.training.checkpoint import RunState, read_state, write_checkpoint
+from chunkplan_runtime.training.checkpoint import BestLoss, RunState, read_state, write_checkpoint
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.data import TrainingData
@@ -35,8 +34,7 @@ from chunkplan_runtime.training.metrics import (
     reset_peak_memory,
     step_row,
 )
-from chunkplan_runtime.training.run_folder import RunFolder, RunLock
-from chunkplan_runtime.training.save import remove_folder
+from chunkplan_runtime.training.run_folder import RunFolder, RunLock, remove_folder
 from chunkplan_runtime.training.screen import Screen
 from chunkplan_runtime.training.train_step import TrainStep
 
@@ -52,7 +50,7 @@ class TrainingRun:
         tokenizer: the files that go with the weights.
         start: the step that comes next, of `num_steps`.
         fixed: what may not change when a run is resumed, by the name that a message has for it.
-        whole: the model; of several processes each has a hollow one, of which it trains a part.
+        whole: the model; of several processes each has one without numbers, of which it trains a part.
         description: the lines to print before the first step.
         best: the evaluations before it.
     """
@@ -243,7 +241,8 @@ class TrainingRun:
         if not self.job.broadcast_object(checkpoint.is_dir()):  # of a run that did not keep it at first
             self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
             return
-        self.train_step.restore(checkpoint, read_state(checkpoint))
+        read_state(checkpoint)  # refused if it is damaged
+        self.train_step.restore(checkpoint)
         self.screen.say(f"best      {checkpoint}: {what}; final/ has its weights")
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:
