@@ -19,7 +19,7 @@ from pipeline_stages import Sleeper, weight_halves
 from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.measured import StepTimeline
-from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.device_waits import synchronize
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS
+from chunkplan_runtime.devices import synchronize
 
 Row = dict[str, Any]
 

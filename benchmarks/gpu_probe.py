@@ -15,8 +15,7 @@ from gpu_plans import write_model
 from gpu_work import work_of
 
 from chunkplan.cost.calibrate import Calibration
-from chunkplan_runtime.calibration.calibrate import calibrate
-from chunkplan_runtime.calibration.device_rates import measure_device
+from chunkplan_runtime.calibration.calibrate import calibrate, measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, time_probe
 from chunkplan_runtime.calibration.options import CalibrationOptions
 from chunkplan_runtime.models.compiled import CompiledLayers

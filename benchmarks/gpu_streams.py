@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.device_waits import new_host_memory
+from chunkplan_runtime.devices import new_host_memory
 
 Row = dict[str, Any]
 

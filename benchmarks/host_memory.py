@@ -37,8 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan import PlanConfig, build
 from chunkplan.planfile.load import load_plan
-from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.meta_weights import meta_model
 from chunkplan_runtime.training.config import TrainConfig

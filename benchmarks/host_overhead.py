@@ -25,9 +25,10 @@ from runtime_batch import Batch, make_batch, qwen2
 from transformers import AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.loss import losses_and_gradient
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.execution.loss import cross_entropy
+from chunkplan_runtime.models.model import CausalLM, Head, new_model
 from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.training.master_weights import TrainedWeights
 
@@ -107,7 +108,8 @@ def transformers_seconds(model: Any, batch: Batch, chunk_id: int) -> dict[str, f
     hidden = model.model(**given).last_hidden_state[0]
     middle = time.thread_time()
     scale = 1 / batch.work.step.num_target_tokens
-    _, gradient = losses_and_gradient(model.lm_head, hidden, tensors.labels, VOCABULARY, scale)
+    weights = hidden.new_full((len(hidden),), scale, dtype=wide(hidden.dtype))
+    _, gradient = cross_entropy()(Head(model.lm_head, VOCABULARY), hidden, tensors.labels, weights)
     torch.autograd.backward(hidden, gradient)
     return {"forward": middle - started, "backward": time.thread_time() - middle}
 

@@ -25,21 +25,20 @@ from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FORWARD_KV
 from chunkplan.schedule.simulated import Simulation
 from chunkplan_runtime.attention.context import ChunkContext, Current
-from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.interface import chunk_attention
-from chunkplan_runtime.attention.kernel import AttentionKernel, Kernels
+from chunkplan_runtime.attention.kernel import AttentionKernel, Form
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed.gradients import gradient_norm
-from chunkplan_runtime.distributed.groups import Groups, make_groups
+from chunkplan_runtime.distributed.job import Groups, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, RankExecutor
 from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.feed.labels import shifted_labels
-from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.profiling.timeline import ActionClock
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -21,9 +21,9 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.execution.loss import losses_and_gradient
-from chunkplan_runtime.feed.labels import shifted_labels
-from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan
+from chunkplan_runtime.devices import wide
+from chunkplan_runtime.execution.loss import cross_entropy
+from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan, shifted_labels
 from chunkplan_runtime.models.model import CausalLM
 
 
@@ -115,7 +115,8 @@ def run_rows(model: CausalLM, rows: Sequence[ChunkTensors], num_target_tokens: i
         hidden = model.model.get_decoder()(
             input_ids=input_ids, position_ids=position_ids.long(), use_cache=False
         ).last_hidden_state[0]
-        losses, gradient = losses_and_gradient(model.head, hidden, labels, model.vocab_size, 1 / num_target_tokens)
+        weights = hidden.new_full((len(hidden),), 1 / num_target_tokens, dtype=wide(hidden.dtype))
+        losses, gradient = cross_entropy()(model.head, hidden, labels, weights)
         torch.autograd.backward(hidden, gradient)
         total += losses.sum()
     return total.item() / num_target_tokens

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.models.text_part import checked_text_config
+from chunkplan_runtime.models.model import checked_text_config
 from chunkplan_runtime.proof.prove import TOLERANCE, prove
 
 #: What default configs leave out, or have at a value at which nothing happens; as published models have it.

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 #: Rates are those of so many queries.
 MEASURED_QUERIES = 8192
 
-#: The kernels of the runtime, `chunkplan_runtime.attention.kernel`.
-KERNELS = ("torch-cudnn", "flash-attn-4", "flash-attn-2", "torch-cuda", "torch-cpu", "reference")
+#: The kernels of the runtime, the preferred one first: by name the module and class in `chunkplan_runtime.attention`.
+KERNELS = {
+    "torch-cudnn": "flash.TorchCudnnKernel",
+    "flash-attn-4": "flash_attn.FlashAttn4Kernel",
+    "flash-attn-2": "flash_attn.FlashAttn2Kernel",
+    "torch-cuda": "flash.TorchCudaKernel",
+    "torch-cpu": "torch_cpu.TorchCpuKernel",
+    "reference": "reference.ReferenceKernel",
+}
 
 #: Those that others stand in for where a chunk has several sequences, a layer a window, or heads are larger.
 WHOLE_ONLY = {"torch-cudnn": 128}

@@ -7,7 +7,7 @@ import re
 from chunkplan.cost.attention_rates import KERNELS
 from chunkplan.domains import Domain, text
 
-#: The names that `chunkplan_runtime.attention.kernel` knows; which of them run depends on the machine.
+#: The names that `chunkplan_runtime.attention.kernels` knows; which of them run depends on the machine.
 ATTENTION = ("auto", *KERNELS)
 
 DEVICE = Domain(

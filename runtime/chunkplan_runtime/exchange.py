@@ -75,7 +75,7 @@ class Exchanges:
         reduce_scatter(out, rows, group=self.groups[members])
         return out
 
-    def greet(self, device: torch.device) -> None:
+    def use_once(self, device: torch.device) -> None:
         """Use every group once for all that it is for; all processes have to, at the same time.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import gcd
 
 from chunkplan.errors import UsageError
@@ -77,15 +76,6 @@ class RankLayout:
     def process_of(self, stage: int, replica: int) -> int:
         """The process that has a replica of a stage."""
         return stage * self.dp + replica
-
-    def replicas_by_machine(self, stage: int, machine_size: int) -> list[list[int]]:
-        """The processes of the replicas of a stage, those on each machine of `machine_size` processes.
-
-        Nothing where they lie on one machine, are not equally many on each, or are alone there.
-        """
-        processes = range(stage * self.dp, (stage + 1) * self.dp)
-        rows = [list(row) for _, row in groupby(processes, lambda process: process // machine_size)]
-        return rows if len(rows) > 1 and {1} != {len(row) for row in rows} == {len(rows[0])} else []
 
     def rows(self, plan_dp: int) -> list[range]:
         """By pipeline, which ranks of a plan for `plan_dp` of them it runs, one after another."""

@@ -21,14 +21,13 @@ from chunkplan.files.folder import temporary_folder
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.attention.kernel import AUTO, Kernels
+from chunkplan_runtime.attention.kernels import AUTO, Kernels
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
-from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, train_whole
-from chunkplan_runtime.proof.record import exact_router_loss, proof_of
+from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, exact_router_loss, proof_of, train_whole
 from chunkplan_runtime.training.executor import Executor
 
 #: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For

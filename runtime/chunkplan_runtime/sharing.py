@@ -1,4 +1,4 @@
-"""Which processes work on a part of a sequence together, and which of its tokens each of them has.
+"""Where parts of sequences lie in chunks, which processes share a part, and which of its tokens each of them has.
 
 A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). Where there is one, every
 replica of a stage runs one rank.
@@ -6,10 +6,10 @@ replica of a stage runs one rank.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +21,48 @@ from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
 from chunkplan.planfile.schema import SHARED_CHUNKS
 from chunkplan.planfile.tables import conform, open_parquet
-from chunkplan_runtime.spans import Span
 
 #: Tokens [start, stop) of a sequence.
 Run = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Where a segment lies: tokens [start, stop) of a sequence of `length` are [chunk_start, chunk_stop) of its chunk.
+
+    `group_id` is that of the chunk.
+    """
+
+    sequence_id: int
+    start: int
+    stop: int
+    length: int
+    chunk_start: int
+    group_id: int | None = None
+
+    @property
+    def chunk_stop(self) -> int:
+        """One past the segment's last token in the chunk."""
+        return self.chunk_start + self.stop - self.start
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the sequence has tokens in other chunks too."""
+        return self.stop - self.start < self.length
+
+    def first_seen(self, window: int | None, tile: int | None = None) -> int:
+        """The first token of the sequence that a token of the segment sees.
+
+        `window` is how many tokens each sees, itself included; None: all before it. `tile`: those before it in its own
+        tile, of which a sequence has one every so many tokens.
+        """
+        if tile is not None:
+            return self.start // tile * tile
+        return 0 if window is None else max(0, self.start - window + 1)
+
+    @property
+    def occurrence(self) -> tuple[int, int | None]:
+        """A key of a split sequence in flight that no other one has, nor itself where a step has it twice."""
+        return self.sequence_id, self.group_id
 
 
 class Block(NamedTuple):
@@ -42,19 +80,13 @@ class Block(NamedTuple):
         """All of them."""
         return range(self.first, self.first + self.size)
 
-    @property
-    def pages(self) -> int:
-        """How many groups share pages."""
-        return self.size // self.heads
-
     def groups_of_heads(self) -> list[tuple[int, ...]]:
         """Those that share heads: each has all the tokens that they hold together for some of the heads."""
-        starts = range(self.first, self.first + self.size, self.heads)
-        return [tuple(range(start, start + self.heads)) for start in starts]
+        return [tuple(range(start, start + self.heads)) for start in self.ranks[:: self.heads]]
 
     def groups_of_pages(self) -> list[tuple[int, ...]]:
         """Those that share pages, and have the same heads."""
-        return [tuple(range(self.first + j, self.first + self.size, self.heads)) for j in range(self.heads)]
+        return [tuple(self.ranks[j :: self.heads]) for j in range(self.heads)]
 
 
 def block_of(chunk: Chunk) -> Block:
@@ -75,7 +107,6 @@ def used_blocks(plan: Plan) -> list[Block]:
 
 @lru_cache(maxsize=8)
 def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
-    """The blocks of a file of chunks, of the plan of that hash: it is asked for them more than once."""
     schema = pa.schema([SHARED_CHUNKS.field(name) for name in ("cp_first_rank", "cp_size", "cp_heads")])
     with open_parquet(path) as file:
         table = conform(file.read(schema.names), schema, path)
@@ -88,21 +119,16 @@ class Holding:
     """The tokens of a sequence that one group by pages keeps: `runs` of them, ascending, none of which touch."""
 
     runs: tuple[Run, ...]
-    _starts: tuple[int, ...] = field(init=False, repr=False)
-    _counts: tuple[int, ...] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        counts = accumulate((stop - start for start, stop in self.runs), initial=0)
-        object.__setattr__(self, "_starts", tuple(start for start, _ in self.runs))
-        object.__setattr__(self, "_counts", tuple(counts))
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        """How many tokens it has before each of the runs."""
+        return tuple(accumulate((stop - start for start, stop in self.runs), initial=0))
 
     def before(self, token: int) -> int:
         """How many tokens it has before `token` of the sequence: where that one lies among them."""
-        run = bisect_right(self._starts, token) - 1
-        if run < 0:
-            return 0
-        start, stop = self.runs[run]
-        return self._counts[run] + min(token, stop) - start
+        run = bisect_left(self.runs, (token,)) - 1
+        return self._counts[run] + min(token, self.runs[run][1]) - self.runs[run][0] if run >= 0 else 0
 
     def within(self, start: int, stop: int) -> tuple[Run, ...]:
         """What it has of the tokens [start, stop)."""
@@ -164,6 +190,10 @@ def check_sharing(step: PlanStep, dp_rank: int) -> None:
             raise _damaged(f"{who} do not do the same with the chunks that they share", step)
 
 
+def _damaged(message: str, step: PlanStep) -> DataError:
+    return DataError(message, where=f"step {step.step}", hint=VALIDATE_HINT)
+
+
 def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int, bool]]:
     """(stage, op, chunk, whether that keeps attention) of what all stages of a rank do with these chunks.
 
@@ -180,10 +210,6 @@ def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, st
     ]
 
 
-def _damaged(message: str, step: PlanStep) -> DataError:
-    return DataError(message, where=f"step {step.step}", hint=VALIDATE_HINT)
-
-
 def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | None:
     """How ranks share a chunk of a plan, as `rank` sees it; None if it has all of it.
 
@@ -198,7 +224,7 @@ def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | N
     by_pages, by_heads = divmod(rank - block.first, block.heads)
     heads = block.groups_of_heads()[by_pages]
     slices = tuple(_joined(_slices_of(chunk, each - block.first)) for each in heads)
-    holdings = _holdings(tuple(parts), block.pages)
+    holdings = _holdings(tuple(parts), block.size // block.heads)
     return SharedPart(span, heads, slices, block.groups_of_pages()[by_heads], holdings, by_pages)
 
 

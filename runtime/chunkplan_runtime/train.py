@@ -41,8 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_options(arguments, _fail_once)
         require_torch()
-        from chunkplan_runtime.distributed.launch import world_size
-        from chunkplan_runtime.training.processes import train_alone, train_together
+        from chunkplan_runtime.distributed.launch import train_alone, train_together, world_size
 
         (train_alone if world_size() == 1 else train_together)(config)
     except KeyboardInterrupt as interrupt:

@@ -209,7 +209,7 @@ def test_names_that_are_completed_are_those_there_are() -> None:
 
 
 def test_kernels_that_are_completed_are_those_there_are() -> None:
-    kernel = pytest.importorskip("chunkplan_runtime.attention.kernel", reason="kernels are torch's")
+    kernel = pytest.importorskip("chunkplan_runtime.attention.kernels", reason="kernels are torch's")
     assert (kernel.AUTO, *kernel.KERNELS) == ATTENTION
 
 

@@ -21,7 +21,7 @@ from chunkplan.cost.model import CostModel, Precision
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan_runtime.calibration import measure as timing
-from chunkplan_runtime.calibration.device_rates import measure_device
+from chunkplan_runtime.calibration.calibrate import measure_device
 from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.execution.executor import RankExecutor

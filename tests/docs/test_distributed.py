@@ -25,17 +25,16 @@ from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
-from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.distributed.job import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
 from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, Exchanges
 from chunkplan_runtime.failures import stall
-from chunkplan_runtime.failures.fate import Fate, Place, last_heard, lost
+from chunkplan_runtime.failures.liveness import Liveness, last_heard, lost_process
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER
 from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
 from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.sharing import Holding, SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Holding, SharedPart, Span
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_summary import group_lines
@@ -147,9 +146,9 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
 
 
 def test_what_is_said_of_faults_is_what_processes_print():
-    for fate, screen in {Fate.GONE: DIED, Fate.SUSPENDED: SUSPENDED}.items():
-        heard, place = f"nothing heard of it for {DEAD_AFTER:g} s", Place("", 4711, "")
-        error = lost(fate, RankLayout(2, 2, 3).describe(), "at step 1", heard, place)
+    for liveness, screen in {Liveness.GONE: DIED, Liveness.SUSPENDED: SUSPENDED}.items():
+        heard = f"nothing heard of it for {DEAD_AFTER:g} s"
+        error = lost_process(liveness, RankLayout(2, 2, 3).describe(), "at step 1", heard, 4711)
         assert f"error: {error}\nhint: {error.hint}\n" == screen
     assert timedelta(hours=1) == TIMEOUT
 
@@ -178,7 +177,7 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
         with each.waiting(words, (0, 1, 2, 3)):
             activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
     heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
-    error = lost(Fate.GONE, RankLayout(4, 1, 3).describe(), "at step 12", heard)
+    error = lost_process(Liveness.GONE, RankLayout(4, 1, 3).describe(), "at step 12", heard)
     assert f"error: {error}\nhint: {error.hint}\n" == EXCHANGING
 
 
@@ -197,7 +196,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
 
 def test_the_line_about_groups_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4, pp=2), {(0, 1): None, (0, 2): None})
-    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", None, {0: "link"}, "ends", "all", exchanges, 0.0512)
+    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", "all", exchanges, 0.0512)
     assert group_lines(groups) == [GROUPS.strip()]
 
 

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from chunkplan_cli.app import run_command
-from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from tests.support.places import ROOT
 

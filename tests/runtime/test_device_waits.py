@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from datetime import timedelta
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig
 
-from chunkplan_runtime.device_waits import new_host_memory, no_device_waits, pinned, synchronize
-from chunkplan_runtime.distributed.groups import link_options
+from chunkplan_runtime.devices import new_host_memory, no_device_waits, pinned, synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.reserve import page_needs
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.page_needs import page_needs
 from chunkplan_runtime.models.checks import kv_shapes, windows
 from chunkplan_runtime.models.model import new_model
 from tests.support.places import ROOT
@@ -54,7 +50,7 @@ def test_nothing_else_in_the_runtime_waits_for_the_device():
                 of_torch and any(keyword.arg == "pin_memory" for keyword in call.keywords)
             ):
                 found.append(f"{file.name}: {name}")
-    assert sorted(found) == ["device_waits.py: empty", "device_waits.py: pin_memory", "device_waits.py: synchronize"]
+    assert sorted(found) == ["devices.py: empty", "devices.py: pin_memory", "devices.py: synchronize"]
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -88,20 +84,3 @@ def test_a_step_takes_just_the_host_memory_that_it_is_found_to_need(
     memory.reserve(needs, kv_shapes(model.config), torch.bfloat16)
     with no_device_waits():
         (executor.evaluate if evaluates else executor.run)(work, 1)
-
-
-def test_links_between_gpus_hold_few_multiprocessors(monkeypatch):
-    """Of an NCCL that can be told so; with gloo there is nothing to tell."""
-    made = []
-
-    class Options:
-        def __init__(self):
-            self.config = SimpleNamespace(max_ctas=-1)
-            made.append(self)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    assert link_options(CPU, timedelta(1)) == {}
-    first, second = (link_options(torch.device("cuda"), timedelta(1)) for _ in range(2))
-    assert made == [first["pg_options"], second["pg_options"]]
-    assert (first["backend"], made[0]._timeout) == ("nccl", timedelta(1))
-    assert 1 <= made[0].config.max_ctas <= 8

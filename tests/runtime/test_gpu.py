@@ -15,13 +15,13 @@ from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.sums import tokens_at_once
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.kernel import KERNELS
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.loss import losses_and_gradient
+from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.model import Head, new_model
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.training.master_weights import TrainedWeights
 from tests.support.alive import held_bytes
@@ -204,7 +204,7 @@ def test_fused_norms_of_torch_hold_on_a_gpu_what_the_planner_counts(tiny_config)
         for layers in (2, 4)
     )
     for made in (few, more):
-        fuse(list(made.model.modules()), "torch", DEVICE)
+        fuse(made.model, "torch", DEVICE)
     shape = shape_of_config(tiny_config(**sizes), "a test")
     predicted = activation_bytes_per_token(CostModel(shape=shape, fused_kernels="torch"), shape.kinds[0])
     measured = (held_bytes(more) - held_bytes(few)) / 2
@@ -218,12 +218,14 @@ def test_a_compiled_loss_holds_logits_and_their_gradient_alone(smoothing):
     TrainedWeights(head, master_weights=True)
     hidden = torch.randn(num_tokens, 64, device=DEVICE, dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (num_tokens,), dtype=torch.int32)
+    weights = torch.full((num_tokens,), 0.5, device=DEVICE)
     found = []
     for compiled in (False, True):
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            found.append(losses_and_gradient(head, hidden, labels, vocab_size, 0.5, smoothing, compiled=compiled))
+            of_head = Head(head, vocab_size, compiled)
+            found.append(cross_entropy(smoothing)(of_head, hidden, labels, weights))
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < 4.2 * vocab_size * min(num_tokens, tokens_at_once(vocab_size, 4))
     for one, other in zip(found[0], found[-1], strict=True):

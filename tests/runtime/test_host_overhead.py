@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.attention.operator import ATTEND, _attend
+from chunkplan_runtime.attention.function import ATTEND, _run_call
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -55,7 +55,7 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is ATTEND:
             with self:
-                return _attend(*args)
+                return _run_call(*args)
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
 

@@ -85,21 +85,21 @@ def test_pages_and_buffers_of_a_step_are_those_of_the_step_before(make_step):
     """Even in the first step none is taken in a chunk: all are there before."""
     executor, work = make_step("qwen3", kv_offload=True)
     for _ in range(2):
-        executor.run(work, 30, strict(work, steady=["device_waits.py", "host_memory.py"]))
+        executor.run(work, 30, strict(work, steady=["devices.py", "host_memory.py"]))
 
 
 def test_inputs_of_layers_lie_where_those_of_the_step_before_did(make_step):
     """Even in the first step none is taken in a chunk: it is there before."""
     executor, work = make_step("qwen3", checkpointing="offload", k=2)
-    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    executor.run(work, 30, strict(work, steady=["devices.py"]))
     taken = executor.model.current.host_inputs.num_bytes
-    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    executor.run(work, 30, strict(work, steady=["devices.py"]))
     assert executor.model.current.host_inputs.num_bytes == taken > 0
 
 
 def test_nor_is_host_memory_of_kept_attention_taken_in_a_chunk(make_step):
     executor, work = make_step("qwen3", kept={0: "host", 1: "host"})
-    executor.run(work, 30, strict(work, steady=["device_waits.py"]))
+    executor.run(work, 30, strict(work, steady=["devices.py"]))
     assert executor.kept_attention.host.num_bytes > 0
 
 

@@ -24,7 +24,7 @@ from chunkplan_runtime.parity import (
     relative_errors,
     vanishing_gradients,
 )
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 from tests.support.analyses import write_analysis
 from tests.support.mixed_chunks import LENGTHS, MIXED
 

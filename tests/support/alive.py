@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chunkplan_runtime.attention import operator
-from chunkplan_runtime.attention.operator import ATTEND
+from chunkplan_runtime.attention import function as attention
+from chunkplan_runtime.attention.function import ATTEND
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 
 class Alive(TorchDispatchMode):
@@ -39,7 +39,7 @@ class Alive(TorchDispatchMode):
         given = {each.untyped_storage()._cdata: each.untyped_storage() for each in _own_tensors((args, kwargs))}
         if function is ATTEND:
             with self:  # what is made inside of it counts too: pages of keys and values
-                result = operator._attend(*args, **(kwargs or {}))
+                result = attention._run_call(*args, **(kwargs or {}))
         else:
             result = function(*args, **(kwargs or {}))
         for tensor in _own_tensors(result):

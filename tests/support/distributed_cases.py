@@ -22,10 +22,9 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
-from chunkplan_runtime.distributed.groups import Groups, make_groups
+from chunkplan_runtime.distributed.job import Groups, make_groups
 from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
-from chunkplan_runtime.distributed.sharding import Shards, _weights
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
+from chunkplan_runtime.distributed.sharding import Aligned, Shards, _weights, paddings_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
@@ -34,7 +33,7 @@ from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
 from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import used_blocks
@@ -150,7 +149,6 @@ def compare_steps(
     kv_offload: bool = False,
     sharding: Sharding = "optimizer",
     stage_layers: tuple[int, ...] | None = None,
-    machine_size: int | None = None,
     steps: Sequence[int] = (0,),
     evaluates: bool = False,
     freeze: Sequence[str] = (),
@@ -179,7 +177,7 @@ def compare_steps(
         if checkpointing:
             several = mixed_levels(model.config.num_hidden_layers)
             model.set_checkpointing(checkpointing if isinstance(checkpointing, str) else several)
-        how = {"kv_offload": kv_offload, "sharding": sharding, "machine_size": machine_size}
+        how = {"kv_offload": kv_offload, "sharding": sharding}
         stage = make_stage(rank, opened, analysis, model, stage_layers=stage_layers, **how)
         for step, reference_loss, reference in zip(steps, reference_losses, references, strict=True):
             work = stage.work(step)
@@ -264,7 +262,6 @@ def compare_master_weights(
     config: Path,
     alone: Path | None = None,
     targets: tuple[str, ...] = (),
-    machine_size: int | None = None,
     sharding: Sharding = "optimizer",
 ) -> tuple[float, int]:
     """The largest relative error of bfloat16's float32 gradients beside one process with all chunks of the plan.
@@ -287,8 +284,7 @@ def compare_master_weights(
         actions = [action for action in each.actions if action.virtual_stage == 0]
         executor.run(replace(each, actions=actions), work.step.num_target_tokens)
     reference = {name: value.grad for name, value in whole.tensors.items()}
-    how = {"machine_size": machine_size, "sharding": sharding}
-    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, **how)
+    stage = make_stage(rank, opened, analysis, make_model(), master_weights=True, sharding=sharding)
     weights = stage.weights if stage.shards else TrainedWeights(stage.model.model, master_weights=True).tensors
     stage.run(stage.work(0))
     if stage.shards and sharding == "optimizer":  # what processes sum before they reduce it is made in the sum
@@ -330,18 +326,17 @@ def make_stage(
     master_weights: bool = False,
     sharding: Sharding = "optimizer",
     stage_layers: tuple[int, ...] | None = None,
-    machine_size: int | None = None,
     layout: RankLayout | None = None,
 ) -> StageProcess:
     layout = layout or choose_layout(plan, dist.get_world_size(), rank)
     blocks = used_blocks(plan)
-    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks, machine_size)
+    groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), blocks)
     layers = split_layers(model.config.num_hidden_layers, layout.pp, stage_layers, layout.virtual_stages)
     model = cut_stage(model, layers, layout)
     shards = None
     if groups.replicas:
         how = {"master_weights": master_weights, "sharding": sharding}
-        shards = Shards(model, groups.replicas, groups.machines, **how)
+        shards = Shards(model, groups.replicas, **how)
     model = shards.model if shards else model
     links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
     executor = RankExecutor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)

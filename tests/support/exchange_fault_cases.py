@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.job import lost_peers, make_groups
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import stall
-from chunkplan_runtime.failures.lost_peers import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import RankLayout, choose_layout
@@ -68,7 +67,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
         with (
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
-            watchdog.telling(lambda: executor.activity),
+            watchdog.heartbeat.telling(lambda: executor.activity),
             stall.warned_of_stall(layout.describe(), lambda: executor.doing, lambda: None),
         ):
             executor.run(work, 1)

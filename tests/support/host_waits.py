@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from chunkplan_runtime.attention import operator
+from chunkplan_runtime.attention import function as attention
 
 #: Operators whose result, or its shape, the host has to know: on a GPU it waits for it.
 _WAITS = frozenset(
@@ -104,11 +104,11 @@ class _Operators(TorchDispatchMode):
 
 def done_in(mode: TorchDispatchMode, function: Any, args: Any, kwargs: Any) -> Any:
     """What an operator gives; of attention as one operator, a mode sees those that it is made of."""
-    if function is not operator.ATTEND:
+    if function is not attention.ATTEND:
         return function(*args, **kwargs)
     *given, call = args
     with mode:
-        return operator._calls[call](*given)
+        return attention._calls[call](*given)
 
 
 class _Functions(TorchFunctionMode):

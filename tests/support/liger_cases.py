@@ -55,7 +55,7 @@ def compare(document: dict[str, Any]) -> dict[str, Any]:
                 weight.add_(0.1 * torch.randn_like(weight))
     model.config._attn_implementation = "eager"
     logits, gradients = gradients_of(model)
-    fused = fuse(list(model.modules()), "liger", torch.device("cpu"))
+    fused = fuse(model, "liger", torch.device("cpu"))
     others, others_gradients = gradients_of(model)
     model.config._attn_implementation = "chunkplan"
     few, many = (held_bytes(made, num_tokens) * num_tokens for num_tokens in (64, 128))

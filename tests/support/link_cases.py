@@ -17,12 +17,12 @@ from torch import Tensor
 from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 #: (op, chunk_id, virtual_stage)
 Stage = Sequence[tuple[str, int, int]]

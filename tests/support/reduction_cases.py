@@ -1,4 +1,4 @@
-"""What processes do in tests of reductions: record what they launch, and reduce over machines of so many processes."""
+"""What processes do in tests of reductions: record what they launch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.cost.model import Sharding
-from chunkplan_runtime.distributed.slots import paddings_of
+from chunkplan_runtime.distributed.sharding import paddings_of
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.process_pool import ProcessPool
 
@@ -34,13 +32,13 @@ class Event(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process does in a step in order, the names of the groups that gradients may be reduced in, its layers.
+    """What a process does in a step in order, the name of the group that gradients are reduced in, its layers.
 
     `num_backwards`: of chunks of the plan, through all virtual stages.
     """
 
     events: list[Event]
-    reducing: list[str]
+    reducing: str
     layers: list[int]
     num_backwards: int
     reduces_early: bool
@@ -48,7 +46,7 @@ class Recorded(NamedTuple):
     @property
     def reductions(self) -> list[Event]:
         """Those of gradients."""
-        return [event for event in self.events if event.where in self.reducing and "reduce_scatter" in event.what]
+        return [event for event in self.events if event.where == self.reducing and "reduce_scatter" in event.what]
 
 
 class _Recorder(TorchDispatchMode):
@@ -69,16 +67,13 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record_step(
-    rank: int, *, plan: Path, config: Path, machine_size: int | None = None, always: bool = False
-) -> Recorded:
+def record_step(rank: int, *, plan: Path, config: Path, always: bool = False) -> Recorded:
     """What this process does in the first step; `always`: it reduces in its last backward whether it may or not."""
     opened, analysis = open_for_its_stages(plan)
     model = new_model(read_config(config), torch.float32, seed=1)
-    stage = make_stage(rank, opened, analysis, model, machine_size=machine_size)
-    replicas, machines = stage.groups.replicas, stage.groups.machines
-    assert replicas is not None
-    reducing = [replicas.get_group(), *((machines.within, machines.across) if machines else ())]
+    stage = make_stage(rank, opened, analysis, model)
+    assert stage.groups.replicas is not None
+    reducing = stage.groups.replicas.get_group().group_name
     recorder = _Recorder()
     for index, layer in stage.model.own_layers.items():
         begun = partial(recorder.begin_layer, index)
@@ -87,10 +82,9 @@ def record_step(
         work = stage.work(0)
     with recorder:
         stage.run(work)
-    names = [group.group_name for group in reducing]
     backwards = [action for each in work.ranks for action in each.actions if action.op == "backward"]
     num_backwards = sum(action.virtual_stage == 0 for action in backwards)
-    return Recorded(recorder.events, names, list(stage.model.own_layers), num_backwards, work.reduces_early)
+    return Recorded(recorder.events, reducing, list(stage.model.own_layers), num_backwards, work.reduces_early)
 
 
 def launched_in_one_order(processes: Sequence[Recorded]) -> TopologicalSorter[tuple[Any, ...]]:
@@ -125,37 +119,20 @@ def record(pool: ProcessPool, plan: dict[str, Path], world_size: int = 4, **how:
     for process in processes:
         num_layers = sum(event.what == "layer" for event in process.events)
         assert num_layers == process.num_backwards * len(process.layers)
-        same = [other.reductions for other in processes if other.reducing[0] == process.reducing[0]]
+        same = [other.reductions for other in processes if other.reducing == process.reducing]
         sizes = [[event.num_numbers for event in reductions] for reductions in same]
         assert all(found == sizes[0] for found in sizes)
     return processes
 
 
 def layers_ahead(process: Recorded) -> list[int]:
-    """To how many layers the last backward has yet to come when each reduction is launched, within machines if any."""
-    group = [*process.reducing, process.reducing[0]][len(process.reducing) > 1]
+    """To how many layers the last backward has yet to come when each reduction is launched."""
     ahead, found = 0, []
     for event in reversed(process.events):
         ahead += event.what == "layer"
-        if event.where == group and "reduce_scatter" in event.what:
+        if event.where == process.reducing and "reduce_scatter" in event.what:
             found.append(ahead)
     return found[::-1]
-
-
-def step_gradients(
-    rank: int, *, plan: Path, config: Path, machine_sizes: Sequence[int | None]
-) -> list[dict[str, np.ndarray]]:
-    """Those of the first step, on machines of so many processes each, one after another."""
-    opened, analysis = open_for_its_stages(plan)
-    found = []
-    for machine_size in machine_sizes:
-        model = new_model(read_config(config), torch.float64, seed=1)
-        with evaluate_in_float64(model.model):
-            stage = make_stage(rank, opened, analysis, model, machine_size=machine_size)
-            stage.run(stage.work(0))
-            gradients, _ = stage.finish_gradients(stage.weights)
-        found.append({name: gradient.numpy().copy() for name, gradient in gradients.items()})
-    return found
 
 
 class Counted(NamedTuple):

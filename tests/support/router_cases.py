@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.distributed.groups import make_groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.proof.prove import spread_weights, train_routers
 from chunkplan_runtime.sharing import used_blocks

@@ -64,7 +64,7 @@ def refused_backend(rank: int) -> str:
     members = tuple(range(dist.get_world_size()))
     exchanges = Exchanges(RankLayout(dp=len(members), process=rank), {members: dist.new_group(backend="idle")})
     try:
-        exchanges.greet(torch.device("cpu"))
+        exchanges.use_once(torch.device("cpu"))
     except UsageError as error:
         return f"{error}; {error.hint}"
     return ""

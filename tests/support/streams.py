@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chunkplan_runtime.attention.operator import ATTEND
-from chunkplan_runtime.kv import host_memory, host_tensors
-from chunkplan_runtime.kv.queue import Queue
+from chunkplan_runtime.attention.function import ATTEND
+from chunkplan_runtime.kv import host_memory
+from chunkplan_runtime.kv.host_memory import Queue
 from tests.support.host_waits import done_in
 
 KERNELS, TO_HOST, FROM_HOST = range(3)
@@ -59,8 +59,7 @@ class Streams(TorchDispatchMode):
         self._current = self.streams[KERNELS]
         self._kept: list[Tensor] = []
         queues = [Queue(torch.device("cpu"), stream) for stream in self.streams]  # type: ignore[arg-type]
-        for module in (host_memory, host_tensors):
-            monkeypatch.setattr(module, "queues_of", lambda device: (queues[TO_HOST], queues[FROM_HOST]))
+        monkeypatch.setattr(host_memory, "queues_of", lambda device: (queues[TO_HOST], queues[FROM_HOST]))
         monkeypatch.setattr(Queue, "current", lambda device: queues[self._current.place])
         monkeypatch.setattr(torch.cuda, "stream", self._entered)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self._current)

@@ -17,16 +17,15 @@ import transformers
 import transformers.models.qwen2.modeling_qwen2
 from transformers import TrainerCallback
 
-from chunkplan_runtime import device_waits
-from chunkplan_runtime.attention.kernel import KERNELS
-from chunkplan_runtime.distributed import reduction
+from chunkplan_runtime import devices
+from chunkplan_runtime.attention.kernels import KERNELS
+from chunkplan_runtime.distributed.launch import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
-from chunkplan_runtime.kv import host_memory, host_tensors
+from chunkplan_runtime.kv import host_memory
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.options import read_options
-from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.alive import Alive
 
@@ -42,25 +41,17 @@ def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[
     return run_main(rank, **arguments)
 
 
-def run_main_on_machines(rank: int, *, machine_size: int, **arguments: Any) -> tuple[int, str, int, list[int]]:
-    """`run_main` on machines of so many processes; also how many layers it reduces beside its backwards.
-
-    And the sizes of its groups that gradients are reduced in within machines and across them.
-    """
-    layers, sizes = [], []
-    reduce, make = Shards._reduce, reduction.Reductions.__init__
+def run_main_counting_reductions(rank: int, **arguments: Any) -> tuple[int, str, int]:
+    """`run_main`; also how many layers it reduces beside its backwards."""
+    layers = []
+    reduce = Shards._reduce
 
     def counted(shards: Shards, layer: Any) -> None:
         layers.extend([layer] if layer is not shards._head else [])  # which is, after all backwards
         reduce(shards, layer)
 
-    def seen(reductions: reduction.Reductions, machines: reduction.MachineGroups | None) -> None:
-        sizes.extend([machines.within.size(), machines.across.size()] if machines else [])
-        make(reductions, machines)
-
-    os.environ["LOCAL_WORLD_SIZE"] = str(machine_size)
-    with patch.object(Shards, "_reduce", counted), patch.object(reduction.Reductions, "__init__", seen):
-        return *run_main(rank, **arguments), len(layers), sizes
+    with patch.object(Shards, "_reduce", counted):
+        return *run_main(rank, **arguments), len(layers)
 
 
 def run_main_compiled(rank: int, **arguments: Any) -> tuple[int, str]:
@@ -117,7 +108,7 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
     what a GPU would have in host memory.
     """
     held = []
-    update, put, make = TrainStep.update, links._Outbox.put, device_waits.new_host_memory
+    update, put, make = TrainStep.update, links._Outbox.put, devices.new_host_memory
     with Alive() as alive:
 
         def on_host(*args: Any) -> torch.Tensor:
@@ -142,7 +133,6 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
             patch.object(TrainStep, "update", counted),
             patch.object(links._Outbox, "put", sent),
             patch.object(host_memory, "new_host_memory", on_host),
-            patch.object(host_tensors, "new_host_memory", on_host),
         ):
             code, told = run_main(rank, **arguments)
     return code, told, *(held[-1] if held else (0, 0))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.failures.lost_peers import lost_peers
+from chunkplan_runtime.distributed.job import lost_peers
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 from tests.support.ports import free_port
@@ -224,7 +224,7 @@ def run(case: Case, rank: int) -> None:
     dist.init_process_group("gloo", world_size=layout.world_size, rank=rank)
     watchdog = Watchdog(layout, case.dead_after)
     if case.apart:
-        watchdog.heartbeat.place = replace(watchdog.heartbeat.place, machine=f"another-{rank}")
+        watchdog.heartbeat.machine = f"another-{rank}"
     watchdog.at_step(case.step)
     watchdog.start()
     try:

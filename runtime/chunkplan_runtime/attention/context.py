@@ -1,23 +1,63 @@
-"""What the attention of a chunk knows beside its tensors."""
+"""What the attention of a chunk knows beside its tensors, and what it keeps of a forward for the chunk's recompute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from itertools import groupby, islice
 from typing import Any
 
 from torch import Tensor
 
 from chunkplan_runtime.attention.kept import Made
-from chunkplan_runtime.attention.kept_results import KeptResults
-from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.kv.host_tensors import HostTensors
+from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors, on_its_way
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Run, SharedPart, Span
+
+#: From query, key, value, sink and latents to out and log-sum-exp.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
+
+
+class KeptResults:
+    """Out and log-sum-exp of each attention of a chunk, in the order of its layers; on the device, or in host memory.
+
+    They are of its forward for keys and values alone, and stand in for attention in its recompute, which holds them as
+    it would hold what attention gives. A layer's are let go of as the recompute's layer takes them.
+    """
+
+    def __init__(self, host: HostTensors) -> None:
+        self._host = host
+        self._held: deque[HostTensor] = deque()
+        self._is_taken = False
+
+    @property
+    def num_held(self) -> int:
+        """How many tensors there are."""
+        return len(self._held)
+
+    def take(self) -> None:
+        """Hand them out from now on; those of the first layer are on their way."""
+        self._is_taken = True
+        for each in islice(self._held, 2):
+            on_its_way(each)
+
+    def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
+        """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
+        if self._held and self._is_taken:
+            return self._next(), self._next()
+        out, lse = attend(*given)
+        if not self._is_taken:
+            self._held += self._host.sent(out), self._host.sent(lse)
+        return out, lse
+
+    def _next(self) -> Tensor:
+        first = self._held.popleft()
+        return self._host.fetched(first, *islice(self._held, 2))
 
 
 @dataclass(frozen=True)
@@ -117,29 +157,20 @@ class ChunkContext:
     def ranges(self) -> list[TokenRange]:
         """The chunk as the attention takes it: every part by itself, whole sequences side by side in one range."""
         if self.shared is not None:
-            return [_range_of(self.shared)]
+            num_tokens = sum(stop - start for start, stop in self.shared.runs)
+            if self.shared.is_paged or self.shared.span.is_split:
+                return [TokenRange(0, num_tokens, part=self.shared.span, runs=self.shared.runs)]
+            return [TokenRange(0, num_tokens, borders=(0, num_tokens))]
         ranges: list[TokenRange] = []
-        borders: list[int] = []
-
-        def close() -> None:
-            if borders:
-                relative = tuple(border - borders[0] for border in borders)
-                ranges.append(TokenRange(borders[0], borders[-1], borders=relative))
-                borders.clear()
-
-        for span in self.spans:
-            if span.is_split:
-                close()
-                runs = ((span.start, span.stop),)
-                ranges.append(TokenRange(span.chunk_start, span.chunk_stop, part=span, runs=runs))
+        for is_split, spans in groupby(self.spans, key=lambda span: span.is_split):
+            if is_split:
+                ranges += [
+                    TokenRange(span.chunk_start, span.chunk_stop, part=span, runs=((span.start, span.stop),))
+                    for span in spans
+                ]
             else:
-                borders.extend([span.chunk_start, span.chunk_stop] if not borders else [span.chunk_stop])
-        close()
+                whole = [*spans]
+                start, stop = whole[0].chunk_start, whole[-1].chunk_stop
+                borders = (0, *(span.chunk_stop - start for span in whole))
+                ranges.append(TokenRange(start, stop, borders=borders))
         return ranges
-
-
-def _range_of(shared: SharedPart) -> TokenRange:
-    num_tokens = sum(stop - start for start, stop in shared.runs)
-    if shared.is_paged or shared.span.is_split:
-        return TokenRange(0, num_tokens, part=shared.span, runs=shared.runs)
-    return TokenRange(0, num_tokens, borders=(0, num_tokens))

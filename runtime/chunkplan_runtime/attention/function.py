@@ -8,23 +8,61 @@ the chunk and never the prefix, so that a chunk in flight costs the same memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from chunkplan_runtime.attention.context import ChunkContext, TokenRange
-from chunkplan_runtime.attention.form import Form, merge
+from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResults, TokenRange
 from chunkplan_runtime.attention.kept import Expand
-from chunkplan_runtime.attention.kept_results import KeptResults
-from chunkplan_runtime.attention.kernel import AttentionKernel
-from chunkplan_runtime.attention.operator import Attend, attend_as_one
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
 from chunkplan_runtime.sharing import Run
+
+_library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] latents, int call) -> (Tensor, Tensor)"
+)
+
+#: What calls under way do, by their numbers: an operator takes tensors and numbers alone.
+_calls: dict[int, Attend] = {}
+_numbers = count()
+
+
+def _run_call(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor], call: int
+) -> tuple[Tensor, Tensor]:
+    return _calls[call](query, key, value, sink, latents)
+
+
+_library.impl("attend", _run_call, "CompositeExplicitAutograd")
+
+#: The operator, as modes of torch that look at operators know it.
+ATTEND = torch.ops.chunkplan.attend.default
+
+
+def attend_as_one(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What `attend` gives for the tensors, or what a checkpoint has kept of that (`models.checkpointing`).
+
+    As one operator of torch, so that what decides which results are kept sees one call, and keys and values are
+    written, fetched and exchanged once.
+    """
+    if not is_in_torch_dispatch_mode():  # nobody looks at operators
+        return attend(query, key, value, sink, latents)
+    call = next(_numbers)
+    _calls[call] = attend
+    try:
+        out, lse = ATTEND(query, key, value, sink, latents, call)
+    finally:
+        del _calls[call]
+    return out, lse
 
 
 class LayerAttention(NamedTuple):
@@ -61,14 +99,6 @@ class LayerAttention(NamedTuple):
             yield start, border
             start = border
         yield start, stop
-
-    def keys_and_values(self, block: KVBlock) -> tuple[Tensor, ...]:
-        """Those of a block of pages: [1, heads, num_tokens, dim] each."""
-        return block.tensors if self.expand is None else self.expand(block.tensors)
-
-    def expanded(self, block: KVBlock, of_weights: list[Tensor | None]) -> AbstractContextManager[KVBlock]:
-        """The same with their gradients, which are in those of the block and of weights after the `with`."""
-        return nullcontext(block) if self.expand is None else self.expand.expanded(block, of_weights)
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -219,7 +249,7 @@ def _attend(
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
-        pair = attention.keys_and_values(block)
+        pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             block_key, block_value = rows(pair, keys)
             found = attention.kernel.forward(rows((query,), queries)[0], block_key, block_value, form)
@@ -256,7 +286,8 @@ def _attend_backward(
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
     for block in context.store.blocks(part, attention.layer, first_seen, asked):
-        with attention.expanded(block, of_weights) as pair:
+        expand = attention.expand
+        with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):
                 grad_rows, query_rows, out_rows, lse_rows = rows((grad_out, query, out, lse), queries)
                 block_key, block_value = rows(pair.tensors, keys)

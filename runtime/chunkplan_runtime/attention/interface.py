@@ -1,31 +1,131 @@
-"""The attention function that transformers models call under the name "chunkplan".
+"""The attention and mask functions that transformers models call under the name "chunkplan".
 
 What a model asks of its attention is either done or refused by name: left out without a word, gradients would be wrong.
+transformers describes a mask by a function that is put together from a few (`masking_utils`). What is made of it is
+that description alone, which tokens of its sequence a layer lets a token see: borders of sequences and parts come from
+the plan. So windows are those of the model's own code, which not every model takes from its config.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.function import LayerAttention, attention_of
+from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
 from chunkplan_runtime.attention.kept import Expand, latents_of, owner_of
-from chunkplan_runtime.attention.mask import Mask, mask_of
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.devices import wide
 
 ATTENTION = "chunkplan"
+
+#: Arguments that models pass along and that say nothing about the result: positions are in the rotary embedding.
+_IGNORED = {"position_ids", "use_cache", "output_router_logits"}
+
+#: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
+_KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+
+#: Whether this thread is in a block of `borders_from_plan`.
+_KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
+
+_FIND_BORDERS = masking_utils.find_packed_sequence_indices
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A token sees those before it and itself; with `window` the last so many of them; all, unless it is `causal`.
+
+    `tile`: it sees those in its own tile of the sequence, of so many tokens each. `unknown` is the name of what else
+    there is to it, which the layers that get it are refused for.
+    """
+
+    window: int | None = None
+    causal: bool = True
+    tile: int | None = None
+    unknown: str | None = None
+
+    def __getitem__(self, kept: tuple[slice | int | None, ...]) -> Mask:
+        """What is left of it where a model keeps some rows or columns: all of it if those are all."""
+        is_whole = all(each in (slice(None), slice(0, None)) for each in kept)
+        return self if is_whole else replace(self, unknown="what keeps a part of it")
+
 
 #: Where a model gives no mask: a token sees those before it.
 _PLAIN = Mask()
 
-#: Arguments that models pass along and that say nothing about the result: positions are in the rotary embedding.
-_IGNORED = {"position_ids", "use_cache", "output_router_logits"}
+
+@wraps(_FIND_BORDERS)
+def _borders_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+    return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
+
+
+@contextmanager
+def borders_from_plan() -> Iterator[None]:
+    """Within the block transformers looks for no borders of sequences in positions. Other threads are not concerned.
+
+    It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
+    part here.
+    """
+    masking_utils.find_packed_sequence_indices = _borders_unless_known
+    before = _KNOWS_BORDERS.set(True)
+    try:
+        yield
+    finally:
+        _KNOWS_BORDERS.reset(before)
+
+
+def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
+    """The mask that a function of transformers describes.
+
+    A mask of padding is not looked at: chunks have no padding, and where there is one, the model made it itself.
+    """
+    window, tile, causal, either = None, None, False, False
+    for part in _parts(mask_function):
+        name, _, _ = part.__qualname__.partition(".<locals>")
+        if name == "or_masks":
+            either = True
+        elif either and part.__qualname__.endswith("<lambda>"):
+            continue  # what it says is asked below
+        elif name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = _enclosed(part)["sliding_window"]
+        elif name == "chunked_overlay":
+            tile = _enclosed(part)["chunk_size"]
+        elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
+            return Mask(unknown=name)
+    if not either:
+        return Mask(window, causal, tile)
+    first, second = torch.arange(2)
+    # One of two masks, of which one is causal: all see all, or it is not known what.
+    return Mask(window, causal=False) if mask_function(0, 0, first, second) else Mask(unknown="or_masks")
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[Any]:
+    """A mask function, and all that it is put together from."""
+    yield mask_function
+    for enclosed in _enclosed(mask_function).values():
+        for each in enclosed if isinstance(enclosed, tuple) else (enclosed,):
+            if callable(each):
+                yield from _parts(each)
+
+
+def _enclosed(function: Any) -> Mapping[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def register_attention() -> None:
@@ -49,7 +149,7 @@ def chunk_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
-    In a compiler's graph it is one node (`attention.in_graph`), if the layer has been prepared for that.
+    In a compiler's graph it is one node, if the layer has been prepared for that (`prepare_attention`).
     """
     how = scaling, sliding_window, softcap
     if not torch.compiler.is_compiling():
@@ -99,10 +199,9 @@ def _attend(
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
     shared, made = chunk_context.shared, current.take_made(key, value)
     shares_heads = shared is not None and len(shared.heads) > 1
-    layer: Any = getattr(current.cache, "layer", None)
-    if layer is None:
-        layer = module.layer_idx
-    owner = layer
+    of_cache: int | None = getattr(current.cache, "layer", None)
+    layer: Any = module.layer_idx if of_cache is None else of_cache
+    owner: int = layer
     latents: tuple[Tensor, ...] = ()
     expand: Expand | None = None
     if chunk_context.has_parts:
@@ -177,3 +276,84 @@ def _is_plain(module: Any, mask: object, asked: dict[str, object]) -> bool:
 
 def _is_given(argument: Any) -> bool:
     return argument is not None and (isinstance(argument, Tensor) or bool(argument))
+
+
+# Attention of a layer as one node of a compiler's graph, which all chunks and all layers alike run. A graph is made of
+# tensors, and of numbers that never change. So the node has a tensor with the number of the module that attends, and
+# finds by it, when it runs, the chunk that the module is at work on, forward or backward.
+
+#: Modules that attend, by number.
+_modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = count()
+
+_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "attend_of(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor number, float? scaling, "
+    "SymInt? sliding_window, float? softcap, SymInt? window, SymInt? tile) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attend_of_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor out, Tensor lse, "
+    "Tensor number) -> Tensor[]"
+)
+
+
+def prepare_attention(layer: nn.Module) -> None:
+    """Let what attends in a layer be one node of a graph."""
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            number = next(_numbers)
+            _modules[number] = module
+            module.chunkplan_number = torch.tensor(number)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: Tensor, *how: Any
+) -> tuple[Tensor, Tensor]:
+    module = _modules[int(number)]
+    current: Current = module.chunkplan
+    asked, mask, context = how[:3], how[3:], current.context
+    assert context is not None
+    attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
+    vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
+    saved: list[Any] = []
+    ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+    out = ChunkAttention.forward(ctx, query, key, value, sink, context, attention)
+    return out.contiguous(), saved[5].contiguous()
+
+
+def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
+    sink, out, lse, number = saved
+    module = _modules[int(number)]
+    tensors = query, key, value, sink, out.transpose(1, 2), lse
+    ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
+    found = ChunkAttention.backward(ctx, gradient)
+    *of_keys, of_sink = found[:4]
+    laid_out = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in of_keys if each is not None]
+    return laid_out if of_sink is None else [*laid_out, of_sink]
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    heads, num_tokens = query.shape[1:3]
+    out = query.new_empty(1, num_tokens, heads, value.shape[3])
+    return out, query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
+
+
+def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *_: Any) -> Any:
+    found = [each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)]
+    return found if sink is None else [*found, torch.empty_like(sink)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output, inputs[4])
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.chunkplan.attend_of_backward(gradient, *ctx.saved_tensors)
+    return *found, *[None] * (10 - len(found))
+
+
+_library.impl("attend_of", _forward, "CompositeExplicitAutograd")
+_library.impl("attend_of_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("chunkplan::attend_of", _fake_forward, lib=_library)
+torch.library.register_fake("chunkplan::attend_of_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("chunkplan::attend_of", _gradients, setup_context=_keep, lib=_library)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
 
 #: Latents have to save at least this much: keys and values are made again for every chunk that reads them.

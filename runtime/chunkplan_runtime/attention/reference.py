@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.devices import wide
 
 #: Queries whose scores are held at once.
 QUERIES_AT_ONCE = 256

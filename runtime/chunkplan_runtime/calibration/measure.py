@@ -24,7 +24,7 @@ from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 #: Sequences in a packed chunk.
 PACKED = 8

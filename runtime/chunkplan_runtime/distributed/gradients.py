@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from chunkplan_runtime.distributed.groups import Groups
+from chunkplan_runtime.distributed.job import Groups
 from chunkplan_runtime.models.model import CausalLM
 
 #: Numbers of a gradient that are squared at once: in float64 they take 128 MiB.
@@ -21,8 +21,9 @@ def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
     if groups is None or groups.ends is None or not model.config.tie_word_embeddings:
         return None
     weight = model.model.get_input_embeddings().weight
-    named = model.model.named_parameters()
-    return next((name for name, value in named if value is weight and value.requires_grad), None)
+    return next(
+        (name for name, value in model.model.named_parameters() if value is weight and value.requires_grad), None
+    )
 
 
 def sum_tied_gradients(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> None:
@@ -38,8 +39,7 @@ def sum_tied_gradients(weights: Mapping[str, Tensor], tied: str | None, groups: 
 def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> Tensor:
     """The norm of the gradients of the whole model, that of a tied weight once: the same number on all processes.
 
-    It is float64, and so are its sums: of a million float32 squares torch on a CPU loses the fifth digit, and of how
-    many there are in one tensor decides the layout.
+    Its sums are float64: of a million float32 squares torch on a CPU loses the fifth digit.
     """
     counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
     device = groups.device if groups is not None else next(iter(weights.values())).device

@@ -1,22 +1,37 @@
-"""Joins the processes that torchrun, or anything that sets the same environment, has started, and parts them again."""
+"""Trains on one process, or on all that torchrun or another launcher has started."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.planfile.load import load_plan
+from chunkplan_runtime.devices import local_device_index
+from chunkplan_runtime.distributed.job import Job, lost_peers, make_groups, refuse_other_beginnings
+from chunkplan_runtime.failures.watchdog import Watchdog
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.requirements import set_for_several_processes
+from chunkplan_runtime.training.config import TrainConfig
+from chunkplan_runtime.training.data import sharing_blocks
+from chunkplan_runtime.training.model_setup import choose_device
+from chunkplan_runtime.training.trainer import train
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
 TIMEOUT = timedelta(hours=1)
+
+#: Seconds by which process 0 is the first to report what all processes find alike.
+_HEAD_START = 1.0
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,29 +54,8 @@ def world_size() -> int:
     return int(size)
 
 
-def local_device_index() -> int:
-    """The index of this process's GPU among those it sees: the only one, or that of its place on its machine.
-
-    Whether the only one is another for each process, `refuse_shared_gpus` says.
-    """
-    place = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    return 0 if torch.cuda.device_count() == 1 else place
-
-
-def machine_size() -> int | None:
-    """How many processes each machine has, as LOCAL_WORLD_SIZE says; None where not all say the same, or it does not.
-
-    torchrun sets it, and numbers the processes of a machine in a row. All processes have to call this.
-    """
-    own = os.environ.get("LOCAL_WORLD_SIZE") or ""
-    sizes: list[str] = [own] * dist.get_world_size()
-    dist.all_gather_object(sizes, own)
-    return int(own) if own.isdecimal() and int(own) > 0 and set(sizes) == {own} else None
-
-
-@dataclass(frozen=True)
-class OwnGpu:
-    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it; what it is, None if not there.
+class OwnGpu(NamedTuple):
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
 
     `uuid` is that of the device itself: the same for all who use it, however they number what they see.
     """
@@ -88,31 +82,24 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
     """
     if not any(process.num_seen for process in processes):
         return
-    hint = (
-        "start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a GPU of "
-        "its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu"
-    )
     takers: dict[str, int] = {}
-    for number, process in enumerate(processes):
-        if process.uuid is None:
-            raise UsageError(
-                f"process {number} of {len(processes)} would take GPU {process.index}, and sees {process.num_seen}",
-                where=process.machine,
-                hint=hint,
-            )
-        other = takers.setdefault(process.uuid, number)
-        if other != number:
-            raise UsageError(
-                f"processes {other} and {number} of {len(processes)} would share a GPU ({process.uuid})",
-                where=process.machine,
-                hint=hint,
-            )
+    for number, own in enumerate(processes):
+        if own.uuid is None:
+            found = f"process {number} of {len(processes)} would take GPU {own.index}, and sees {own.num_seen}"
+        elif (other := takers.setdefault(own.uuid, number)) != number:
+            found = f"processes {other} and {number} of {len(processes)} would share a GPU ({own.uuid})"
+        else:
+            continue
+        raise UsageError(
+            found,
+            where=own.machine,
+            hint="start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a "
+            "GPU of its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu",
+        )
 
 
 def refuse_shared_gpus(own: OwnGpu) -> None:
-    """Compare the GPU of this process with those of all others, which all have to call this.
-
-    Objects go over gloo, so that no group of NCCL is made before.
+    """Check the GPUs of all processes, which all have to call this; over gloo, before there is a group of NCCL.
 
     Raises:
         UsageError: see `check_gpus`. All raise it.
@@ -138,15 +125,74 @@ def joined(device: str) -> Iterator[None]:
     has_gpu = device != "cpu" and torch.cuda.is_available()
     if has_gpu and local_device_index() < torch.cuda.device_count():  # else it is refused when all can hear it
         torch.cuda.set_device(local_device_index())
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=TIMEOUT)
     except (dist.DistError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UsageError(
-            f"the processes do not find each other: {str(error).splitlines()[0]}",
-            where=where,
-            hint="check that all were started, with the same MASTER_ADDR and MASTER_PORT and a RANK of their own",
+            f"rendezvous failed: {str(error).splitlines()[0]}",
+            where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            hint="check that all processes were started, with the same MASTER_ADDR and MASTER_PORT and their own RANK",
         ) from error
     yield
     dist.destroy_process_group()
+
+
+def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Train on this process alone. `callbacks` are those of transformers; docs/training.md says when each is called.
+
+    Raises:
+        ChunkplanError: as `train` does.
+    """
+    choose_layout(load_plan(config.plan), 1, 0)  # refused here if it cannot be
+    train(choose_device(config), Job(), callbacks)
+
+
+def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    """Train on all processes that were started; all of them call this. `callbacks`: of this one, as in `train_alone`.
+
+    Raises:
+        ChunkplanError: as `train` does, on the one process that prints it for all.
+        SystemExit: another process prints it, with the same exit code.
+    """
+    with joined(config.device):
+        size, process = dist.get_world_size(), dist.get_rank()
+        watchdog = Watchdog(RankLayout(dp=size, process=process))
+        watchdog.start()
+        with _printed_by_one(watchdog, process), lost_peers(watchdog):
+            refuse_shared_gpus(find_own_gpu(config.device))
+            config = choose_device(config, alone=False)
+            plan = load_plan(config.plan)
+            refuse_other_beginnings(plan)
+            layout = choose_layout(plan, size, process)
+            watchdog.layout = layout
+            # Those of process 0: one that was given another evaluation plan is refused after groups are made.
+            blocks = [sharing_blocks(config, layout)]
+            dist.broadcast_object_list(blocks, src=0)
+            job = Job(layout, make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0]), watchdog)
+            train(config, job, callbacks)
+            job.barrier()
+        watchdog.stop()
+
+
+@contextmanager
+def _printed_by_one(watchdog: Watchdog, process: int) -> Iterator[None]:
+    """Within the block, the first process that fails ends the others and prints for them."""
+    try:
+        yield
+    except ChunkplanError as error:
+        if process > 0:
+            time.sleep(_HEAD_START)
+        if not watchdog.fail(error.exit_code):
+            sys.exit(error.exit_code)
+        if process > 0:
+            error.message += f" (on process {process})"
+        raise
+    except KeyboardInterrupt:
+        lost = watchdog.interrupted()
+        if lost is not None:
+            raise lost from None
+        raise
+    except Exception:  # a mistake of ours: with its traceback, once
+        if not watchdog.fail(1):
+            sys.exit(1)
+        raise

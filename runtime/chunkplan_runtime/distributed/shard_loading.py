@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.meta_weights import meta_model, meta_weight, replace_weights

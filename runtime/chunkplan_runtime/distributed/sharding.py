@@ -3,7 +3,7 @@
 A step gathers the weights once, a layer when it is first at work, the first one as the step begins. Gradients of its
 chunks are summed on each process, in float32 where weights are narrower, and reduced once, however many chunks each
 process had: a layer's while the last backward of its virtual stage goes on to the layers before it
-(`feed.last_backward` says when it may), those of head and embeddings at the end, one after the other. A process without
+(`feed.order.may_reduce` says when), those of head and embeddings at the end, one after the other. A process without
 a backward, or that may not reduce in it, reduces after all else; so does one whose backwards are split. So every
 process takes part in the same reductions in the same order: virtual stages from last to first, of each the layers from
 last to first, then head and embeddings. The loss is divided by the step's target tokens already, so gradients are
@@ -11,41 +11,116 @@ summed, not averaged.
 
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
-sharded again after. All processes then do the same in the same order, see `slots`; one that has nothing to do in a
-slot gathers and reduces as the others do, and runs no layer (`Shards.pad`). Embeddings and head are gathered from the
-beginning of a step to its end, in which their gradients are reduced.
+sharded again after. Embeddings and head are gathered from the beginning of a step to its end, in which their gradients
+are reduced.
+
+With both, a plan says in which slot of its stage each action is done (docs/plan-format.md), and why nobody waits for
+ever in them is in `chunkplan/schedule/alignment.py`. A process that has nothing to do in a slot gathers and reduces as
+the others do, and runs no layer (`Shards.pad`). A process that runs several data-parallel ranks walks through the slots
+once for each of them, all processes their first ranks first. Where ranks share a chunk, they exchange heads or pages of
+it within each of its layers, in the same slot, so that all launch fetches, exchanges and sums in one order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from chunkplan.cost.model import Sharding
-from chunkplan.errors import UsageError
-from chunkplan.planfile.plan import Action
-from chunkplan_runtime.distributed.reduction import MachineGroups, Reductions
+from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import FORWARDS, MEETINGS
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
 from chunkplan_runtime.distributed.shard_loading import give_rows, take_rows
-from chunkplan_runtime.distributed.slots import Padding
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
+from chunkplan_runtime.exchange import reduce_scatter
 from chunkplan_runtime.execution.executor import Around
+from chunkplan_runtime.feed.stream import StepWork
+from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import sum_gradients
+
+#: What other processes do in a slot: its op, and the virtual stage.
+Padding = tuple[str, int]
+
+
+class Aligned:
+    """Has a process take part in the slots between its actions, by calling `run` with each."""
+
+    def __init__(self, paddings: Sequence[Sequence[Padding]], run: Callable[[Padding], None]) -> None:
+        self._paddings = [list(before) for before in paddings]
+        self._run = run
+        self._next = 0
+
+    def meet(self, action: Action | None) -> None:
+        """Take part in all that comes before `action`, the next one; with None too, but it comes only later.
+
+        A process that has sent something does so before it waits until that has arrived, as others may be unable to
+        receive it before.
+        """
+        due = self._paddings[self._next]
+        while due:
+            self._run(due.pop(0))
+        if action is not None:
+            self._next += 1
+
+
+def paddings_of(
+    work: StepWork, layout: RankLayout, sharding: Sharding, *, only_forwards: bool = False
+) -> list[list[Padding]]:
+    """What the process of `layout` takes part in before each of its actions in a step, and after its last one.
+
+    Raises:
+        DataError: actions have no slots, or not such that processes can walk through them.
+    """
+    ops, rows = MEETINGS[sharding], layout.rows(work.plan.config.dp)
+    paddings: list[list[Padding]] = [[]]
+    for ranks in zip(*rows, strict=True):  # those that run at the same time, by process
+        slots: dict[int, Padding] = {}
+        for rank in ranks:
+            for action, slot in _row(work.step, rank, layout.stage, only_forwards):
+                if action.op in ops:
+                    padding = ops[action.op], action.virtual_stage
+                    if slots.setdefault(slot, padding) != padding:
+                        raise _refusal(f"several ops in slot {slot}", work.step, rank, layout.stage)
+        left = deque(sorted(slots))
+        for action, slot in _row(work.step, ranks[layout.replica], layout.stage, only_forwards):
+            while left and left[0] < slot:
+                paddings[-1].append(slots[left.popleft()])
+            if action.op in ops:
+                left.popleft()
+            paddings.append([])
+        paddings[-1] += [slots[slot] for slot in left]
+    return paddings
+
+
+def _row(step: PlanStep, rank: int, stage: int, only_forwards: bool) -> list[tuple[Action, int]]:
+    """The actions of a stage of a rank with their slots."""
+    actions, slots = step.actions.get((rank, stage), []), step.slots.get((rank, stage), [])
+    if len(actions) != len(slots) or sorted({*slots}) != slots:
+        raise _refusal("actions without slots that go up", step, rank, stage)
+    pairs = zip(actions, slots, strict=True)
+    return [pair for pair in pairs if not only_forwards or pair[0].op in FORWARDS]
+
+
+def _refusal(message: str, step: PlanStep, rank: int, stage: int) -> DataError:
+    return DataError(message, where=f"step {step.step}, rank {rank}, stage {stage}", hint=VALIDATE_HINT)
 
 
 class Shards:
     """The weights of `model`, from now on sharded over `replicas`; use `self.model` in its place.
 
-    `machines`: where these lie on several, see `reduction`. `master_weights`: trained weights become float32 and are
-    used in the model's dtype. `sharding`: what is shared beside optimizer states, see above.
+    `master_weights`: trained weights become float32 and are used in the model's dtype. `sharding`: what is shared
+    beside optimizer states, see above.
 
     Raises:
         UsageError: gradients or weights are to be shared, of a model that runs a chunk in several pieces.
@@ -55,7 +130,6 @@ class Shards:
         self,
         model: CausalLM,
         replicas: DeviceMesh,
-        machines: MachineGroups | None = None,
         *,
         master_weights: bool,
         sharding: Sharding = "optimizer",
@@ -93,7 +167,7 @@ class Shards:
             [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.parts
         ]
         self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
-        self._reductions: Any = Reductions(machines)
+        self._reductions: Any = Reductions()
         #: Whether gradients are summed here in another dtype than their own, by what weights do not know yet.
         self._sums_wide = narrow
         #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
@@ -281,6 +355,40 @@ class Shards:
             if found is not None:
                 self._left[weight] = found + self._left[weight] if weight in self._left else found
                 weight.unsharded_accumulated_grad = weight.unsharded_param.grad = None
+
+
+class Reductions:
+    """Reduce-scatters that FSDP2 launches in place of its own (`FSDPModule.set_custom_reduce_scatter`).
+
+    A sum is waited for at the end of the step: a process that comes early to its last backward goes on with it, while
+    others are still to come to theirs. All ask for the same sums in the same order.
+    """
+
+    def __init__(self) -> None:
+        #: Whether a sum is waited for at once, for what FSDP2 then does with it.
+        self.waits = False
+        #: What is sent, which has to stay until it is summed.
+        self._launched: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that FSDP2 fills with what is sent, or that it gets a shard in."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Launch the sum over `group` of input_tensor [replicas x shard], of which this process gets its shard."""
+        while self._launched and self._launched[0][0].is_completed():
+            self._launched.popleft()[0].wait()  # so that its memory is free
+        work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
+        self._launched.append((work, input_tensor))
+        if self.waits:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all sums are there; on a GPU its stream waits, not the host."""
+        while self._launched:
+            self._launched.popleft()[0].wait()
 
 
 class _Root(nn.Module):

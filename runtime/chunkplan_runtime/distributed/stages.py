@@ -20,21 +20,13 @@ from torch import Tensor, nn
 from chunkplan.errors import UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.cut import Cut
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.parts import decoder_of, layers_of, whole_of
+from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
 from chunkplan_runtime.models.tiny import returned_by_layers
 
 #: Names of the norm behind the last layer.
 _FINAL_NORMS = (
-    "norm",
-    "final_layernorm",
-    "final_layer_norm",
-    "final_norm",
-    "ln_f",
-    "norm_f",
-    "embedding_norm",
-    "layer_norm",
+    *("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm", "layer_norm"),
     "layernorm",
 )
 
@@ -46,14 +38,13 @@ def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, v
         UsageError: there are more stages than layers, or `given` is not what the model has.
     """
     num_stages = pp * virtual_stages
+    if num_layers < num_stages and virtual_stages == 1:
+        raise UsageError(f"{pp} stages for {num_layers} layers", hint=f"build the plan with at most --pp {num_layers}")
     if num_layers < num_stages:
-        each, hint = "", f"build the plan with at most --pp {num_layers}"
-        if virtual_stages > 1:
-            each, hint = (
-                f" of {virtual_stages} virtual stages",
-                "build the plan with fewer --virtual-stages, or less --pp",
-            )
-        raise UsageError(f"{pp} stages{each} for {num_layers} layers", hint=hint)
+        raise UsageError(
+            f"{pp} stages of {virtual_stages} virtual stages for {num_layers} layers",
+            hint="build the plan with fewer --virtual-stages, or less --pp",
+        )
     if given is None:
         given = even_layers(num_layers, num_stages)
     if len(given) != num_stages or sum(given) != num_layers or min(given) < 1:

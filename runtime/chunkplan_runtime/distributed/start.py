@@ -12,9 +12,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-#: Seconds between two looks at whether the processes live.
-_INTERVAL = 0.1
-
 
 def start(arguments: list[str], num_processes: int) -> int:
     """Run `python -m chunkplan_runtime.train` with `arguments` on as many processes; returns the exit code of the run.
@@ -32,7 +29,7 @@ def start(arguments: list[str], num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",  # a name of this machine need not resolve
         max_restarts=0,
-        monitor_interval=_INTERVAL,
+        monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
     )
     try:

@@ -16,13 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.exchange import Activity, Exchanges
-from chunkplan_runtime.execution.kept_attention import KeptAttention
 from chunkplan_runtime.execution.links import Links
-from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses, use_head
-from chunkplan_runtime.execution.rank_loss import RankLoss, rank_loss
-from chunkplan_runtime.execution.reserve import reserve_inputs, reserve_pages
+from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
+from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
@@ -30,8 +29,8 @@ from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.models.weight_halves import Place, WeightHalves
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
@@ -56,7 +55,7 @@ class RankExecutor:
     gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
     needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
     `router_loss`: what the load-balancing loss is over whose gradient is added, once its step has begun (see
-    `router_loss_scope`). `label_smoothing`: of the loss that is trained on; evaluation has none.
+    `router_loss_scope`). `loss`: what is trained on; an evaluation is of cross-entropy.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class RankExecutor:
         links: Links | None = None,
         exchanges: Exchanges | None = None,
         router_loss: str = NO_ROUTER_LOSS,
-        label_smoothing: float = 0.0,
+        loss: ChunkLoss | None = None,
     ) -> None:
         self.model = model
         self._parts = model.parts
         self.router_loss = RouterLoss(model, router_loss)
-        self._label_smoothing = label_smoothing
+        self._loss = cross_entropy() if loss is None else loss
         self._exchanges = Exchanges() if exchanges is None else exchanges
         self._seed = seed
         self._kv_offload = kv_offload
@@ -85,7 +84,8 @@ class RankExecutor:
         self.halves = WeightHalves()
         #: What attention gave in chunks that run forward twice.
         self.kept_attention = KeptAttention()
-        self._doing = ""
+        #: What it does or waits for, in words, and where: step, rank and virtual stage.
+        self._doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
         #: backward begins.
         self.inputs: dict[Place, Tensor] = {}
@@ -113,7 +113,7 @@ class RankExecutor:
         self,
         work: RankWork,
         num_target_tokens: int,
-        around: Around = lambda action: nullcontext(),
+        around: Around = nullcontext,
         before_last: Callable[[int], None] | None = None,
         meet: Meet = meet_nobody,
     ) -> RankLoss:
@@ -134,17 +134,16 @@ class RankExecutor:
         with self._opened(work, with_gradients=True):
             for number, action in enumerate(work.actions):
                 place = checked(action, done, where)
-                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
-                self.doing = f"{at}, meeting other processes before the {action.op} of chunk {chunk_id}"
-                meet(action)
+                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
+                self._meet(where, action, meet)
                 if action.op == "backward_weight":
-                    self.doing = f"{at}, in the backward_weight of chunk {chunk_id}"
+                    self._say(f"in the backward_weight of chunk {chunk_id}")
                     with around(action):
                         self.halves.weight_half(place)
                 elif action.op in BACKWARDS:
-                    self.doing = f"{at}, waiting for the gradient of chunk {chunk_id} from the stage behind"
+                    self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
                     gradient = None if part.is_last else self._connected.receive_gradient(*place)
-                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
+                    self._say(f"in the {action.op} of chunk {chunk_id}")
                     is_last = number == last_of[action.virtual_stage]
                     before = partial(before_last, action.virtual_stage) if before_last and is_last else None
                     half = self.halves.input_half(place) if action.op == "backward_input" else nullcontext()
@@ -153,12 +152,7 @@ class RankExecutor:
                     if found is not None:
                         losses[chunk_id] = found
                 else:
-                    self.doing = f"{at}, waiting for chunk {chunk_id} from the stage before"
-                    if action.op != "recompute" and not part.is_first:
-                        self.inputs[place] = self._connected.receive_input(*place).requires_grad_()
-                    self.doing = f"{at}, in the {action.op} of chunk {chunk_id}"
-                    with around(action), torch.set_grad_enabled(action.op != "forward_kv"):
-                        hidden = self._forward(work, place, action.op)
+                    hidden = self._forward(work, action, action.op, around)
                     if action.op != "forward_kv":
                         self._contexts[place] = self.model.current.context
                         self._borders[place] = self.model.current.borders
@@ -185,8 +179,8 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
 
         def find_losses(chunk_id: int, hidden: Tensor) -> None:
-            labels = work.tensors[chunk_id].labels
-            losses[chunk_id] = token_losses(self.model.head, hidden, labels, self.model.vocab_size)
+            labels, weights = work.tensors[chunk_id].labels, hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
+            losses[chunk_id], _ = cross_entropy()(self.model.head, hidden, labels, weights)
 
         self.forward_only(work, "evaluation", find_losses, meet)
         return rank_loss(work, losses, num_target_tokens)
@@ -212,14 +206,9 @@ class RankExecutor:
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
                 place = action.virtual_stage, action.chunk_id
-                part, chunk_id, at = self._parts[action.virtual_stage], action.chunk_id, self._where(where, action)
-                self.doing = f"{what}, {at}, meeting other processes before the {action.op} of chunk {chunk_id}"
-                meet(action)
-                self.doing = f"{what}, {at}, waiting for chunk {chunk_id} from the stage before"
-                if not part.is_first:
-                    self.inputs[place] = self._connected.receive_input(*place)
-                self.doing = f"{what}, {at}, in the forward of chunk {chunk_id}"
-                hidden = self._forward(work, place)
+                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
+                self._meet(f"{what}, {where}", action, meet)
+                hidden = self._forward(work, action, "forward", nullcontext)
                 self.inputs.pop(place, None)
                 if part.is_last:
                     at_end(chunk_id, hidden)
@@ -235,8 +224,14 @@ class RankExecutor:
         """All chunks of `work` on all virtual stages."""
         return product(range(len(self._parts)), work.chunks)
 
-    def _where(self, where: str, action: Action) -> str:
-        return where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
+    def _meet(self, where: str, action: Action, meet: Meet) -> None:
+        """Begin an action by what is done with other processes before it."""
+        self._at = where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
+        self._say(f"meeting other processes before the {action.op} of chunk {action.chunk_id}")
+        meet(action)
+
+    def _say(self, words: str) -> None:
+        self._doing = f"{self._at}, {words}"
 
     @property
     def _connected(self) -> Links:
@@ -262,19 +257,27 @@ class RankExecutor:
             return nullcontext()
         return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
 
-    def _forward(self, work: RankWork, place: Place, op: str = "forward") -> Tensor:
-        """Run a chunk through a virtual stage; returns hidden states [num_tokens, hidden_size]."""
-        virtual_stage, chunk_id = place
+    def _forward(self, work: RankWork, action: Action, op: str, around: Around) -> Tensor:
+        """Wait for the input of a chunk and run it through a virtual stage.
+
+        Returns hidden states [num_tokens, hidden_size].
+        """
+        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
-        for span in tensors.parts:
-            store.start_forward(span, tensors.shared)
-        device = self.model.device
+        device, with_graph = self.model.device, torch.is_grad_enabled()
+        self._say(f"waiting for chunk {chunk_id} from the stage before")
+        if op != "recompute" and not part.is_first:
+            self.inputs[place] = self._connected.receive_input(*place).requires_grad_(with_graph)
+        self._say(f"in the {op} of chunk {chunk_id}")
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            set_seed(seed)
-            counting = self.router_loss.counting(op != "recompute")
-            with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
-                return part.hidden_states(tensors, store, self.inputs.get(place), seed)
+        with around(action), torch.set_grad_enabled(with_graph and op != "forward_kv"):
+            for span in tensors.parts:
+                store.start_forward(span, tensors.shared)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                set_seed(seed)
+                counting = self.router_loss.counting(op != "recompute")
+                with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                    return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
         self,
@@ -297,13 +300,10 @@ class RankExecutor:
         self.model.current.context = self._contexts.pop(place)
         losses = None
         if isinstance(begin, Tensor):
-            model = self.model
-            of_head = model.head, begin, tensors.labels, model.vocab_size
-            losses, gradient = losses_and_gradient(
-                *of_head, scale, self._label_smoothing, compiled=model.current.compiles
-            )
+            weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
+            losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
             if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
-                use_head(model.head, begin, model.vocab_size)
+                use_head(self._loss, self.model.head, begin)
             if not begin.requires_grad:  # all that is trained is the head
                 begin = None
         if begin is not None:

@@ -8,7 +8,7 @@ virtual stages: what goes over one border between two model stages, one way, is 
 
 On a GPU no receive is posted ahead: it would be a kernel that waits there, from the beginning of the step if it is for
 a gradient, and whatever waits for the device would wait for this process's own next action. Nothing is lost by it, as
-the host runs ahead of the device. What would wait for the device is refused while links are open (`device_waits.py`).
+the host runs ahead of the device. What would wait for the device is refused while links are open (`devices.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan.operations import BACKWARDS, FORWARDS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
-from chunkplan_runtime.device_waits import no_device_waits
+from chunkplan_runtime.devices import no_device_waits
 
 
 @dataclass(frozen=True)

@@ -1,113 +1,134 @@
-"""The loss: cross-entropy of target tokens, without ever holding the logits of a chunk.
+"""Losses of chunks, and what a rank lost in a step, by sequence.
 
-Loss and gradient are computed together, a block of positions at a time, when a chunk runs backward: the head runs once
-forward and once backward, and what a chunk in flight keeps of its loss is its final hidden states. How many positions
-a block has is for `chunkplan.cost.sums` to say, which counts their logits: the gradient of all of the head is made, and
-added to its sum, for every block.
+A loss is a `ChunkLoss`: of the hidden states of a chunk it gives the losses of its tokens and the gradient of their
+weighted sum. Cross-entropy is one, with or without label smoothing, and the load-balancing loss of routers
+(`models.router_loss`) another. What a token's loss is of its logits alone is a `LogitLoss`, which never holds the
+logits of a chunk: loss and gradient are computed together, a block of positions at a time, when the chunk runs
+backward, so that what a chunk in flight keeps of its loss is its final hidden states. How many positions a block has is
+for `chunkplan.cost.sums` to say, which counts their logits: the gradient of all of the head is made, and added to its
+sum, for every block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chunkplan.cost.sums import LOGIT_BYTES, tokens_at_once
-from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.feed.labels import NO_TARGET
+from chunkplan_runtime.devices import wide
+from chunkplan_runtime.feed.stream import NO_TARGET, RankWork
 from chunkplan_runtime.models.compiled import Refusable
 from chunkplan_runtime.models.model import Head
 
 
-def token_losses(head: Head, hidden: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """The cross-entropy of every position [num_tokens], 0 without a target, in at least float32; no gradients.
+class ChunkLoss(Protocol):
+    """A loss of the tokens of a chunk."""
 
-    labels [num_tokens] lie on the CPU, so that nobody waits for a GPU to count them.
+    def __call__(self, head: Any, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses [num_tokens], and the gradient of their sum, each by its weight, for `hidden`.
+
+        `head` makes of hidden states [num_tokens, ...] what the loss is of; gradients of its parameters are added to
+        their `.grad`. `labels` and `weights` [num_tokens] say what each token is to be, and how much its loss counts.
+        Where gradients are switched off there is none: it is zero.
+        """
+
+
+@dataclass(frozen=True)
+class LogitLoss:
+    """A loss of the logits of target tokens, whose labels lie on the CPU, so that nobody waits for a GPU to count them.
+
+    `with_gradient`: of logits [rows, vocab_size], targets [rows] and weights [rows] the losses [rows] in at least
+    float32, and the gradient of their weighted sum for the logits; `compiled`: the same, made by a compiler as one
+    kernel that reads logits three times.
     """
-    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
-    with torch.no_grad():
-        for rows, targets in _blocks(labels, vocab_size, hidden.device):
-            losses[rows], *_ = _exponentials(head(hidden[rows]), targets)
-    return losses
+
+    with_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    compiled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ChunkLoss`; a position without a target has no loss."""
+        losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
+        gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
+        compiled = self.compiled if head.compiles and torch.is_grad_enabled() else None
+        logit_bytes = LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
+        for rows, targets in _blocks(labels, head.vocab_size, hidden.device, logit_bytes):
+            block = hidden[rows].detach().requires_grad_(torch.is_grad_enabled())  # [rows, hidden_size]
+            logits = head(block)  # [rows, vocab_size]
+            compute = self.with_gradient if compiled is None or len(targets) == 1 else compiled
+            losses[rows], of_logits = compute(logits.detach(), targets, weights[rows])
+            if block.requires_grad:
+                torch.autograd.backward(logits, of_logits)
+                assert block.grad is not None
+                gradient[rows] = block.grad
+            del logits, of_logits  # before there are others
+        return losses, gradient
 
 
-def losses_and_gradient(
-    head: Head,
-    hidden: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    scale: float,
-    label_smoothing: float = 0.0,
-    *,
-    compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The losses of `token_losses`, and the gradient [num_tokens, hidden_size] of `scale` times their sum for `hidden`.
-
-    `label_smoothing`: the share of a target that is spread over all entries of the vocabulary, in losses and gradient.
-    `compiled`: what is made of logits is one kernel, that reads them three times, and not one for each operator.
-    Gradients of the head's own parameters are added to their `.grad`.
-    """
-    losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
-    gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
-    logit_bytes = 2 * hidden.itemsize if compiled else LOGIT_BYTES
-    for rows, targets in _blocks(labels, vocab_size, hidden.device, logit_bytes):
-        block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
-        logits = head(block)  # [rows, vocab_size]
-        with_gradient = _compiled() if compiled and len(targets) > 1 else _with_gradient
-        losses[rows], of_logits = with_gradient(logits.detach(), targets, scale, label_smoothing)
-        torch.autograd.backward(logits, of_logits)
-        del logits, of_logits  # before there are others
-        assert block.grad is not None
-        gradient[rows] = block.grad
-    return losses, gradient
+def cross_entropy(label_smoothing: float = 0.0) -> LogitLoss:
+    """Cross-entropy; `label_smoothing`: the share of a target that is spread over all entries of the vocabulary."""
+    return LogitLoss(partial(_entropy, label_smoothing), partial(_compiled_entropy, label_smoothing))
 
 
-def use_head(head: Head, hidden: Tensor, vocab_size: int) -> None:
+def use_head(loss: ChunkLoss, head: Head, hidden: Tensor) -> None:
     """Give the head's parameters a gradient of zero, where no chunk of a step has a target that would give them one.
 
     A weight without a gradient is left out of its process's reduction, which then is not that of the others. `hidden`
     are hidden states like those that the head gets.
     """
-    row, label = torch.zeros_like(hidden[:1]), torch.zeros(1, dtype=torch.int32)
-    losses_and_gradient(head, row, label, vocab_size, scale=0.0)
+    row = torch.zeros_like(hidden[:1])
+    loss(head, row, torch.zeros(1, dtype=torch.int32), row.new_zeros(1, dtype=wide(row.dtype)))
 
 
-def _blocks(
-    labels: Tensor, vocab_size: int, device: torch.device, logit_bytes: int = LOGIT_BYTES
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(labels: Tensor, vocab_size: int, device: torch.device, logit_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
     rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
     for block in torch.split(rows, tokens_at_once(vocab_size, logit_bytes)) if len(rows) else ():
         yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
 
 
-def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Losses [rows], and the gradient of `scale` times their sum: the softmax less each entry's share of the target.
+def _entropy(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses [rows], and the gradient of their weighted sum: the softmax less each entry's share of the target.
 
     It is made in the place of the exponentials, as autograd would not do: beside the logits there is no more than
-    these, and the gradient where its dtype is narrower.
+    these, and the gradient where its dtype is narrower. Exponentials are over the largest of a row, and so finite.
     """
-    losses, gradient, totals = _exponentials(logits, targets, smoothing)
-    gradient *= (scale / totals)[:, None]
+    values = logits.to(wide(logits.dtype), copy=True)
+    values -= values.amax(1, keepdim=True)
+    aims = values.gather(1, targets[:, None])[:, 0]
     if smoothing:
-        gradient -= scale * smoothing / logits.shape[1]
+        aims = (1 - smoothing) * aims + smoothing * values.mean(1)
+    totals = values.exp_().sum(1)
+    losses = totals.log() - aims
+    if not torch.is_grad_enabled():
+        return losses, values
+    values *= (weights / totals)[:, None]
+    if smoothing:
+        values -= (weights * (smoothing / logits.shape[1]))[:, None]
     at_targets = torch.arange(len(targets), device=targets.device), targets
-    of_targets = gradient[at_targets] - scale * (1 - smoothing)  # before they are rounded
-    gradient = gradient.to(logits.dtype)
+    of_targets = values[at_targets] - weights * (1 - smoothing)  # before they are rounded
+    gradient = values.to(logits.dtype)
     gradient[at_targets] = of_targets.to(logits.dtype)
     return losses, gradient
+
+
+def _compiled_entropy(smoothing: float, *given: Tensor) -> tuple[Tensor, Tensor]:
+    return _compiled()(smoothing, *given)
 
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     """`_as_formula` of any number of rows but one, which a compiler takes for another kind of tensor."""
-    return partial(Refusable("losses are made").run, torch.compile(_as_formula, dynamic=True), _with_gradient)
+    return partial(Refusable("losses are made").run, torch.compile(_as_formula, dynamic=True), _entropy)
 
 
-def _as_formula(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
-    """`_with_gradient`, without any place in memory: for a compiler, that makes none but for what is returned."""
+def _as_formula(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`_entropy`, without any place in memory: for a compiler, that makes none but for what is returned."""
     values = logits.to(wide(logits.dtype))
     values = values - values.amax(1, keepdim=True)
     exponentials = values.exp()
@@ -116,19 +137,44 @@ def _as_formula(logits: Tensor, targets: Tensor, scale: float, smoothing: float)
     if smoothing:
         aims = (1 - smoothing) * aims + smoothing * values.mean(1, keepdim=True)
     hits = (torch.arange(logits.shape[1], device=logits.device) == targets[:, None]).to(values.dtype)
-    gradient = exponentials * (scale / totals) - hits * (scale * (1 - smoothing)) - scale * smoothing / logits.shape[1]
-    return (totals.log() - aims)[:, 0], gradient.to(logits.dtype)
+    shares = exponentials / totals - hits * (1 - smoothing) - smoothing / logits.shape[1]
+    return (totals.log() - aims)[:, 0], (shares * weights[:, None]).to(logits.dtype)
 
 
-def _exponentials(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [rows] in at least float32, and what they are of: exponentials [rows, vocab_size] and their sums [rows].
+@dataclass(frozen=True)
+class SequenceLoss:
+    """The loss of one sequence in a step: summed over its `num_target_tokens`.
 
-    Those of each row are over the largest one, which keeps them finite.
+    More than one rank may have it: because it occurs more than once, or because they share it.
     """
-    values = logits.to(wide(logits.dtype), copy=True)
-    values -= values.amax(1, keepdim=True)
-    aims = values.gather(1, targets[:, None])[:, 0]
-    if smoothing:
-        aims = (1 - smoothing) * aims + smoothing * values.mean(1)
-    totals = values.exp_().sum(1)
-    return totals.log() - aims, values, totals
+
+    sequence_id: int
+    loss: float
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """What a rank lost in a step: `loss` is its share of the mean over the step's target tokens."""
+
+    loss: float
+    sequences: list[SequenceLoss]
+
+
+def rank_loss(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int) -> RankLoss:
+    """Sum losses of tokens, [num_tokens] by chunk_id, by sequence; they come from the device at once."""
+    order = [chunk_id for chunk_id in sorted(losses) if work.chunks[chunk_id].segments]
+    if not order:
+        return RankLoss(0.0, [])
+    by_token = torch.cat([losses[chunk_id] for chunk_id in order]).double().cpu().numpy()
+    is_target = torch.cat([work.tensors[chunk_id].labels for chunk_id in order]).numpy() != NO_TARGET
+    spans = [span for chunk_id in order for span in work.tensors[chunk_id].spans]
+    lengths = np.array([span.stop - span.start for span in spans])  # [num_spans]
+    starts = np.cumsum(lengths) - lengths
+    sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)
+    sums = np.bincount(which, np.add.reduceat(by_token, starts))
+    counts = np.bincount(which, np.add.reduceat(is_target.astype(np.int64), starts)).astype(np.int64)
+    sequences = [
+        SequenceLoss(*values) for values in zip(sequence_ids.tolist(), sums.tolist(), counts.tolist(), strict=True)
+    ]
+    return RankLoss(float(by_token.sum()) / max(num_target_tokens, 1), sequences)

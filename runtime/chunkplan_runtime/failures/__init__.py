@@ -1,1 +1,1 @@
-"""Who died, hangs or is suspended, and how all end with one message."""
+"""What torchrun and NCCL do not tell of a job: which process is lost or stalled, and who waits where for it."""

@@ -1,4 +1,4 @@
-"""The order that actions have to have to be done: of a chunk on a stage, and of chunks over links."""
+"""The order that actions need: of a chunk on a stage, of chunks over links, and for reducing in last backwards."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from chunkplan.errors import DataError
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
-from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, PlanStep
 from chunkplan.visible import one_line
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import block_of
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {
@@ -100,3 +101,41 @@ def broken(message: str, where: str) -> DataError:
 def _named(place: tuple[int, int]) -> str:
     virtual_stage, chunk_id = place
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
+
+
+def may_reduce(last: Sequence[Chunk | None]) -> bool:
+    """Whether the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
+
+    `last`: the chunk that each of them runs backward last; None where it has no chunk. They may if no last backward is
+    of a chunk that another process shares without having it last: such a process would reach a layer only after it has
+    met the first one in the layers below. Then all reduce after their last backwards.
+
+    Otherwise nobody waits in a circle, and there is one order in which all processes launch all that they launch:
+
+    - Without reductions there is one, as the plan is valid and as docs/context-parallel.md proves it.
+    - All stages take backwards in one order (`check_links`), so the last one is of the same chunk on each. After it
+      comes only its gradient for the stage before, which goes into the last backward there. With the rule, whom it
+      meets has it last as well. So from a reduction the order leads to last backwards of earlier stages alone, and to
+      their reductions; never back to its own stage, nor to an action that is not a last one.
+    - Within last backwards, what is exchanged in a layer comes before the reduction of this layer, which comes before
+      what is exchanged in the layer below, on all of them.
+
+    Each of several virtual stages reduces in its own last backward, and other actions come after it. No sequence is
+    shared there, so replicas meet in reductions alone. A chunk runs backward through the model stages in descending
+    order, so that all reduce these in descending order, and the last backward of one waits for no reductions but those
+    of later ones.
+
+    A process without a chunk reduces zeros in place of a last backward, and meets nobody. So does one whose last action
+    is the weight half of a split backward: it reduces after all else, its layers in the same order. Embeddings, head
+    and what is reduced across stages come when links are closed, on all processes in one order.
+    """
+    for chunk in last:
+        block = None if chunk is None else block_of(chunk)
+        if block and block.size > 1 and len({_shared_as(last[rank]) for rank in block.ranks}) > 1:
+            return False
+    return True
+
+
+def _shared_as(chunk: Chunk | None) -> tuple[int | None, int] | None:
+    """What a chunk is called on all ranks that share it."""
+    return None if chunk is None else (chunk.group_id, chunk.group_index)

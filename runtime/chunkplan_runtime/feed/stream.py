@@ -4,27 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from chunkplan.errors import UsageError
-from chunkplan.planfile.analysis import Analysis
+from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis, join_runs
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
-from chunkplan_runtime.device_waits import pinned
-from chunkplan_runtime.feed.gather import TokenGather
-from chunkplan_runtime.feed.labels import NO_TARGET
-from chunkplan_runtime.feed.last_backward import may_reduce
-from chunkplan_runtime.feed.order import check_links, check_words
+from chunkplan_runtime.devices import pinned
+from chunkplan_runtime.feed.order import check_links, check_words, may_reduce
 from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
-from chunkplan_runtime.sharing import Run, SharedPart, check_sharing, shared_part
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
+
+#: The label of a position that predicts nothing.
+NO_TARGET = -100
+
+
+def shifted_labels(input_ids: Int32Array, target: npt.NDArray[np.bool_]) -> Int32Array:
+    """The label of every position of a sequence: the next token where that is a target, else `NO_TARGET`.
+
+    The last position has none. For a segment, give one token more than it has: the target across its border counts.
+    """
+    labels = np.full(len(input_ids), NO_TARGET, np.int32)
+    np.copyto(labels[:-1], input_ids[1:], where=target[1:])
+    return labels
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class RankWork:
 class StepWork:
     """One optimizer step of a plan: its row, and the work of a process's data-parallel ranks in order of dp_rank.
 
-    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`feed.last_backward`).
+    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`feed.order.may_reduce`).
     """
 
     step: PlanStep
@@ -77,6 +90,97 @@ class StepWork:
     def last(self) -> RankWork | None:
         """The work whose last action is this process's last one, if gradients may be reduced in it."""
         return next((work for work in reversed(self.ranks) if self.reduces_early and work.actions), None)
+
+
+class TokenGather:
+    """Reads the tokens of chunks: numpy passes over all of a rank's, and next to nothing done for each segment."""
+
+    def __init__(self, plan: Plan, analysis: Analysis, vocab_size: int) -> None:
+        self._plan = plan
+        self._analysis = analysis
+        self._vocab_size = vocab_size
+        self._reader = analysis.tokens()
+        self._positions = np.arange(analysis.num_tokens.max(), dtype=np.int32).data.cast("B")
+
+    def __call__(self, chunks: Sequence[Chunk]) -> dict[int, ChunkTensors]:
+        """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
+
+        Raises:
+            DataError: the analysis has no such tokens, or not as many targets as the plan counted.
+            UsageError: a token is not in the model's vocabulary.
+        """
+        tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
+        chunks = [chunk for chunk in chunks if chunk.segments]
+        if not chunks:
+            return tensors
+        segments = [segment for chunk in chunks for segment in chunk.segments]
+        sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
+        starts = np.array([segment.start for segment in segments])
+        stops = np.array([segment.end for segment in segments])
+        lengths = self._lengths(sequence_ids, starts, stops)
+        sizes = stops - starts
+        gathered_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is gathered
+        gathered_starts = gathered_stops - sizes
+        input_ids, target = self._reader.gather(sequence_ids, starts, stops)
+        if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
+            wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= self._vocab_size))[0])
+            segment = int(np.searchsorted(gathered_stops, wrong, side="right"))
+            raise UsageError(
+                f"token {starts[segment] + wrong - gathered_starts[segment]} of sequence {sequence_ids[segment]} is id "
+                f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
+                hint="analyze with the tokenizer that belongs to the model",
+            )
+        labels = shifted_labels(input_ids, target)
+        # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
+        labels[gathered_stops - 1] = NO_TARGET
+        cut = np.flatnonzero(stops < lengths)
+        next_ids, next_target = self._reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
+        labels[gathered_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
+        edges = np.concatenate([[0], gathered_stops])[np.cumsum([0, *(len(chunk.segments) for chunk in chunks)])]
+        self._check_counts(chunks, edges.tolist(), labels)
+        chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk.segments) for chunk in chunks])
+        groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
+        columns = (sequence_ids, starts, stops, lengths, gathered_starts - edges[chunk_of])
+        spans = map(Span, *(column.tolist() for column in columns), groups)
+        positions = np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * stops), np.int32)
+        of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
+        by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
+        for chunk, *parts in zip(chunks, *by_chunk, strict=True):
+            tensors[chunk.chunk_id] = ChunkTensors(*parts, tuple(islice(spans, len(chunk.segments))))
+        return tensors
+
+    def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """How many tokens the sequences have, after a check that they are there and have what is asked for."""
+        wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
+        if wrong.size:
+            raise DataError(
+                f"there is no sequence {sequence_ids[wrong[0]]}",
+                where=str(self._analysis.path),
+                hint="build the plan again",
+            )
+        lengths = self._analysis.num_tokens[sequence_ids].astype(np.int64)
+        wrong = np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))
+        if wrong.size:
+            first = wrong[0]
+            raise DataError(
+                f"sequence {sequence_ids[first]} has {lengths[first]} tokens; "
+                f"the plan asks for {starts[first]} to {stops[first]}",
+                where=str(self._analysis.path),
+                hint="build the plan again",
+            )
+        return lengths
+
+    def _check_counts(self, chunks: Sequence[Chunk], edges: list[int], labels: Int32Array) -> None:
+        is_target = labels != NO_TARGET
+        for chunk, (start, stop) in zip(chunks, pairwise(edges), strict=True):
+            found = np.count_nonzero(is_target[start:stop])
+            if found != chunk.num_target_tokens or stop - start != chunk.num_tokens:
+                raise DataError(
+                    f"chunk {chunk.chunk_id} has {stop - start} tokens with {found} targets; "
+                    f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
+                    where=str(self._plan.path),
+                    hint="build the plan again",
+                )
 
 
 class StreamPosition(TypedDict):
@@ -243,7 +347,7 @@ class PlanStream(IterableDataset[StepWork]):
         return [None if work is None else work.chunks.get(work.actions[-1].chunk_id) for work in lasts]
 
     def _with_tensors(self, work: RankWork, gather: TokenGather) -> RankWork:
-        tensors = _tensors_of(list(work.chunks.values()), gather)
+        tensors = gather([*work.chunks.values()])
         parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
         for chunk in work.chunks.values():
             if chunk.cp_size > 1:
@@ -296,39 +400,19 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
         )
 
 
-def _tensors_of(chunks: Sequence[Chunk], gather: TokenGather) -> dict[int, ChunkTensors]:
-    """The tensors of chunks by chunk_id, of those with segments views of one for all of them."""
-    filled = [chunk for chunk in chunks if chunk.segments]
-    tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
-    if not filled:
-        return tensors
-    gathered = gather(filled)
-    flat = [torch.from_numpy(array) for array in (gathered.input_ids, gathered.position_ids, gathered.labels)]
-    input_ids, position_ids = (torch.split(tensor[None], gathered.sizes, dim=1) for tensor in flat[:2])
-    parts = zip(input_ids, position_ids, torch.split(flat[2], gathered.sizes), gathered.spans, strict=True)
-    return tensors | {chunk.chunk_id: ChunkTensors(*part) for chunk, part in zip(filled, parts, strict=True)}
-
-
 def _pinned(work: RankWork) -> RankWork:
     """`work` with its tensors in page-locked memory, where they are views of one for all chunks too."""
     if not work.tensors:
         return work
     chunks = work.tensors.values()
     sizes = [len(each.labels) for each in chunks]
-
-    def moved(column: list[Tensor]) -> Sequence[Tensor]:
-        return torch.split(pinned(torch.cat(column, -1)), sizes, -1)
-
-    input_ids, position_ids = moved([each.input_ids for each in chunks]), moved([each.position_ids for each in chunks])
-    labels = moved([each.labels for each in chunks])
-    parts = zip(work.tensors.items(), input_ids, position_ids, labels, strict=True)
-    return replace(
-        work,
-        tensors={
-            chunk_id: replace(each, input_ids=ids, position_ids=positions, labels=own_labels)
-            for (chunk_id, each), ids, positions, own_labels in parts
-        },
-    )
+    of_chunks = zip(*((each.input_ids, each.position_ids, each.labels) for each in chunks), strict=True)
+    columns = [torch.split(pinned(torch.cat(column, -1)), sizes, -1) for column in of_chunks]
+    moved = {
+        chunk_id: replace(each, input_ids=input_ids, position_ids=position_ids, labels=labels)
+        for (chunk_id, each), input_ids, position_ids, labels in zip(work.tensors.items(), *columns, strict=True)
+    }
+    return replace(work, tensors=moved)
 
 
 def padding_tensors() -> ChunkTensors:

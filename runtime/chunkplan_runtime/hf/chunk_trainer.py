@@ -98,7 +98,7 @@ class ChunkTrainer(Trainer):
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
-        fuse(list(base.modules()), fused_kernels, self.args.device)
+        fuse(base, fused_kernels, self.args.device)
         self._plan = opened
 
     def get_train_dataloader(self) -> DataLoader[Any]:

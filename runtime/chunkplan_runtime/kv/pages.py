@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 
 
 @dataclass

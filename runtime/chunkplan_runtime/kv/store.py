@@ -18,8 +18,7 @@ from chunkplan.errors import DataError
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import SharedPart
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import SharedPart, Span
 
 
 @dataclass

@@ -3,8 +3,8 @@
 Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
 What it gets then from the first time, by torch's selective checkpoints (`create_selective_checkpoint_contexts`), is
 what the level says: results of products, of those that mix tokens alone, or of attention alone, which is one operator
-(`attention.operator`). Nothing of a model's code changes, and what runs again computes the very same numbers. At the
-last level the layer's input is in host memory meanwhile (`kv.host_tensors`).
+(`attention.function`). Nothing of a model's code changes, and what runs again computes the very same numbers. At the
+last level the layer's input is in host memory meanwhile (`kv.host_memory`).
 
 Three products are run again at every level, as they take little for what holding them would: those that expand latents
 to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
@@ -26,13 +26,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chunkplan.cost.checkpointing import Checkpointing, levels_of
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import Current, Mark
-from chunkplan_runtime.attention.kept_results import KeptResults
-from chunkplan_runtime.attention.operator import ATTEND
-from chunkplan_runtime.kv.host_tensors import HostTensors
+from chunkplan_runtime.attention.context import Current, KeptResults, Mark
+from chunkplan_runtime.attention.function import ATTEND
+from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
-from chunkplan_runtime.models.selective_scan import begin_scan_with
+from chunkplan_runtime.models.recurrent import begin_scan_with
 
 #: Products with matrices, by which all linear layers go.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

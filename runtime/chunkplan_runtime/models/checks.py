@@ -6,13 +6,20 @@ what depends on the data, on how long a sequence is, or on what else is asked of
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 from chunkplan.cost import model_config
 from chunkplan.errors import UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.plan import Plan
+from chunkplan_runtime.feed.stream import PlanStream
+from chunkplan_runtime.models.recurrent import is_recurrent
+from chunkplan_runtime.sharing import used_blocks
 
 #: Types whose every feature is known here, and held by the tests of this project: of others a small model is run first
 #: (`proof`).
@@ -240,3 +247,111 @@ def _check_values(config: Any, where: str) -> None:
             where=where,
             hint="num_attention_heads has to be a multiple of num_key_value_heads",
         )
+
+
+#: How many experts there are, by what configs call it.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+#: To how many of them a token goes.
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def has_experts(model: nn.Module, config: Any) -> bool:
+    """Whether layers of a model of this config may have experts: the config names some, or weights are called so."""
+    named = all(any(getattr(config, name, None) for name in names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
+    return named or any(".experts." in name for name, _ in model.named_parameters())
+
+
+def share_of_tokens(config: Any, name: str, weight: nn.Parameter, module: nn.Module) -> float:
+    """The share of tokens that meet a weight of `module`: all of them, or of experts those that go there.
+
+    The weights of all experts are one, [num_experts, ...], or those of each expert are by themselves.
+    """
+    num_experts, chosen = (_first(config, names, _layer_of(name)) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
+    if not num_experts or not chosen:
+        return 1.0
+    if re.search(r"\bexperts\.\d+\.", name):
+        return min(chosen / num_experts, 1.0)
+    is_stack = weight.ndim == 3 and not isinstance(module, _CONVOLUTIONS)
+    if is_stack and (weight.shape[0] == num_experts or ".experts." in name):
+        return min(chosen / weight.shape[0], 1.0)
+    return 1.0
+
+
+def _first(config: Any, names: tuple[str, ...], layer: int) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)):  # of some models an entry a layer
+            value = value[layer] if 0 <= layer < len(value) else None
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def _layer_of(name: str) -> int:
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
+    """Refuse a plan that a model of this transformers config cannot be run with.
+
+    `router_loss`: what its load-balancing loss is over, if it has one.
+
+    Raises:
+        UsageError: the plan splits sequences and the model looks both ways, more processes are to share heads than
+            can, or none would count a whole sequence.
+    """
+    shared = [block.heads for block in used_blocks(plan)]
+    if shared and is_recurrent(config):
+        raise UsageError(
+            f"processes cannot share sequences of a {config.model_type} model, whose layers keep a state",
+            where=str(plan.path),
+            hint="build the plan with `--cp off`",
+        )
+    if shared and router_loss == "sequence":
+        raise UsageError(
+            "with --router-loss sequence processes cannot share sequences, of which none would count a whole one",
+            where=str(plan.path),
+            hint="build the plan with `--cp off`, or train with `--router-loss batch`",
+        )
+    (kv_heads, _), _ = kv_shapes(config)
+    of_model = {"key and value heads": kv_heads, "heads": getattr(config, "num_attention_heads", kv_heads)}
+    uneven = [(num, name, heads) for name, heads in of_model.items() for num in shared if heads % num]
+    if uneven:
+        num, name, heads = uneven[0]
+        raise UsageError(
+            f"{num} processes cannot share the model's {heads} {name} evenly",
+            where=str(plan.path),
+            hint="build the plan with the --model-config of this model",
+        )
+    if not is_bidirectional(config):
+        return
+    groups = plan.chunks().column("group_id")
+    if groups.null_count < len(groups):
+        raise UsageError(
+            "the plan splits sequences, and in this model tokens see those that come after them",
+            where=str(plan.path),
+            hint="build the plan with `--no-split`, and a --chunk-size of the longest sequence",
+        )
+
+
+def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
+    """The steps of a plan, on one process, for a model of this transformers config.
+
+    Raises:
+        UsageError: see `check_plan` and `PlanStream`.
+    """
+    most = max_positions(config)
+    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
+    check_plan(config, plan)
+    return stream

@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.model import CausalLM
 
@@ -118,6 +118,6 @@ def _why_not(model: CausalLM) -> str | None:
 def _has_links(model: CausalLM) -> bool:
     """Whether it is a stage of a pipeline. What is compiled is compiled in a step, while links are open.
 
-    To load what it made, and to time it, a compiler waits for all that the device was given: see `device_waits.py`.
+    To load what it made, and to time it, a compiler waits for all that the device was given: see `devices.py`.
     """
     return model.cuts[0].layers is not None

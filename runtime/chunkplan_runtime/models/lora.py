@@ -10,10 +10,10 @@ import torch
 
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.models.experts import has_experts
+from chunkplan_runtime.models.checks import has_experts
+from chunkplan_runtime.models.frozen import is_quantized
 from chunkplan_runtime.models.meta_weights import meta_weight
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.quantized import is_quantized
 
 #: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
 ALL_LINEAR = "all-linear"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.dtypes import wide
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.tensor_file import Kind
 
 _HINT = "leave --merge-adapters out, or name other layers by --lora-targets"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkplan_runtime.models.making import make
+from chunkplan_runtime.models.model import make
 
 
 def meta_weight(weight: Tensor, shape: torch.Size | None = None) -> nn.Parameter:

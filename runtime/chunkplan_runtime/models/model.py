@@ -3,41 +3,139 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
 from chunkplan_runtime.attention.context import ChunkContext, Current
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.interface import ATTENTION, register_attention
+from chunkplan_runtime.attention.interface import ATTENTION, borders_from_plan, register_attention
 from chunkplan_runtime.attention.kept import watch_expansion
-from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.attention.mask import borders_from_plan
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checkpointing import checkpoint_layers
-from chunkplan_runtime.models.checks import check_known, is_bidirectional, kv_shapes, windows, with_infinities
-from chunkplan_runtime.models.cut import Cut
+from chunkplan_runtime.models.checks import (
+    check_config,
+    check_known,
+    is_bidirectional,
+    kv_shapes,
+    windows,
+    with_infinities,
+)
 from chunkplan_runtime.models.dropout import seed_layers
-from chunkplan_runtime.models.making import CONFIG_HINT, REFUSALS, how_to_make, make
-from chunkplan_runtime.models.parts import AUTO_MODEL, decoder_of, layers_of, logits_of
-from chunkplan_runtime.models.recurrent import StateCache, cache_argument, is_recurrent, run_segments
-from chunkplan_runtime.models.selective_scan import continue_scans
-from chunkplan_runtime.models.text_part import TEXT_WEIGHTS, checked_text_config, forget_text_weights, is_text_weight
+from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.recurrent import StateCache, cache_argument, continue_scans, is_recurrent, run_segments
 
-#: A function from hidden states [n, hidden_size] to logits [n, vocab_size].
-Head = Callable[[Tensor], Tensor]
+#: What weights of a language model are called within a model of text and more -> their names in it alone.
+TEXT_WEIGHTS = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+
+
+def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
+    """The config of the language model in a model with this config, which may be all there is; checked.
+
+    `router_loss`: see `check_config`.
+
+    Raises:
+        UsageError: chunked execution would get it wrong.
+    """
+    text = config.get_text_config(decoder=True)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if classes.get(config.model_type) != classes.get(text.model_type):  # a class of its own, which ties by its own flag
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    check_config(text, where, router_loss=router_loss)
+    return text
+
+
+def is_text_weight(name: str) -> bool:
+    """Whether a weight of a checkpoint belongs to its language model, by its name."""
+    return re.match(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.", name) is not None
+
+
+def forget_text_weights(model: Any) -> None:
+    """Let a model be saved under its own names: transformers would turn `TEXT_WEIGHTS` back, which cannot be done."""
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        mapped = set(TEXT_WEIGHTS)
+        model._weight_conversions = [each for each in used if not mapped & set(each.source_patterns)]
+
+
+CONFIG_HINT = "take the config.json that came with a model"
+
+#: What transformers raises for a config or a checkpoint that it cannot use.
+REFUSALS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
+
+
+class ModelArguments(TypedDict):
+    """How transformers is to make a model."""
+
+    dtype: torch.dtype
+    attn_implementation: str
+    experts_implementation: NotRequired[str]
+
+
+def how_to_make(dtype: torch.dtype) -> ModelArguments:
+    """The arguments for a model whose weights are of `dtype`, and whose attention is that of chunks."""
+    arguments: ModelArguments = {"dtype": dtype, "attn_implementation": ATTENTION}
+    if dtype == torch.float64:
+        arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
+    return arguments
+
+
+def make(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A new transformers model, drawn on `device`.
+
+    Raises:
+        DataError: transformers cannot build it.
+    """
+    register_attention()
+    try:
+        with torch.device(device):
+            return AUTO_MODEL.from_config(copy.deepcopy(config), **how_to_make(dtype))
+    except REFUSALS as error:
+        raise DataError(
+            f"a {config.model_type} model cannot be built from its config: {error}", hint=CONFIG_HINT
+        ) from error
+
+
+@dataclass(frozen=True)
+class Head:
+    """Makes logits [n, vocab_size] of hidden states [n, hidden_size]; `compiles`: so is what is made of these."""
+
+    logits: Callable[[Tensor], Tensor]
+    vocab_size: int
+    compiles: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states."""
+        return self.logits(hidden)
 
 
 def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
@@ -124,8 +222,10 @@ class CausalLM:
 
     @property
     def head(self) -> Head:
-        """The function from hidden states [n, hidden_size] to logits [n, vocab_size]."""
-        return lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0)
+        """What makes logits of final hidden states."""
+        return Head(
+            lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0), self.vocab_size, self.current.compiles
+        )
 
     def hidden_states(
         self,

@@ -8,7 +8,8 @@ GPU by one kernel, which rounds nothing in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -17,9 +18,45 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from chunkplan_runtime.dtypes import wide
-from chunkplan_runtime.models.lookups import lookup_of
+from chunkplan_runtime.devices import wide
+from chunkplan_runtime.models.modes import computing_in
+
+
+class _Lookup(torch.autograd.Function):
+    """`_Lookup.apply(weight, ids, padding)`: rows of a weight with a sum, `models.products.Summed`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, ids: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, (ids,), weight = gradients[0], ctx.saved_tensors, ctx.weight
+            if ctx.padding is not None:
+                gradient = gradient.masked_fill((ids == ctx.padding)[..., None], 0)
+            total = getattr(weight.owner, weight.entry)
+            if total is None:
+                total = torch.zeros_like(weight, dtype=wide(weight.dtype), requires_grad=False)
+                setattr(weight.owner, weight.entry, total)
+            total.index_put_((ids,), gradient.to(total.dtype), accumulate=True)  # which is deterministic on a GPU
+        return None, None, None
+
+
+_lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
+
+
+def lookup_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
+    (ids, weight), padding = args[:2], kwargs.get("padding_idx")
+    is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    return _lookup(weight, ids, padding)
 
 
 class _Place(NamedTuple):
@@ -321,3 +358,93 @@ _fake: Any = partial(torch.library.register_fake, lib=_library)
 _fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
 _fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
 torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)
+
+
+#: A virtual stage of this process, and a chunk_id.
+Place = tuple[int, int]
+
+
+class WeightHalves:
+    """What gradients of weights are made of: `kept` of the chunks between the halves of their backward.
+
+    `splits`: whether any backward is split; else all is computed as ever.
+    """
+
+    def __init__(self, *, splits: bool = False) -> None:
+        self._splits = splits
+        #: Of the chunk whose input half is at work; None in whole backwards.
+        self._keeping: list[Factors] | None = None
+        self.kept: dict[Place, list[Factors]] = {}
+
+    def splitting(self) -> AbstractContextManager[object]:
+        """Backwards of what runs forward in the block can be split."""
+        return computing_in(_Products(self)) if self._splits else nullcontext()
+
+    @contextmanager
+    def input_half(self, place: Place) -> Iterator[None]:
+        """Backwards in the block leave gradients of weights for the `weight_half` of this chunk."""
+        self._keeping = self.kept[place] = []
+        try:
+            yield
+        finally:
+            self._keeping = None
+
+    def weight_half(self, place: Place) -> None:
+        """Add the gradients of weights that the chunk's input half has left."""
+        by_weight: dict[Tensor, list[Factors]] = {}
+        for factors in self.kept.pop(place):
+            by_weight.setdefault(factors.weight, []).append(factors)
+            del factors  # each is to be let go of
+        while by_weight:
+            weight = next(iter(by_weight))
+            left = [factors for factors in by_weight.pop(weight) if not factors.are_added()]
+            if left:
+                _Given.apply(weight, left).backward()  # type: ignore[no-untyped-call]
+
+    def keep(self, factors: Factors) -> bool:
+        """Keep what an input half leaves; whether one is at work."""
+        if self._keeping is not None:
+            self._keeping.append(factors._replace(x=factors.x.detach()))  # not the graph behind it
+        return self._keeping is not None
+
+
+class _Given(torch.autograd.Function):
+    """`_Given.apply(weight, products)`: nothing, whose gradient for the weight is the sum of the products.
+
+    A gradient that autograd is given from outside it copies, one that is made within a backward it takes as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, products: list[Factors]) -> Tensor:
+        ctx.products = products
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_of(ctx.products), None
+
+
+class _Products(TorchFunctionMode):
+    """Computes products with trained weights so that their gradients can be left."""
+
+    def __init__(self, halves: WeightHalves) -> None:
+        super().__init__()
+        self._halves = halves
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = product_of(function, args, kwargs, self._halves.keep)
+        return function(*args, **kwargs) if found is None else found
+
+
+def _sum_of(products: list[Factors]) -> Tensor:
+    """The gradient of one parameter; what it is made of is let go of."""
+    is_whole = all(each.place.is_whole for each in products)
+    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].weight)
+    while products:
+        place, product = products[0].place, products.pop(0).product()
+        (total if is_whole else total.as_strided(place.size, place.stride, place.offset)).add_(product)
+    return total

@@ -30,11 +30,11 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
+from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
-from chunkplan_runtime.dtypes import wide
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]
@@ -68,6 +68,26 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
             f"the load-balancing loss of model type {config.model_type!r} is one of its own", where=where, hint=_HINT
         )
     return scope
+
+
+def softmax_of(rows: Tensor) -> Tensor:
+    """Probabilities of experts [num_tokens, num_experts], in at least float32, of logits of a router."""
+    return rows.to(wide(rows.dtype)).softmax(-1)
+
+
+def load_balancing(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss of a router, a `execution.loss.ChunkLoss` whose `hidden` are its logits [num_tokens, num_experts].
+
+    `head` makes their softmax. `labels` [num_tokens, num_experts]: what the probability of each expert is multiplied
+    by.
+    """
+    probabilities = head(hidden)
+    terms = labels.to(probabilities.dtype) * probabilities
+    losses = terms.sum(-1)
+    gradient = (terms - probabilities * losses[:, None]) * weights[:, None]
+    return losses, gradient.to(hidden.dtype)
 
 
 class RouterLoss:
@@ -186,7 +206,7 @@ class RouterLoss:
     def _count(self, logits: Tensor, context: ChunkContext) -> Tensor:
         """How many tokens of each span choose each expert: [num_spans, num_experts], of padding none."""
         rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
-        chosen = rows.to(wide(rows.dtype)).softmax(-1).topk(self._top_k).indices  # [num_tokens, top_k]
+        chosen = softmax_of(rows).topk(self._top_k).indices  # [num_tokens, top_k]
         hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)
         places, weights = self._places(context, rows.device)
         counts = hits.new_zeros(len(context.spans), rows.shape[1]).index_add_(0, places, hits)
@@ -195,7 +215,6 @@ class RouterLoss:
     def _gradient(self, router: int, context: ChunkContext, counts: Tensor | None, logits: Tensor) -> Tensor:
         """That of the loss for `logits` [..., num_experts]; its value is added up."""
         rows = logits.reshape(-1, logits.shape[-1])
-        probabilities = rows.to(wide(rows.dtype)).softmax(-1)  # [num_tokens, num_experts]
         if counts is None:
             assert self._shares is not None, "a step has begun"
             self._shares = self._shares.to(rows.device)
@@ -204,11 +223,11 @@ class RouterLoss:
             by_span = self._counts_of_sequences(router, context.spans, counts)
             by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
         places, weights = self._places(context, rows.device)
-        terms = (by_span * weights[:, None])[places].to(probabilities.dtype) * probabilities
-        by_token = terms.sum(-1, keepdim=True)
-        value = by_token.sum(dtype=torch.float64)
+        weights = weights[places]
+        losses, gradient = load_balancing(softmax_of, rows, by_span[places], weights)
+        value = losses.double() @ weights
         self._value = value if self._value is None else self._value + value
-        return (terms - probabilities * by_token).to(logits.dtype).view_as(logits)
+        return gradient.view_as(logits)
 
     def _counts_of_sequences(self, router: int, spans: Sequence[Span], counts: Tensor) -> Tensor:
         """How many tokens of the whole sequence of each span choose each expert: [num_spans, num_experts]."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from chunkplan_runtime.models.checks import MODEL_TYPES
-from chunkplan_runtime.models.experts import EXPERTS_PER_TOKEN, NUM_EXPERTS
+from chunkplan_runtime.models.checks import EXPERTS_PER_TOKEN, MODEL_TYPES, NUM_EXPERTS
 from chunkplan_runtime.models.parts import AUTO_MODEL, layers_of
 
 #: What a config says, by name: of any kind, as transformers has it.

@@ -12,7 +12,7 @@ import torch
 
 from chunkplan.planfile.measured import Spent, StepTimeline, TimedAction
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.device_waits import synchronize
+from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import Around
 from chunkplan_runtime.layout import RankLayout
 

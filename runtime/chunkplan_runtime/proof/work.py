@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from chunkplan.planfile.plan import Action, Chunk, Segment
-from chunkplan_runtime.feed.labels import NO_TARGET, shifted_labels
-from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
+from chunkplan_runtime.sharing import Span
 
 #: The number of tokens of each sequence. The longest goes far beyond the window of a small model.
 LENGTHS = (9, 7, 41, 5, 23)

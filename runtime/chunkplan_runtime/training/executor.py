@@ -21,11 +21,10 @@ from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
-from chunkplan_runtime.models.checks import check_config, max_positions
+from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
-from chunkplan_runtime.models.plans import check_plan, plan_stream
-from chunkplan_runtime.proof.record import exact_router_loss
+from chunkplan_runtime.proof.prove import exact_router_loss
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")

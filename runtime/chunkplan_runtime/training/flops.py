@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.models.checks import kv_shapes, windows
-from chunkplan_runtime.models.experts import share_of_tokens
+from chunkplan_runtime.models.checks import kv_shapes, share_of_tokens, windows
+from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.quantized import num_weights
 
 #: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")

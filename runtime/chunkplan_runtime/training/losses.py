@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from chunkplan.planfile.analysis import Analysis
-from chunkplan_runtime.execution.rank_loss import SequenceLoss
+from chunkplan_runtime.execution.loss import SequenceLoss
 
 #: How many losses the median is of, and how few are too few for one.
 _WINDOW, _FEWEST = 50, 5

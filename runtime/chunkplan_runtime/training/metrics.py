@@ -16,7 +16,7 @@ from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
-from chunkplan_runtime.execution.rank_loss import SequenceLoss
+from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig

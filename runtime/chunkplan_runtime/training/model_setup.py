@@ -12,21 +12,19 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.devices import device_name, find_device, is_profile_of
+from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.launch import local_device_index
 from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.cut import Cut
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
+from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
 from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
-from chunkplan_runtime.models.quantized import in_4bit
+from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.model_options import SHARED
 
@@ -180,9 +178,7 @@ def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
     kernels = config.fused_kernels or "none"
     if kernels == "none":
         return None
-    layers = (cut.layers for cut in own.cuts if cut.layers is not None)
-    modules = dict.fromkeys(module for part in (own.model, *layers) for module in part.modules())
-    return fuse(modules, kernels, torch.device(config.device))
+    return fuse(own.model, kernels, torch.device(config.device))
 
 
 def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:

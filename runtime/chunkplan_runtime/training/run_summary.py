@@ -10,14 +10,13 @@ import torch
 
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.unread_keys import unread_words
-from chunkplan_runtime.attention import flash_attn_2, flash_attn_4
-from chunkplan_runtime.attention.kernel import AUTO
-from chunkplan_runtime.distributed.groups import Groups
-from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.kernels import AUTO
+from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.quantized import num_weights
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
@@ -64,7 +63,7 @@ def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
     """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
     if config.attention != AUTO or torch.device(config.device).type != "cuda":
         return []
-    packages = {"flash-attn-4": flash_attn_4.why_not_installed(), "flash-attn-2": flash_attn_2.why_not_installed()}
+    packages = {"flash-attn-4": why_not_4(), "flash-attn-2": why_not_2()}
     found = packages | model.kernels.left_out
     return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
 

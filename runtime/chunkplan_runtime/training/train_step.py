@@ -20,12 +20,11 @@ from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.distributed.slots import Aligned, paddings_of
+from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.execution.rank_loss import SequenceLoss
+from chunkplan_runtime.execution.loss import SequenceLoss, cross_entropy
 from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
@@ -77,7 +76,6 @@ class TrainStep:
             self._shards = Shards(
                 model,
                 groups.replicas,
-                groups.machines,
                 master_weights=master_weights,
                 sharding=cast(Sharding, config.sharding or "optimizer"),
             )
@@ -91,7 +89,7 @@ class TrainStep:
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
             router_loss=scope,
-            label_smoothing=config.label_smoothing,
+            loss=cross_entropy(config.label_smoothing),
         )
         self._config = config
         self._num_steps = num_steps

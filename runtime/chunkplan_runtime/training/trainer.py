@@ -15,10 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.models.plans import check_plan
-from chunkplan_runtime.proof.record import exact_router_loss
-from chunkplan_runtime.training.agreement import refuse_other_processes
+from chunkplan_runtime.distributed.job import Job, refuse_other_processes
+from chunkplan_runtime.models.checks import check_plan
+from chunkplan_runtime.proof.prove import exact_router_loss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import BestLoss, restore_random_states
 from chunkplan_runtime.training.comparison import compare

@@ -13,16 +13,15 @@ from transformers import AutoConfig, masking_utils
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext, Current
-from chunkplan_runtime.attention.form import Form
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
-from chunkplan_runtime.attention.interface import chunk_attention, register_attention
-from chunkplan_runtime.attention.kernel import KERNELS, Kernels
-from chunkplan_runtime.attention.mask import Mask, borders_from_plan, mask_of
+from chunkplan_runtime.attention.interface import Mask, borders_from_plan, chunk_attention, mask_of, register_attention
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS, Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 
 def plain(query, key, value, form):

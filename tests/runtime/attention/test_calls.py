@@ -20,12 +20,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention import flash_attn_4
-from chunkplan_runtime.attention.flash_attn_2 import why_not_installed
-from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention import flash_attn
 from chunkplan_runtime.attention.function import LayerAttention
-from chunkplan_runtime.attention.kernel import KERNELS, Kernels
-from chunkplan_runtime.attention.trial import why_wrong
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
@@ -72,7 +70,7 @@ OPERATORS = {
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Puts a flash-attn in the place of what is installed."""
-    caches = why_not_installed, flash_attn_4.why_not_installed, flash_attn_4._version
+    caches = flash_attn.why_not_2, flash_attn.why_not_4, flash_attn._version_4
 
     def put(write=write_package, **how):
         write(tmp_path, next(_NAMES), **how)
@@ -129,7 +127,7 @@ def calls(monkeypatch):
             does = getattr(cudnn, "backward" if "backward" in name else "forward")
             does = does if "cudnn" in name else flash_attention
             monkeypatch.setattr(torch.ops.aten, name, Recorder(name, does, found))
-    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 1)
+    monkeypatch.setattr("chunkplan_runtime.attention.flash._MULTIPLE", 1)
     return found
 
 
@@ -281,9 +279,9 @@ def called_cudnn(calls, num_queries, num_keys, form):
     ],
 )
 def test_cudnn_gets_lengths_that_come_again_and_long_calls(num_queries, num_keys, form, is_cudnn, calls, monkeypatch):
-    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 8)
-    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._LONG_CALL", 4 * 4 * 16 * 130 * 13)
-    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MOST_NUMBERS", 4 * 16 * 200)
+    monkeypatch.setattr("chunkplan_runtime.attention.flash._MULTIPLE", 8)
+    monkeypatch.setattr("chunkplan_runtime.attention.flash._LONG_CALL", 4 * 4 * 16 * 130 * 13)
+    monkeypatch.setattr("chunkplan_runtime.attention.flash._MOST_NUMBERS", 4 * 16 * 200)
     assert called_cudnn(calls, num_queries, num_keys, form) == [is_cudnn, is_cudnn]
 
 
@@ -299,7 +297,7 @@ def test_where_results_have_to_be_the_same_bits_cudnn_gets_nothing(calls):
 def test_a_plan_of_cudnn_gets_results_of_one_layout_and_an_lse_as_it_gives_it(lse_dims, monkeypatch):
     """PyTorch finds a plan again by the strides of queries, keys and values alone, and the plan is of the rest too."""
     calls, cudnn = [], CudnnStandIn(lse_dims)
-    monkeypatch.setattr("chunkplan_runtime.attention.torch_cudnn._MULTIPLE", 1)
+    monkeypatch.setattr("chunkplan_runtime.attention.flash._MULTIPLE", 1)
     for name, does in zip(OPERATORS, (cudnn.forward, cudnn.backward), strict=False):
         monkeypatch.setattr(torch.ops.aten, name, Recorder(name, does, calls))
     kernel, form = KERNELS["torch-cudnn"], Form(0.3, causal=True)
@@ -399,7 +397,7 @@ def test_a_flash_attn_of_other_functions_is_left_aside_by_name(how, reason, inst
     install(**how)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu, form = torch.device("cuda", 0), Form(1.0, True)
-    assert why_not_installed().startswith(reason) or reason in why_not_installed()
+    assert flash_attn.why_not_2().startswith(reason) or reason in flash_attn.why_not_2()
     assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
     with pytest.raises(UsageError) as raised:
         Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -425,7 +423,7 @@ def test_a_flash_attn_4_that_cannot_be_called_is_left_aside_by_name(how, reason,
     install(write_package_4, **how)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu, form = torch.device("cuda", 0), Form(1.0, True)
-    assert flash_attn_4.why_not_installed().startswith(reason)
+    assert flash_attn.why_not_4().startswith(reason)
     assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
     with pytest.raises(UsageError, match="no attention kernel can run this model") as raised:
         Kernels("flash-attn-4").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -436,7 +434,7 @@ def test_a_flash_attn_4_has_what_cudnn_has_not_on_hopper_and_is_no_flash_attn_2(
     install(write_package_4)
     gpu, form = torch.device("cuda", 0), Form(1.0, True, reach=3, softcap=5.0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flash_attn_4.why_not_installed() is why_not_installed() is None
+    assert flash_attn.why_not_4() is flash_attn.why_not_2() is None
     assert Kernels().choose(gpu, torch.float16, (256, 256), form).name == "flash-attn-4"
     with pytest.raises(UsageError, match="flash-attn-2: the package flash-attn is not installed"):
         Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -447,7 +445,7 @@ def test_a_flash_attn_4_has_what_cudnn_has_not_on_hopper_and_is_no_flash_attn_2(
 
 def test_without_a_flash_attn_4_it_is_not_installed(install):
     install()
-    assert flash_attn_4.why_not_installed() is None
+    assert flash_attn.why_not_4() is None
     with pytest.raises(UsageError, match="flash-attn-4: the package flash-attn-4 is not installed"):
         Kernels("flash-attn-4").choose(torch.device("cuda"), torch.bfloat16, (64, 64), Form(1.0, True))
 
@@ -464,7 +462,7 @@ def test_the_trial_at_the_start_of_a_run_is_passed_by_what_is_called(kernel):
 def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(error, install, tmp_path):
     install()
     (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"raise {error}('built for another torch')\n")
-    assert why_not_installed() == "flash-attn cannot be imported (built for another torch)"
+    assert flash_attn.why_not_2() == "flash-attn cannot be imported (built for another torch)"
 
 
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
@@ -497,7 +495,7 @@ def test_a_run_prints_why_flash_attn_is_left_aside(
 def test_a_flash_attn_that_is_the_known_one_is_chosen(install, monkeypatch):
     install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_not_installed() is None
+    assert flash_attn.why_not_2() is None
     assert Kernels().choose(torch.device("cuda", 0), torch.bfloat16, (64, 64), Form(1.0, True)).name == "flash-attn-2"
 
 

@@ -17,12 +17,11 @@ from transformers import AutoConfig
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
 from chunkplan_runtime.attention.context import ChunkContext, Current
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.interface import chunk_attention
+from chunkplan_runtime.attention.interface import Mask, chunk_attention
 from chunkplan_runtime.attention.kept import Expand, page_shapes, watch_expansion
-from chunkplan_runtime.attention.kernel import Kernels
-from chunkplan_runtime.attention.mask import Mask
-from chunkplan_runtime.device_waits import no_device_waits
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
@@ -33,7 +32,7 @@ from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 from tests.runtime.attention.test_attention import plain
 from tests.support.mixed_chunks import LENGTHS, MIXED
 

@@ -8,10 +8,9 @@ from transformers import AutoConfig
 
 from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.form import Form
-from chunkplan_runtime.attention.kernel import KERNELS, Kernels
+from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
 from chunkplan_runtime.attention.reference import ReferenceKernel
-from chunkplan_runtime.attention.trial import why_wrong
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.proof.work import random_sequences, work_of

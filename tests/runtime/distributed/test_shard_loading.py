@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.attention.kernel import Kernels
+from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed import shard_loading
 from chunkplan_runtime.distributed.shard_loading import StoredTensor, WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers

@@ -14,7 +14,7 @@ from chunkplan import PlanConfig, build, load_plan
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Plan, PlanStep
-from chunkplan_runtime.distributed.slots import paddings_of
+from chunkplan_runtime.distributed.sharding import paddings_of
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.layout import RankLayout, one_pipeline
 

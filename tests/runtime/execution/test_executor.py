@@ -13,12 +13,12 @@ from chunkplan.errors import DataError
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution import loss
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.loss import losses_and_gradient, token_losses
+from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.pages import Asked
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.models.model import Head, new_model
+from chunkplan_runtime.sharing import Span
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -102,6 +102,10 @@ def test_actions_that_would_not_be_exact_are_refused(run_step, actions, message)
     assert "chunkplan validate" in raised.value.hint
 
 
+def weights(num_tokens, weight):
+    return torch.full((num_tokens,), weight, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch, smoothing):
     monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 3 * 20)
@@ -112,17 +116,19 @@ def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch, smoothing)
     how = {"ignore_index": -100, "label_smoothing": smoothing}
     plain = torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum", **how)
     expected, of_weight = torch.autograd.grad(plain / 7, [hidden, head.weight])
-    losses, gradient = losses_and_gradient(head, hidden, labels, 20, 1 / 7, smoothing)
+    losses, gradient = cross_entropy(smoothing)(Head(head, 20), hidden, labels, weights(11, 1 / 7))
     torch.testing.assert_close(losses.sum(), plain, rtol=1e-14, atol=0)
     torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-16)
     torch.testing.assert_close(head.weight.grad, of_weight, rtol=1e-13, atol=1e-16)
-    assert torch.equal(losses, token_losses(head, hidden, labels, 20)) == (smoothing == 0)
+    with torch.no_grad():
+        plain_losses, _ = cross_entropy()(Head(head, 20), hidden, labels, weights(11, 1.0))
+    assert torch.equal(losses, plain_losses) == (smoothing == 0)
     assert torch.equal(losses != 0, labels >= 0)
 
 
 def test_without_targets_the_loss_is_a_zero_with_a_zero_gradient():
     hidden = torch.full((3, 8), torch.inf, requires_grad=True)
-    losses, gradient = losses_and_gradient(torch.nn.Linear(8, 20), hidden, torch.full((3,), -100), 20, 1.0)
+    losses, gradient = cross_entropy()(Head(torch.nn.Linear(8, 20), 20), hidden, torch.full((3,), -100), torch.ones(3))
     assert torch.equal(losses, torch.zeros(3))
     assert torch.equal(gradient, torch.zeros(3, 8))
 
@@ -159,7 +165,7 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.where(torch.arange(23) % 3 > 0, torch.arange(23) % 11, -100)
-    losses, _ = losses_and_gradient(head, hidden, labels, 11, 1.0)
+    losses, _ = cross_entropy()(Head(head, 11), hidden, labels, weights(23, 1.0))
     assert max(seen) == 4
     assert sum(seen) == int((labels >= 0).sum())
     whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=-100, reduction="sum")
@@ -177,7 +183,7 @@ def test_a_compiled_loss_is_the_same(smoothing, monkeypatch):
         found = []
         for compiled in (False, True):
             head.zero_grad()
-            made = losses_and_gradient(head, hidden, labels, 50, 1 / rows, smoothing, compiled=compiled)
+            made = cross_entropy(smoothing)(Head(head, 50, compiled), hidden, labels, weights(rows, 1 / rows))
             found.append((*made, head.weight.grad, head.bias.grad))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-16)
@@ -195,7 +201,7 @@ def test_where_nothing_can_be_compiled_the_loss_is_made_as_it_is_and_a_note_says
             head = torch.nn.Linear(8, 20).double()
             torch.nn.init.constant_(head.weight, 0.1)
             torch.nn.init.zeros_(head.bias)
-            found.append(losses_and_gradient(head, hidden, labels, 20, 1.0, compiled=compiled))
+            found.append(cross_entropy()(Head(head, 20, compiled), hidden, labels, weights(5, 1.0)))
     loss._compiled.cache_clear()
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
     said = capsys.readouterr().err
@@ -212,8 +218,9 @@ def test_the_loss_takes_the_memory_that_the_planner_counts_for_it(dtype, monkeyp
     hidden, labels = torch.randn(3 * rows, 8, dtype=dtype), torch.arange(3 * rows) * 6
     plain = torch.nn.functional.cross_entropy(head(hidden).float(), labels)
     (of_weight,) = torch.autograd.grad(plain, [head.weight])
+    weights = torch.full((len(labels),), 1 / len(labels))
     with torch.profiler.profile(profile_memory=True) as profiled:
-        losses, _ = losses_and_gradient(head, hidden, labels, vocab_size, 1 / len(labels))
+        losses, _ = cross_entropy()(Head(head, vocab_size), hidden, labels, weights)
     events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
     alive = np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])
     assert 7 < alive.max() / (rows * vocab_size) < 9

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_train import all_well, same_run
@@ -29,7 +30,7 @@ def whole(model, sequences, smoothing):
         tokens, predicted = torch.tensor(ids.astype("int64")), torch.tensor(target)[1:]
         logits = model.model(tokens[None], use_cache=False).logits[0, :-1]
         labels = torch.where(predicted, tokens[1:], -100)
-        loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / num_targets
+        loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / num_targets
         loss.backward()
         total += loss.item()
     return total, take_gradients(model)
@@ -53,7 +54,7 @@ def test_it_is_exact_in_chunks_and_in_blocks_of_the_head(
         model.model.set_attn_implementation("eager")
         (plain, _), (expected, reference) = (whole(model, sequences, smoothing) for smoothing in (0.0, 0.2))
         model.model.set_attn_implementation(ours)
-        executor = RankExecutor(model, label_smoothing=0.2)
+        executor = RankExecutor(model, loss=cross_entropy(0.2))
         loss = executor.run(work.ranks[0], work.step.num_target_tokens).loss
         gradients = take_gradients(model)
         evaluated = executor.evaluate(work.ranks[0], work.step.num_target_tokens).loss

@@ -14,7 +14,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.spans import Span
+from chunkplan_runtime.sharing import Span
 
 LENGTHS = [23, 4, 9]
 

@@ -21,10 +21,10 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
-from chunkplan_runtime.models import weight_halves
+from chunkplan_runtime.models import products
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.proof.work import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 
@@ -144,7 +144,7 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
 def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hooks of weights find is what was computed: they are read and written once."""
     model = model_of(SPLIT["llama with biases, tied"])
-    sum_of = weight_halves._sum_of
+    sum_of = products._sum_of
     made: list[int] = []
     found: list[int] = []
 
@@ -158,7 +158,7 @@ def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch:
             found.append(weight.grad.data_ptr())
             weight.grad = None
 
-    monkeypatch.setattr(weight_halves, "_sum_of", summed)
+    monkeypatch.setattr(products, "_sum_of", summed)
     for name, weight in model.model.named_parameters():
         if ".layers." in name and weight.ndim == 2:
             weight.register_post_accumulate_grad_hook(take)

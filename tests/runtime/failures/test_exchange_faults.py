@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.exchange import Activity
-from chunkplan_runtime.failures.heartbeat import Heartbeat
+from chunkplan_runtime.failures.liveness import Heartbeat
 from tests.runtime.failures.test_watchdog import END_IT, RESUME, WHY, Outcomes
 from tests.support.analyses import write_analysis
 from tests.support.shared_plans import given_blocks
@@ -112,14 +112,12 @@ def test_whoever_finds_a_process_lost_knows_who_waits_for_it() -> None:
     """All but process 0 hear of that one alone, until they have something to say."""
     store = HashStore()
     beats = [Heartbeat(store, rank, 3) for rank in range(3)]
-    for beat in beats:
-        beat.prepare()
     beats[1].activity = lambda: Activity("exchanging heads of sequence 7 with process 0", (0,))
     for beat in beats:
         beat.exchange()
     assert 1 not in beats[2].activities()
-    beats[2].read_all(3)
+    beats[2].read(range(3))
     assert beats[2].activities()[1] == Activity("exchanging heads of sequence 7 with process 0", (0,))
     late = Heartbeat(HashStore(), 0, 2)
-    late.read_all(2)
+    late.read(range(2))
     assert late.activities().keys() == {0}, "one that has not begun says nothing"

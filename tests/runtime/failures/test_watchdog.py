@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch itself warns, with a trace, of a store that is gone
 }
-RESUME = "--resume goes on from the last checkpoint\n"
+RESUME = "--resume continues from the last checkpoint\n"
 WHY = f"hint: its own output says why (out of memory, a lost machine); {RESUME}"
 IF_GONE = f"hint: if it is gone, its own output says why (out of memory, a lost machine); {RESUME}"
 END_IT = r"hint: if it is still there, `kill -CONT (\d+)` has it end as the others do, `kill -KILL \1` at once; "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from chunkplan_runtime.attention.form import Form
+from chunkplan_runtime.attention.kernel import Form
 from tests.runtime.attention.test_attention import plain
 from tests.support.kv_cases import attend_together, read_and_add
 from tests.support.process_pool import ProcessPool, process_pool

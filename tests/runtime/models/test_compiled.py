@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.attention.in_graph import prepare_attention
+from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
@@ -70,7 +70,7 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
     ) -> CausalLM:
         config = tiny_config(**{**MODELS, **SPLIT}[name])
         model = new_model(AutoConfig.for_model(**config), dtype, seed=1)
-        fuse(list(model.model.modules()), "torch", model.device)  # norms of transformers are in float32
+        fuse(model.model, "torch", model.device)  # norms of transformers are in float32
         if adapted:
             model = add_lora(model, LoraOptions(rank=3, alpha=6.0, dropout=0.3))
             for number, (name, value) in enumerate(model.model.named_parameters()):

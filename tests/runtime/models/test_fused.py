@@ -20,7 +20,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
 from tests.support.places import ROOT
@@ -80,7 +80,7 @@ def gradients(made):
 def test_a_model_computes_with_fused_norms_what_it_does_without(model, model_type):
     made = model(model_type)
     expected = gradients(made)
-    assert str(fuse(list(made.model.modules()), "torch", CPU)) == NORMS[model_type]
+    assert str(fuse(made.model, "torch", CPU)) == NORMS[model_type]
     found = gradients(made)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -102,7 +102,10 @@ def test_nothing_is_fused_that_computes_something_else():
     two, three = SizeNorm(), SizeNorm(power=3)
     hidden = torch.randn(3, 8)
     before = [(norm(hidden), norm(hidden, hidden)) for norm in (two, three)]
-    assert str(fuse([two, three, nn.RMSNorm(8), nn.Linear(8, 8)], "torch", CPU)) == "1 norms; as they are: 1 SizeNorm"
+    assert (
+        str(fuse(nn.ModuleList([two, three, nn.RMSNorm(8), nn.Linear(8, 8)]), "torch", CPU))
+        == "1 norms; as they are: 1 SizeNorm"
+    )
     assert torch.equal(two(hidden=hidden), before[0][0])
     assert "forward" in vars(two) and "forward" not in vars(three)
     for norm, (alone, gated) in zip((two, three), before, strict=True):
@@ -146,16 +149,19 @@ class Norm(nn.Module):
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_norm_that_differs_in_one_way_stays_as_it_is(how, is_training):
     norm = Norm(how).to(torch.bfloat16).train(is_training)
-    assert str(fuse([norm], "torch", CPU)) == "nothing; as they are: 1 Norm"
+    assert str(fuse(nn.ModuleList([norm]), "torch", CPU)) == "nothing; as they are: 1 Norm"
     assert norm.training == is_training
-    assert str(fuse([Norm(scale=0.5), Norm(), Norm(scale=0.5)], "torch", CPU)) == "1 norms; as they are: 2 Norm"
+    assert (
+        str(fuse(nn.ModuleList([Norm(scale=0.5), Norm(), Norm(scale=0.5)]), "torch", CPU))
+        == "1 norms; as they are: 2 Norm"
+    )
 
 
 @pytest.mark.parametrize("level", ["none", "keep-products", "full", "offload"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_gradients_in_chunks_are_exact_with_fused_norms(model, handmade_plan, random_sequences, level, rank):
     made = model("qwen3")
-    fuse(list(made.model.modules()), "torch", CPU)
+    fuse(made.model, "torch", CPU)
     made = add_lora(made, LoraOptions(rank=rank, alpha=4)) if rank else made
     made.set_checkpointing(level)
     plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
@@ -235,7 +241,7 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
         "qwen3": "9 norms and 2 gated MLPs",
         "gemma2": "9 norms and 2 gated MLPs",
         "phi3": "5 norms and 2 gated MLPs",
-        "olmo2": "9 norms and 2 gated MLPs",
+        "olmo2": "5 norms and 2 gated MLPs; as they are: 4 Olmo2RMSNorm",
     }
     sizes = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
     documents = [
@@ -258,5 +264,6 @@ def test_kernels_of_liger_compute_what_models_do_and_hold_what_the_planner_count
             CostModel(shape=shape, precision="fp32", fused_kernels="liger"), shape.kinds[0]
         )
         measured = (more["held"] - few["held"]) / 2
-        if document["model_type"] != "phi3":  # which keeps queries with all that its one matrix makes, fused or not
+        # Phi-3 keeps queries with all that its one matrix makes, fused or not; Liger leaves norms of OLMo 2.
+        if document["model_type"] not in ("phi3", "olmo2"):
             assert measured <= predicted <= 1.1 * measured, document["model_type"]

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.kept_attention import attention_bytes
+from chunkplan_runtime.execution.reserve import attention_bytes
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from tests.support.alive import Alive
 

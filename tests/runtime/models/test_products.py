@@ -18,7 +18,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.proof.work import random_sequences, work_of
 from chunkplan_runtime.training.master_weights import TrainedWeights

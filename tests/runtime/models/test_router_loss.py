@@ -15,10 +15,10 @@ from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.plans import check_plan
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.proof.prove import spread_weights, train_routers, train_whole

@@ -22,7 +22,7 @@ from chunkplan.operations import BACKWARDS, OPS
 from chunkplan.planfile.measured import MeasuredStep, StepTimeline, TimedAction, read_measured, write_measured
 from chunkplan.planfile.plan import Action, Plan
 from chunkplan.reporting.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
-from chunkplan_runtime.distributed.groups import make_groups
+from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire

@@ -26,7 +26,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.precise import evaluate_in_float64
+from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import (
     relative_errors,

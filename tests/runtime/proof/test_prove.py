@@ -13,14 +13,13 @@ from transformers import AutoConfig
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
-from chunkplan_runtime.attention.mask import Mask
-from chunkplan_runtime.models import dropout, making
+from chunkplan_runtime.attention.interface import Mask
+from chunkplan_runtime.models import dropout
 from chunkplan_runtime.models import model as models
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.tiny import tiny_document, unknown_numbers
-from chunkplan_runtime.proof import record
-from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, prove
-from chunkplan_runtime.proof.record import check_exact
+from chunkplan_runtime.proof import prove as record
+from chunkplan_runtime.proof.prove import TOLERANCE, UnprovedError, check_exact, prove
 
 #: Models by what they have that others have not, with what their default config leaves out.
 EXACT: dict[str, dict[str, Any]] = {
@@ -141,7 +140,7 @@ def test_a_window_that_is_left_out_would_be_found(monkeypatch: pytest.MonkeyPatc
     from transformers import AttentionInterface
 
     monkeypatch.setattr(interface, "register_attention", lambda: None)
-    monkeypatch.setattr(making, "register_attention", lambda: None)
+    monkeypatch.setattr(models, "register_attention", lambda: None)
     AttentionInterface.register(interface.ATTENTION, without)
     try:
         assert prove(config_of("gpt_oss")).error > 1e-3

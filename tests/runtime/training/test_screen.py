@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan
 from chunkplan.errors import UsageError
-from chunkplan_runtime.execution.rank_loss import SequenceLoss
+from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training import screen as screen_module
 from chunkplan_runtime.training.final import check_tokenizer
