@@ -108,7 +108,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         compiled = CompiledLayers(model, plan.config.chunk_size) if config.compile else None
         model.set_checkpointing(config.checkpointing or "none")
         return Built(model, model, note=note, fused=fused, compiled=compiled)
-    own, identity, note = _own_part(config, model_config, plan, job)
+    own, identity, note = _load_part(config, model_config, plan, job)
     fused = _fuse(config, own)
     whole = _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
@@ -121,7 +121,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     return Built(own, whole, identity, note, fused, compiled)
 
 
-def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
+def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
     """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
     dtype, device, layout, note = dtype_of(config), torch.device(config.device), job.layout, None
     layers = stage_layers(model_config, config, plan, layout)

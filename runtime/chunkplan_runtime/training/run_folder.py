@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.files.folder import MANIFEST, put_in_place, refuse_inside_ours, remove_left_behind, temporary_folder
 from chunkplan.files.lock import try_lock
-from chunkplan.options import in_words
 from chunkplan_runtime.distributed.job import Job
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
@@ -264,9 +263,3 @@ def _is_before(line: bytes, step: int) -> bool:
     except ValueError:
         return False
     return line.endswith(b"\n") and isinstance(row, dict) and row.get("step", step) < step
-
-
-def shorten(value: object) -> str:
-    """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
-    text = in_words(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."
