@@ -14,8 +14,7 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention.kernels import Kernels
@@ -40,9 +40,6 @@ _SAMPLE = 1024
 
 #: A module, the name of a weight in it, and the rows of that which this process has.
 ShardedWeight = tuple[nn.Module, str, Tensor]
-
-#: By which transformers is told to read without threads.
-_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class WholeOnlyError(Exception):
@@ -75,11 +72,11 @@ def load_shard(
         WholeOnlyError: it can be loaded as a whole only.
         UsageError, DataError: as `load_model`; also for a weight of another shape.
     """
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else threads read all that transformers is given, at once
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
-    part = _Part(
-        held, (cut_stage(whole, layers, layout) if layout.pp > 1 else whole).model.state_dict().keys(), layout, device
-    )
+    stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
+    part = _Part(held, stage.model.state_dict().keys(), layout, device)
 
     def load(model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
         return part.load(kind._load_pretrained_model, model, files, how)
@@ -175,8 +172,7 @@ class _Part:
             groups.setdefault(layer_of(name), {})[key] = stored[key]
         report, rest = None, None
         for some in groups.values():
-            with _reading_alone():
-                found, rest = load_some(model, some, None, how)
+            found, rest = load_some(model, some, None, how)
             self._keep_rows_of(model, self._shapes.keys() - found.missing_keys)
             report = found if report is None else _both(report, found)
         if report is None:
@@ -226,20 +222,6 @@ class _Part:
             self.rows[standing] = rows.to(self._device)
 
 
-@contextmanager
-def _reading_alone() -> Iterator[None]:
-    """Within the block transformers reads one tensor after another, and not all that it is given at once in threads."""
-    before = os.environ.get(_NO_THREADS)
-    os.environ[_NO_THREADS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_THREADS]
-        else:
-            os.environ[_NO_THREADS] = before
-
-
 def _place(model: Any, name: str) -> tuple[nn.Module, str]:
     """The module that a weight or a buffer is in, and its name there."""
     path, _, last = name.rpartition(".")
@@ -270,15 +252,6 @@ def _targets(
     Also the changes of names and forms that this takes, which saving turns back. Tensors are in the order in which
     transformers goes through them, which for some changes matters.
     """
-    try:
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-    except ImportError as error:
-        raise WholeOnlyError(f"this version of transformers has no {error.name}") from error
     mapping = list(how.weight_mapping or ())
     tried = copy.deepcopy(mapping)
     renamings = [each for each in tried if isinstance(each, WeightRenaming)]
