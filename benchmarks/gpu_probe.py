@@ -20,7 +20,7 @@ from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, t
 from chunkplan_runtime.calibration.options import CalibrationOptions
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.training.flops import attention_widths
+from chunkplan_runtime.training.metrics import attention_widths
 
 Row = dict[str, Any]
 

@@ -42,7 +42,7 @@ from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.meta_weights import meta_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.final import save_final
-from chunkplan_runtime.training.model_setup import build_model, read_model_config
+from chunkplan_runtime.training.setup import build_model, read_model_config
 from chunkplan_runtime.training.train_step import TrainStep
 
 #: dp, pp.

@@ -30,7 +30,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
 from chunkplan_runtime.models.products import Summed
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 WIDTH, LAYERS, VOCABULARY = 64, 28, 128
 

@@ -27,7 +27,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.parity import TOLERANCE, compare_plan, write_random_analysis
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.runtime.test_parity import MODELS

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from chunkplan.domains import Domain, or_null
@@ -220,11 +219,10 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
 
 
-def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
     """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
 
-    What no flag says is no entry either; where a flag says several fields, each of these is one. `renamed` has old
-    names of entries, each with the new one: their values come back by the old name.
+    What no flag says is no entry either; where a flag says several fields, each of these is one.
 
     Raises:
         UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
@@ -241,7 +239,7 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
     values = {}
     for entry, value in entries.items():
         name = entry.replace("_", "-")
-        found = declared.get(renamed.get(name, name))
+        found = declared.get(name)
         if found is None:
             hint = f"it is one of {', '.join(declared)}; what else there is is given in the command, not in a file"
             for one in options:
@@ -260,7 +258,7 @@ def read_toml(path: Path, *configs: type[Options], renamed: Mapping[str, str] = 
                 where=str(path),
                 hint="fix this entry",
             )
-        values[name.replace("-", "_") if name in renamed else found.name] = loaded
+        values[found.name] = loaded
     return values
 
 

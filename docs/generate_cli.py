@@ -5,7 +5,6 @@ Run it after a change of a command or of the trainer's options: python docs/gene
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from page_writing import code, paragraph, table, write_page
 from typer.models import CommandInfo
 
 from chunkplan_cli.app import app
-from chunkplan_runtime.training.options import make_parser
+from chunkplan_runtime.train import make_parser
 
 HEAD = """# The command line
 
@@ -169,9 +168,8 @@ def row(parameter: Any) -> Row:
 
 def trainer() -> Iterator[str]:
     """Yield what the trainer takes beside `chunkplan train`, whose options it has, and its example."""
-    parser = make_parser(lambda error: 2)
-    # An old name of an option, which is still taken, has no help.
-    actions = [each for each in parser._actions if each.dest != "help" and each.help != argparse.SUPPRESS]
+    parser = make_parser()
+    actions = [each for each in parser._actions if each.dest != "help"]
     command = options_of(typer.main.get_command(app).commands["train"])  # type: ignore[attr-defined]
     flags = {flag for each in command for flag in (*each.opts, *each.secondary_opts)}
     also_here = {flag for each in actions for flag in each.option_strings}

@@ -15,7 +15,7 @@ from chunkplan_cli.declared import OPTIONS, Given, WorkspaceOption, takes
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.run_report import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
-from chunkplan_runtime.training.config import RENAMED, TrainConfig
+from chunkplan_runtime.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +57,29 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     from chunkplan_runtime.layout import choose_layout
     from chunkplan_runtime.requirements import require_torch
     from chunkplan_runtime.train import main
-    from chunkplan_runtime.training.options import read_options
 
-    options = StartOptions(**how)
-    place = Workspace.find(workspace)
-    in_file = read_toml(options.config, TrainConfig, renamed=RENAMED) if options.config else {}
-    plan = find_plan(options.plan or in_file.get("plan"), place, "--plan")
-    output = options.output or in_file.get("output") or place.run
-    arguments = ["--plan", str(plan), "--output", str(output)]
-    arguments += ["--config", str(options.config)] if options.config else []
-    arguments += _typed(run)
-    config = read_options(arguments, _report)
+    options, place = StartOptions(**how), Workspace.find(workspace)
+    values = {**(read_toml(options.config, TrainConfig) if options.config else {}), **run}
+    plan = find_plan(options.plan or values.get("plan"), place, "--plan")
+    output = options.output or values.get("output") or place.run
+    config = TrainConfig(**{**values, "plan": plan, "output": output})
     require_torch()
-    loaded = load_plan(config.plan)
+    loaded = load_plan(plan)
     count = options.nproc or loaded.config.dp * loaded.config.pp
     choose_layout(loaded, count, 0, _by_nproc)  # refused now if it cannot be
     if count == 1:
-        raise typer.Exit(main(arguments))
+        raise typer.Exit(main(config=config))
     from chunkplan_runtime.distributed.start import start
 
+    in_file = ["--config", str(options.config)] if options.config else []
+    arguments = ["--plan", str(plan), "--output", str(output), *in_file, *_typed(run)]
     note(
         "started as: "
         + shlex.join(["torchrun", "--nproc-per-node", str(count), "-m", "chunkplan_runtime.train", *arguments])
     )
     code = start(arguments, count)
-    if code == 0 and find_spec("numba") and (config.output / MEASURED).exists():  # a run trains without it
-        show_run(config.output, config.output / TIMELINE)
+    if code == 0 and find_spec("numba") and (output / MEASURED).exists():  # a run trains without it
+        show_run(output, output / TIMELINE)
     raise typer.Exit(code)
 
 
@@ -91,13 +88,8 @@ def _by_nproc(numbers: list[int]) -> str:
     return " or ".join(f"`--nproc {number}`" for number in reversed(numbers))
 
 
-def _report(error: Exception) -> int:
-    """Raise what is wrong with the options: this command reports it as all others do."""
-    raise error
-
-
 def _typed(run: Given) -> list[str]:
-    """The flags of a run as they are typed."""
+    """The flags of a run as they are typed, for the processes that torchrun starts."""
     words = []
     for name, value in run.items():
         flag = options_of(TrainConfig)[name].flag

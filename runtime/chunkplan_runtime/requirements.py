@@ -1,6 +1,4 @@
-"""What comes before torch: whether it and transformers are there, so that their absence is reported at once; and what
-CUDA reads when it begins.
-"""
+"""What comes before torch: what it and CUDA read when they begin, and whether torch and transformers are there."""
 
 from __future__ import annotations
 
@@ -18,6 +16,18 @@ _WARNS_OF_KERNELS = "bitsandbytes.backends.cpu.ops"
 #: default CUDA loads a kernel when it is first asked for, and waits for the device to do so; and it has 8 queues, so
 #: that what is in a ninth stream may come behind a receive that waits.
 _OF_SEVERAL = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+#: How torch takes memory on a GPU, under both of its names: a chunk takes what others of other sizes have given back.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def set_environment() -> None:
+    """Set what torch and CUDA read, for a process that trains, unless it is set already."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a page of C++ stack about a process that is gone
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        set_for_several_processes()
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def set_for_several_processes() -> None:

@@ -5,52 +5,59 @@ Options are checked before torch is imported, so that a mistake or a missing ext
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.options import options_of, read_toml
 from chunkplan.visible import one_line
-from chunkplan_runtime.requirements import require_torch, set_for_several_processes
-from chunkplan_runtime.training.options import is_main_process, read_options
+from chunkplan_runtime.requirements import require_torch, set_environment
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
 
-#: What is set before torch is imported, unless it is set already. Else torch prints a page of its C++ stack
-#: about a process that is gone.
-_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-
-#: How torch takes memory on a GPU, under both of its names: a chunk takes what others of other sizes have given back.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
+  --plan chunkplan-out/plan --model NAME --output chunkplan-out/run"""
 
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run."""
-    config = None
+class _Terminated(KeyboardInterrupt):
+    """What SIGTERM is here: as Ctrl-C, so that nothing is left half written."""
+
+
+def main(arguments: list[str] | None = None, config: TrainConfig | None = None) -> int:
+    """Run the command; returns its exit code. Started by torchrun, it is one of the processes of a run.
+
+    `config`: the options, where they were read already.
+    """
     before = signal.signal(signal.SIGTERM, _terminate)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        set_for_several_processes()
-    if not any(name in os.environ for name in _ALLOCATOR):
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    set_environment()
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        config = read_options(arguments, _fail_once)
+        config = read_options(arguments) if config is None else config
         require_torch()
         from chunkplan_runtime.distributed.launch import train_alone, train_together, world_size
 
         (train_alone if world_size() == 1 else train_together)(config)
     except KeyboardInterrupt as interrupt:
-        if is_main_process():
+        if is_main:
             left = "nothing was done yet" if config is None else RunFolder(config.output).how_to_resume()
             print(one_line(f"stopped; {left}"), file=sys.stderr)
         return 143 if isinstance(interrupt, _Terminated) else 130
     except ChunkplanError as error:
-        return _fail_once(error) if config is None else _fail(error)
+        if config is None and not is_main:  # all find it alike: the main one says it, and the launcher ends the others
+            try:
+                time.sleep(_PATIENCE)
+            except KeyboardInterrupt:
+                return error.exit_code
+        return _fail(error)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         message = f"{place}{error.strerror or error}"
@@ -60,20 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _fail_once(error: ChunkplanError) -> int:
-    """Leave what all processes find alike to the main one, which their launcher lets end the others."""
-    if not is_main_process():
-        try:
-            time.sleep(_PATIENCE)
-        except KeyboardInterrupt:
-            return error.exit_code
-    return _fail(error)
-
-
-class _Terminated(KeyboardInterrupt):
-    """What SIGTERM is here: as Ctrl-C, so that nothing is left half written."""
-
-
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
@@ -81,6 +74,52 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _fail(error: ChunkplanError) -> int:
     print(f"error: {one_line(str(error))}\nhint: {one_line(error.hint)}", file=sys.stderr)
     return error.exit_code
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise it as every other mistake is raised, rather than print a list of all options."""
+        raise UsageError(message, hint=f"`{self.prog} --help` shows what it takes")
+
+
+def read_options(arguments: list[str] | None) -> TrainConfig:
+    """The configuration that `arguments` (default: those of the process) and the file of their `--config` say.
+
+    Raises:
+        UsageError: an option is missing, unknown, or not what it may be; the TOML file is not there, or damaged.
+    """
+    given = vars(make_parser().parse_args(arguments))
+    file = given.pop("config", None)
+    values = {**(read_toml(file, TrainConfig) if file is not None else {}), **given}
+    for name, one in options_of(TrainConfig).items():
+        if one.is_required and name not in values:
+            raise UsageError(f"{one.flag} is missing", hint="give it as a flag, or in the file of --config")
+    return TrainConfig(**values)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags, as `read_options` reads them."""
+    parser = _Parser(
+        prog="python -m chunkplan_runtime.train",
+        usage="%(prog)s --plan DIR (--model NAME | --model-config FILE) --output DIR [options]",
+        description="Train a model with a plan: gradients equal to those of whole sequences, in chunks.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example that is broken elsewhere cannot be pasted
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    words = "A TOML file with these options, such as lr = 1e-5; the command line wins."
+    parser.add_argument("--config", type=Path, metavar="FILE", help=words)
+    declared = options_of(TrainConfig).values()
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}
+    for one in declared:
+        words = one.help + (f" Default: {one.default_words}." if one.default_words else "")
+        if one.domain.metavar == "":
+            groups[one.group].add_argument(one.flag, action=argparse.BooleanOptionalAction, help=words)
+        else:
+            metavar = "|".join(one.domain.choices) or one.domain.metavar
+            groups[one.group].add_argument(one.flag, type=one.read, metavar=metavar, help=words)
+    return parser
 
 
 if __name__ == "__main__":

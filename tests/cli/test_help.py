@@ -26,7 +26,7 @@ from chunkplan.schedule.families import SCHEDULES
 from chunkplan_cli.app import app
 from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.train import read_options
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"
@@ -97,7 +97,7 @@ def test_the_help_of_the_trainer_ends_with_an_example_that_parses(
     [line] = capsys.readouterr().out.split("Example: ")[1].replace("\\\n", "").splitlines()
     launcher, arguments = line.split(" -m chunkplan_runtime.train ")
     assert launcher.split()[0] == "torchrun"
-    config = read_options(shlex.split(arguments), lambda error: pytest.fail(str(error)))
+    config = read_options(shlex.split(arguments))
     assert config.plan == Path("chunkplan-out/plan")
 
 

@@ -13,7 +13,6 @@ import typer.main
 import chunkplan
 import chunkplan_runtime
 from chunkplan_cli.app import app
-from chunkplan_runtime.training.config import RENAMED
 from tests.support.places import ROOT
 
 DOCS = ROOT / "docs"
@@ -57,13 +56,6 @@ def test_every_option_of_a_command_is_in_its_section_and_described_once() -> Non
         elsewhere = [flag for flag, not_of in shared.items() if name not in not_of]
         options = [each.opts[0] for each in command.params if each.param_type_name == "option" and each.name != "help"]
         assert sorted([*rows, *passing, *elsewhere]) == sorted(options), name
-
-
-def test_an_old_name_of_an_option_is_not_on_the_page() -> None:
-    page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    options = re.findall(r"^\| `(--[a-z-]+)", page.split("## chunkplan train\n")[1].split("\n## ")[0], re.M)
-    assert "--lr-schedule" in options
-    assert not {f"--{old}" for old in RENAMED} & {*options}
 
 
 def test_every_public_name_has_an_entry() -> None:

@@ -35,9 +35,9 @@ from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.sharing import Holding, SharedPart, Span
+from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.options import read_options
-from chunkplan_runtime.training.run_summary import group_lines
+from chunkplan_runtime.training.screen import group_lines
 from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines
@@ -226,7 +226,7 @@ def test_the_command_for_several_machines_is_one_that_torchrun_and_the_trainer_t
     _, *arguments = shlex.split(SEVERAL_MACHINES.replace("\\\n", " "))
     launched = parse_args(arguments)
     assert (launched.nnodes, launched.training_script) == ("2", "chunkplan_runtime.train")
-    assert read_options(launched.training_script_args, lambda error: pytest.fail(str(error))).model == "NAME"
+    assert read_options(launched.training_script_args).model == "NAME"
 
 
 def test_the_script_for_slurm_starts_a_torchrun_on_each_machine(tmp_path):
@@ -246,5 +246,5 @@ def test_the_script_for_slurm_starts_a_torchrun_on_each_machine(tmp_path):
     assert "--kill-on-bad-exit=1" in srun[0]
     launched = parse_args(torchrun)
     assert (launched.nnodes, launched.nproc_per_node, launched.rdzv_endpoint) == ("2", "8", "node1:29500")
-    config = read_options(launched.training_script_args, lambda error: pytest.fail(str(error)))
+    config = read_options(launched.training_script_args)
     assert (str(config.plan), config.model, config.resume, config.lr) == ("the plan", "model", True, 1e-5)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chunkplan.options import options_of
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.config import PRECISIONS, RENAMED, TrainConfig
+from chunkplan_runtime.training.config import PRECISIONS, TrainConfig
 from tests.support.places import ROOT
 from tests.support.training_checks import lines
 
@@ -63,7 +63,7 @@ def test_every_entry_of_a_line_is_explained(ran):
 
 
 def test_the_options_that_are_named_are_there():
-    known = {one.flag for one in options_of(TrainConfig).values()} | {f"--{name}" for name in RENAMED}
+    known = {one.flag for one in options_of(TrainConfig).values()}
     known |= {name.replace("--", "--no-", 1) for name in known}
     commands = TRAINING.replace("\\\n", " ")
     commands = re.sub(r"^chunkplan .*$|`chunkplan .*?`|`torchrun .*?`", "", commands, flags=re.M)

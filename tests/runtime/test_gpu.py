@@ -23,7 +23,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import Head, new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.support.alive import held_bytes
 
 pytestmark = [

@@ -20,7 +20,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.products import Summed
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 #: Lengths of sequences, chunks, the one that is looked at, and how many calls more its layers may take than those of
 #: transformers, forward and backward.

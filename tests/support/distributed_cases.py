@@ -37,7 +37,7 @@ from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
 from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import used_blocks
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.support.kept_attention import keeping_attention
 from tests.support.link_cases import random_order
 

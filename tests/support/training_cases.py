@@ -24,8 +24,7 @@ from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
 from chunkplan_runtime.kv import host_memory
 from chunkplan_runtime.models import compiled
-from chunkplan_runtime.train import main
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.alive import Alive
 
@@ -86,7 +85,7 @@ def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[st
     """A run from Python, where the last process alone has a callback: it stops after `steps`."""
     _join(rank, size, port)
     with contextlib.redirect_stderr(io.StringIO()):
-        train_together(read_options(arguments, print), [_StopsAt(steps)] if rank == size - 1 else [])
+        train_together(read_options(arguments), [_StopsAt(steps)] if rank == size - 1 else [])
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

@@ -31,7 +31,7 @@ from chunkplan_runtime.calibration.options import CalibrationOptions
 from chunkplan_runtime.devices import calibrated_name, device_name, find_device, shipped_profile
 from chunkplan_runtime.models.checks import entry_of, kv_shapes
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 
 #: Queries that are many on a device of the type, and few; a block has four times as many keys as the many.
 _QUERIES = {"cuda": (MEASURED_QUERIES, 2048), "cpu": (256, 64)}

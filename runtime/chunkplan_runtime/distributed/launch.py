@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.requirements import set_for_several_processes
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import sharing_blocks
-from chunkplan_runtime.training.model_setup import choose_device
+from chunkplan_runtime.training.setup import choose_device, sharing_blocks
 from chunkplan_runtime.training.trainer import train
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
@@ -54,7 +53,8 @@ def world_size() -> int:
     return int(size)
 
 
-class OwnGpu(NamedTuple):
+@dataclass(frozen=True)
+class OwnGpu:
     """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
 
     `uuid` is that of the device itself: the same for all who use it, however they number what they see.

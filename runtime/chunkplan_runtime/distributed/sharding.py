@@ -1,24 +1,17 @@
 """A stage's weights and optimizer states sharded over its replicas by FSDP2 (torch.distributed.fsdp.fully_shard).
 
-A step gathers the weights once, a layer when it is first at work, the first one as the step begins. Gradients of its
-chunks are summed on each process, in float32 where weights are narrower, and reduced once, however many chunks each
-process had: a layer's while the last backward of its virtual stage goes on to the layers before it
-(`feed.order.may_reduce` says when), those of head and embeddings at the end, one after the other. A process without
-a backward, or that may not reduce in it, reduces after all else; so does one whose backwards are split. So every
-process takes part in the same reductions in the same order: virtual stages from last to first, of each the layers from
-last to first, then head and embeddings. The loss is divided by the step's target tokens already, so gradients are
-summed, not averaged.
+A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
+narrower, and reduced once: a layer's while the last backward of its virtual stage goes on to the layers before it
+(`feed.order.may_reduce` says when), or after all else; those of head and embeddings at the end. So every process takes
+part in the same reductions in the same order: virtual stages from last to first, of each the layers from last to first,
+then head and embeddings. The loss is divided by the step's target tokens already: gradients are summed, not averaged.
 
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
-sharded again after. Embeddings and head are gathered from the beginning of a step to its end, in which their gradients
-are reduced.
-
-With both, a plan says in which slot of its stage each action is done (docs/plan-format.md), and why nobody waits for
-ever in them is in `chunkplan/schedule/alignment.py`. A process that has nothing to do in a slot gathers and reduces as
-the others do, and runs no layer (`Shards.pad`). A process that runs several data-parallel ranks walks through the slots
-once for each of them, all processes their first ranks first. Where ranks share a chunk, they exchange heads or pages of
-it within each of its layers, in the same slot, so that all launch fetches, exchanges and sums in one order.
+sharded again after; embeddings and head stay gathered for a step. A plan then says in which slot of its stage each
+action is done (docs/plan-format.md; why nobody waits for ever in them is in `chunkplan/schedule/alignment.py`). A
+process that has nothing to do in a slot gathers and reduces as the others do, and runs no layer (`Shards.pad`). One
+that runs several data-parallel ranks walks through the slots once for each, all processes their first ranks first.
 """
 
 from __future__ import annotations
@@ -127,12 +120,7 @@ class Shards:
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        replicas: DeviceMesh,
-        *,
-        master_weights: bool,
-        sharding: Sharding = "optimizer",
+        self, model: CausalLM, replicas: DeviceMesh, *, master_weights: bool, sharding: Sharding = "optimizer"
     ) -> None:
         #: Whether all backwards reduce, and not the last ones alone.
         self.reduces_always = sharding in ("gradients", "weights")
@@ -146,18 +134,15 @@ class Shards:
         dtype = model.dtype
         places = take_rows(model, replicas, master_weights=master_weights)
         narrow = dtype.itemsize < torch.float32.itemsize
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype if master_weights else None,
-            reduce_dtype=torch.float32 if narrow else None,
-            cast_forward_inputs=False,
-        )
+        param_dtype, reduce_dtype = dtype if master_weights else None, torch.float32 if narrow else None
+        how: Any = {"mesh": replicas, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, None, False)}
         root: Any = _Root(model.model)
         for layer in model.own_layers.values():
-            fully_shard(layer, mesh=replicas, mp_policy=policy, reshard_after_forward=self._reshards)
+            fully_shard(layer, reshard_after_forward=self._reshards, **how)
         head = own_head(model.model)
         if head is not None:
-            fully_shard(head, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(root, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(head, reshard_after_forward=False, **how)
+        fully_shard(root, reshard_after_forward=False, **how)
         give_rows(places)
         self._root = root
         #: Where it is sharded by itself.
@@ -186,7 +171,7 @@ class Shards:
         #: Virtual stages whose layers a backward of this step has reduced.
         self._reduced: set[int] = set()
         #: Of chunks between the halves of their backward, what the first half has found of gradients of weights.
-        self._left: dict[Any, Tensor] = {}
+        self._first_halves: dict[Any, Tensor] = {}
         #: When the weights of a step were there to be gathered, on a GPU.
         self._ready: torch.cuda.Event | None = None
         self.model = replace(model, call=self._call, compute_dtype=dtype)
@@ -209,16 +194,13 @@ class Shards:
             self._sums_wide = False
         # Where gradients are shared, all processes take part in every backward, and so reduce in it.
         self._reduced = {*range(len(self._layers))} if self.reduces_always else set()
-        self._left = {}
+        self._first_halves = {}
         self._reductions.waits = self._always_waits or any(
             parameter.grad is not None for parameter in self._root.parameters()
         )
         self._root.set_is_last_backward(False)
-        self._root.set_requires_gradient_sync(False, recurse=False)
-        if self._head is not None:
-            self._head.set_requires_gradient_sync(False, recurse=False)
-        for virtual_stage in range(len(self._layers)):
-            self._sync_layers(virtual_stage, False)
+        for module in self._modules:
+            module.set_requires_gradient_sync(False, recurse=False)
 
     def begin_forwards(self) -> None:
         """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them.
@@ -227,7 +209,7 @@ class Shards:
         """
         self._ready = None
         with torch.no_grad():
-            self._root(_nothing)
+            self._root(lambda: None)
         if self.model.device.type == "cuda":
             self._ready = torch.cuda.current_stream().record_event()
         if self._head is not None:
@@ -295,7 +277,8 @@ class Shards:
         _sum_up(self._root)
         self._root.set_is_last_backward(True)
         self._root.set_requires_gradient_sync(True, recurse=False)
-        self._root(_nothing_to_learn, self.model.device).backward()  # at its end FSDP2 reduces embeddings and head
+        no_loss = torch.zeros((), device=self.model.device, requires_grad=True)
+        self._root(lambda: no_loss * 0).backward()  # at its end FSDP2 reduces embeddings and head
         self._reductions.finish()
         self.free()
 
@@ -337,7 +320,7 @@ class Shards:
         if group is None:
             return
         for weight in group.fsdp_params:
-            found = self._left.pop(weight, None)
+            found = self._first_halves.pop(weight, None)
             if found is not None:
                 _give(weight, found)
         _sum_up(layer)
@@ -353,7 +336,8 @@ class Shards:
             if found is None:
                 found = weight.unsharded_param.grad
             if found is not None:
-                self._left[weight] = found + self._left[weight] if weight in self._left else found
+                earlier = self._first_halves.get(weight)
+                self._first_halves[weight] = found if earlier is None else found + earlier
                 weight.unsharded_accumulated_grad = weight.unsharded_param.grad = None
 
 
@@ -400,15 +384,6 @@ class _Root(nn.Module):
 
     def forward(self, do: Callable[..., Any], *arguments: Any) -> Any:
         return do(*arguments)
-
-
-def _nothing() -> None:
-    """What a root runs so that it is gathered."""
-
-
-def _nothing_to_learn(device: torch.device) -> Tensor:
-    """A loss of no weight."""
-    return torch.zeros((), device=device, requires_grad=True) * 0
 
 
 def _in_backward(part: CausalLM, layers: list[Any]) -> list[Any]:

@@ -85,7 +85,7 @@ def _others(whole: Any) -> dict[str, tuple[bool, bool]]:
     Those that lie behind the layers are the last one's, all others the first one's.
     """
     decoder, embeddings, found = decoder_of(whole), whole.get_input_embeddings(), {}
-    is_tied = has_tied_embeddings(whole)
+    is_tied = getattr(whole.get_output_embeddings(), "weight", None) is embeddings.weight
     for name, module in decoder.named_children():
         if module is not layers_of(whole) and next(module.parameters(), None) is not None:
             is_norm = name in _FINAL_NORMS
@@ -109,13 +109,8 @@ def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned:
     for name, (of_first, of_last) in others.items():
         if not (is_first and of_first) and not (is_last and of_last):
             module = getattr(decoder, name)
-            modules[name] = _Nothing() if isinstance(module, nn.Embedding) else nn.Identity()
+            modules[name] = _NoEmbeddings() if isinstance(module, nn.Embedding) else nn.Identity()
     return Cut(is_first, is_last, own_layers, modules)
-
-
-def has_tied_embeddings(model: Any) -> bool:
-    """Whether the head of a whole model has the weight of its embeddings."""
-    return getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
 
 
 def own_head(model: Any) -> Any:
@@ -133,7 +128,7 @@ def trains_before_layers(model: Any) -> bool:
     return any(weight.requires_grad for module in before for weight in module.parameters())
 
 
-class _Nothing(nn.Module):
+class _NoEmbeddings(nn.Module):
     """Stands for embeddings that another stage adds."""
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -7,7 +7,10 @@ clipping, optimizers, schedules, callbacks, logging, checkpoints. What could onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,24 +19,61 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.training_args import OptimizerNames
 
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.likeness import samples_of
+from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.hf.arguments import (
-    LOSS_HINT,
-    accepted_arguments,
-    check_settings,
-    settings_of_plan,
-)
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.executor import Executor, check_argument
 from chunkplan_runtime.training.resume import PlanIdentity, checkpoint_of_plan
+
+LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
+
+_METRICS_HINT = "chunks never hold the logits of a sequence; evaluation reports the loss"
+
+#: Arguments of `Trainer` that it gets as they are.
+PASSED_ON = ("optimizers", "optimizer_cls_and_kwargs")
+
+#: Arguments of `Trainer` that have no place here: what does their job.
+REFUSED_ARGUMENTS = {
+    "train_dataset": "the plan names the data: `chunkplan analyze`, `chunkplan build`, then plan=",
+    "eval_dataset": "build the plan with --holdout, or give eval_plan=",
+    "data_collator": "the plan's chunks are the batches",
+    "model_init": "give the model itself",
+    "compute_loss_func": LOSS_HINT,
+    "compute_metrics": _METRICS_HINT,
+    "preprocess_logits_for_metrics": _METRICS_HINT,
+}
+
+#: Settings of `TrainingArguments` that would have no effect, or a wrong one: what to do instead.
+REFUSED_SETTINGS = {
+    "gradient_accumulation_steps": "a step of the plan is a whole global batch: `chunkplan build --global-batch N`",
+    "train_sampling_strategy": "the plan has an order already: `chunkplan build --seed N` is another one",
+    "label_smoothing_factor": LOSS_HINT,
+    "neftune_noise_alpha": "a chunk that is recomputed would get other noise; leave it out",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "evaluation computes as training does; leave it out"),
+    "torch_compile": "chunks call the modules of the model, which would stay as they are; leave it out",
+    "use_liger_kernel": 'give ChunkTrainer fused_kernels="liger"; logits are never held whole here either',
+    **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), "this runtime runs on one process; leave it out"),
+    "auto_find_batch_size": "activations take memory by ChunkSize and K: `chunkplan build --chunk-size N --k K`",
+    "ignore_data_skip": "a resumed run goes on at the right step of the plan at once; leave it out",
+    "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback's on_step_end",
+}
+
+#: What is no setting at all, though it is not false.
+_NEUTRAL = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "random"}
+
+#: Parts of optimizer names: these step inside every backward, of which a step has many.
+_STEPPING_IN_BACKWARD = ("lomo", "layerwise")
+
+_logger = logging.getLogger(__name__)
 
 
 class ChunkTrainer(Trainer):
@@ -70,9 +110,9 @@ class ChunkTrainer(Trainer):
         fused_kernels: FusedKernels = "none",
         **others: Any,
     ) -> None:
-        passed_on = accepted_arguments(others)
+        passed_on = _accepted_arguments(others)
         args = TrainingArguments() if args is None else args
-        check_settings(args)
+        _check_settings(args)
         check_argument("fused_kernels", fused_kernels, options_of(CostModel)["fused_kernels"].domain, "torch")
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
@@ -89,7 +129,7 @@ class ChunkTrainer(Trainer):
         batch_sizes = [data.batch_size for data in (train_data, eval_data) if data is not None]
         super().__init__(
             model=model,
-            args=settings_of_plan(args, opened, *batch_sizes),
+            args=_settings_of_plan(args, opened, *batch_sizes),
             train_dataset=train_data,
             eval_dataset=eval_data,
             processing_class=processing_class,
@@ -203,3 +243,79 @@ class ChunkTrainer(Trainer):
             switch = getattr(switched, mode, None)
             if callable(switch):
                 switch()
+
+
+def _accepted_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse arguments of `Trainer` that would have no effect; returns those that it gets as they are."""
+    for name, value in given.items():
+        if name not in {*REFUSED_ARGUMENTS, *PASSED_ON}:
+            raise UsageError(f"ChunkTrainer has no argument {name!r}", hint="`help(ChunkTrainer)` has them")
+        if name in REFUSED_ARGUMENTS and value is not None:
+            raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
+    return {name: value for name, value in given.items() if name in PASSED_ON}
+
+
+def _check_settings(args: TrainingArguments) -> None:
+    """Refuse settings that would have no effect, or a wrong one."""
+    for name, hint in REFUSED_SETTINGS.items():
+        value = getattr(args, name, None)  # not every version has every setting
+        if value and value != _NEUTRAL.get(name):
+            raise UsageError(f"{name}={value!r} cannot be done with a plan", hint=hint)
+    optimizer, message, hint = OptimizerNames(args.optim).value, "", ""
+    if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
+        message = "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan"
+        hint = REFUSED_SETTINGS["gradient_accumulation_steps"]
+    elif args.mixed_precision not in ("no", "bf16"):
+        message = f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not"
+        hint = "use bf16=True, or load the model in bfloat16"
+    elif any(part in optimizer for part in _STEPPING_IN_BACKWARD):
+        message = f"optim={optimizer!r} steps in every backward, of which a step has one a chunk"
+        hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
+    elif args.world_size > 1:
+        message = f"this runtime runs on one process, found {args.world_size}"
+        hint = "start it with python; a plan for several data-parallel ranks runs on one process too"
+    if message:
+        raise UsageError(message, hint=hint)
+
+
+def _settings_of_plan(
+    args: TrainingArguments, plan: Plan, batch_size: int, eval_batch_size: int = 1
+) -> TrainingArguments:
+    """A copy of `args` that says what the plan decides: epochs, sequences a step, one GPU, no loader processes.
+
+    What was set otherwise is reported in one line.
+    """
+    defaults = {field.name: field.default for field in fields(TrainingArguments)}
+    epochs, num_steps = plan.manifest["epochs"], plan.manifest["totals"]["num_steps"]
+    if args.max_steps > num_steps:
+        raise UsageError(
+            f"max_steps={args.max_steps:,}, the plan has {num_steps:,} steps",
+            hint="build the plan with more --epochs, or leave max_steps out",
+        )
+    if args.max_steps <= 0 and args.num_train_epochs not in (epochs, defaults["num_train_epochs"]):
+        raise UsageError(
+            f"num_train_epochs={args.num_train_epochs:g}, the plan has {epochs}",
+            hint="build the plan with other --epochs, or stop earlier with max_steps",
+        )
+    decided = {
+        "num_train_epochs": epochs,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": eval_batch_size,
+        "dataloader_num_workers": 0,
+    }
+    unset = {name for name in decided if getattr(args, name) == defaults[name]} - {"num_train_epochs"}
+    unset |= {"num_train_epochs"} if args.max_steps > 0 else set()  # transformers goes by max_steps then
+    overruled = [
+        f"{name}={value} (not {getattr(args, name):g})"
+        for name, value in decided.items()
+        if getattr(args, name) != value and name not in unset
+    ]
+    if args.n_gpu > 1:
+        overruled.append(f"one GPU (not {args.n_gpu})")
+    if overruled:
+        _logger.warning("set by the plan %s: %s", plan.path, ", ".join(overruled))
+    copied = copy.copy(args)
+    for name, value in decided.items():
+        setattr(copied, name, value)
+    copied._n_gpu = min(args.n_gpu, 1)  # more would have transformers run the model on all of them
+    return copied

@@ -52,7 +52,15 @@ class PlanData(IterableDataset[StepBatch]):
         pin_memory: bool,
     ) -> None:
         self.batch_size: int = plan.config.global_batch
-        self._num_steps, self.num_sequences = _steps_by_epoch(plan)
+        counts = np.bincount(to_numpy(plan.steps().column("epoch").combine_chunks())).tolist()
+        if len(set(counts)) != 1:
+            raise DataError(
+                f"epochs of {', '.join(map(str, counts))} steps", where=str(plan.path), hint="build the plan again"
+            )
+        self._num_steps: int = counts[0]
+        in_steps = to_numpy(plan.steps().column("num_sequences").combine_chunks())
+        #: How many sequences an epoch has.
+        self.num_sequences = int(in_steps[: self._num_steps].sum())
         self._position = position
         self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory)
 
@@ -73,20 +81,11 @@ class PlanData(IterableDataset[StepBatch]):
 
 def loader(data: Any) -> DataLoader[Any]:
     """A loader that hands on the batches of `PlanData` as they are."""
-    return DataLoader(data, batch_size=None, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    return DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)
 
 
 def open_own(plan: str | Path, analysis: str | Path | None, output: Path) -> tuple[Plan, Analysis]:
-    """Open a plan and its analysis for this one process: where ranks share sequences, one like it, built at `output`.
-
-    Raises:
-        UsageError: one is not there, the plan is for stages, or there are no packages to build one with.
-        DataError: one is damaged, or they do not belong together.
-    """
+    """Open a plan and its analysis for one process: where ranks share sequences, one like it, built at `output`."""
     opened, found = open_plan(plan, analysis)
     if not used_blocks(opened):
         return opened, found
@@ -110,10 +109,6 @@ def evaluation_plan(
     """The evaluation plan and its analysis: the one given, or the one that was built with `plan`, if it was.
 
     `output`: see `open_own`.
-
-    Raises:
-        UsageError: there is no plan at `given`.
-        DataError: it is damaged, or what lies beside `plan` is not what it holds out.
     """
     if given is not None:
         same = load_plan(given).manifest["analysis"]["content_hash"] == analysis.content_hash
@@ -125,19 +120,3 @@ def evaluation_plan(
 def nothing_to_evaluate() -> UsageError:
     """The error of an evaluation without a plan for it."""
     return UsageError("there is no evaluation plan", hint="build the plan with --holdout, or give eval_plan=")
-
-
-def _steps_by_epoch(plan: Plan) -> tuple[int, int]:
-    """How many steps and how many sequences an epoch has.
-
-    Raises:
-        DataError: epochs have different numbers of steps.
-    """
-    steps = plan.steps()
-    counts = np.bincount(to_numpy(steps.column("epoch").combine_chunks()))
-    if len(set(counts.tolist())) != 1:
-        raise DataError(
-            f"epochs of {', '.join(map(str, counts))} steps", where=str(plan.path), hint="build the plan again"
-        )
-    per_epoch = int(counts[0])
-    return per_epoch, int(to_numpy(steps.column("num_sequences").combine_chunks())[:per_epoch].sum())

@@ -60,18 +60,12 @@ class ActionClock:
     def stop(self) -> StepTimeline:
         """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
+        since = self._since_start
         actions = [
-            TimedAction(
-                dp_rank,
-                action.op,
-                action.chunk_id,
-                self._since_start(start),
-                self._since_start(end),
-                action.virtual_stage,
-            )
-            for dp_rank, action, start, end in self._actions
+            TimedAction(dp_rank, each.op, each.chunk_id, since(start), since(end), each.virtual_stage)
+            for dp_rank, each, start, end in self._actions
         ]
-        reduced = sum(self._since_start(end) - self._since_start(start) for start, end in self._reductions)
+        reduced = sum(since(end) - since(start) for start, end in self._reductions)
         return StepTimeline(self._step, actions, reduced)
 
     def on_device(self) -> str | None:
@@ -115,22 +109,20 @@ def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
-    rows: list[ProcessRow] = []
     last = max(own.end for own in spent)
-    for process, own in enumerate(spent):
-        place = replace(layout, process=process)
-        span = max(spent[layout.process_of(stage, place.replica)].end for stage in range(layout.pp))
-        wait = span - own.busy
-        rows.append(
-            {
-                "process": process,
-                "stage": place.stage,
-                "pipeline": place.replica,
-                "busy_seconds": own.busy,
-                "wait_seconds": wait,
-                "bubble": wait / span if span else 0.0,
-                "idle_seconds": last - span,
-                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
-            }
-        )
-    return rows
+
+    def row(process: int, own: Spent) -> ProcessRow:
+        at = replace(layout, process=process)
+        span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))
+        return {
+            "process": process,
+            "stage": at.stage,
+            "pipeline": at.replica,
+            "busy_seconds": own.busy,
+            "wait_seconds": span - own.busy,
+            "bubble": (span - own.busy) / span if span else 0.0,
+            "idle_seconds": last - span,
+            "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+        }
+
+    return [row(process, own) for process, own in enumerate(spent)]

@@ -8,53 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from chunkplan.errors import UsageError
 from chunkplan.visible import one_line
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.metrics import EvaluationRow, StepRow
+from chunkplan_runtime.training.metrics import EvaluationRow, StepRow, as_entries
 from chunkplan_runtime.training.train_step import TrainStep
 
 #: By tracker the packages that transformers takes it from: one of them has to be there.
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 
-#: Entries of metrics.jsonl that are logged, by the name that they are logged under: those of transformers where it has
-#: one.
-LOGGED = {
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "lr": "learning_rate",
-    "router_loss": "router_loss",
-    "tokens": "tokens",
-    "target_tokens": "target_tokens",
-    "tokens_per_second": "tokens_per_second",
-    "seconds": "seconds",
-    "wait_seconds": "wait_seconds",
-    "mfu": "mfu",
-    "peak_memory_bytes": "peak_memory_bytes",
-}
+#: Entries of metrics.jsonl that are logged, by the name that they are logged under: where it has one, transformers'.
+_SAME = ("router_loss", "tokens", "target_tokens", "tokens_per_second", "seconds", "wait_seconds", "mfu")
+LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate", **{name: name for name in _SAME}}
+LOGGED["peak_memory_bytes"] = "peak_memory_bytes"
 
 #: The same of evals.jsonl.
-LOGGED_OF_EVALUATIONS = {
-    "eval_loss": "eval_loss",
-    "target_tokens": "eval_target_tokens",
-    "seconds": "eval_seconds",
-}
-
-#: What callbacks of transformers get besides, which a run does not have.
-_NOTHING = dict.fromkeys(("processing_class", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+LOGGED_OF_EVALUATIONS = {"eval_loss": "eval_loss", "target_tokens": "eval_target_tokens", "seconds": "eval_seconds"}
 
 #: What a callback may ask for.
-_ASKED = ("should_training_stop", "should_save", "should_evaluate", "should_log")
+_REQUESTS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
 
 @dataclass
@@ -82,11 +66,7 @@ class _Arguments(TrainingArguments):
 
 
 def trackers(config: TrainConfig) -> dict[str, type[TrainerCallback]]:
-    """The classes of the trackers of `--report-to`, by name.
-
-    Raises:
-        UsageError: the package of one is not installed.
-    """
+    """The classes of the trackers of `--report-to`, by name."""
     for name in config.report_to or ():
         if not any(map(find_spec, _PACKAGES[name])):
             raise UsageError(
@@ -101,17 +81,6 @@ def trackers(config: TrainConfig) -> dict[str, type[TrainerCallback]]:
     return dict(zip(config.report_to, integrations(list(config.report_to)), strict=True))
 
 
-def _make(classes: Mapping[str, type[TrainerCallback]]) -> dict[TrainerCallback, str]:
-    """A tracker of each class, and its name."""
-    made = {}
-    for name, tracker in classes.items():
-        try:
-            made[tracker()] = name
-        except Exception as error:
-            raise _fails(name, error) from error
-    return made
-
-
 def _fails(name: str, error: Exception) -> UsageError:
     said = " ".join(str(error).split())
     return UsageError(
@@ -120,8 +89,19 @@ def _fails(name: str, error: Exception) -> UsageError:
     )
 
 
+class _Flow(DefaultFlowCallback):
+    """Has a run log every step, evaluate and save as its options say, before other callbacks change that."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Say what follows the step that was done."""
+        done = state.global_step
+        control.should_log = True
+        control.should_evaluate = done == state.max_steps or (state.eval_steps > 0 and done % state.eval_steps == 0)
+        control.should_save = state.save_steps > 0 and done % state.save_steps == 0
+
+
 class Callbacks:
-    """The callbacks of a run, on each of its processes; without any nothing is done.
+    """The callbacks of a run, on each of its processes.
 
     What the callbacks of one process ask for is done by all: stop, save, evaluate. Trackers are on the main one alone.
     """
@@ -130,12 +110,17 @@ class Callbacks:
         self, given: Sequence[TrainerCallback], config: TrainConfig, job: Job, train_step: TrainStep, num_steps: int
     ) -> None:
         """`num_steps`: of the run."""
-        made = _make(trackers(config)) if job.is_main else {}
+        self._trackers: dict[TrainerCallback, str] = {}
+        for name, tracker in (trackers(config) if job.is_main else {}).items():
+            try:
+                self._trackers[tracker()] = name
+            except Exception as error:
+                raise _fails(name, error) from error
         self._job = job
-        self._are_there = any(job.all_gather_object(bool(given or made)))
-        self._callbacks = [*given, *made]
-        self._trackers = made
-        self._trained = {"model": train_step.model.model, "optimizer": train_step.optimizer}
+        self._are_there = any(job.all_gather_object(bool(given or self._trackers)))
+        callbacks: Any = [_Flow(), *given, *self._trackers]
+        make: Any = CallbackHandler
+        self._handler = make(callbacks, train_step.model.model, None, train_step.optimizer, None)
         self._arguments = _arguments(config, num_steps)
         self.control = TrainerControl()
         self.state = TrainerState(
@@ -148,26 +133,20 @@ class Callbacks:
         )
 
     def call(self, event: str, **more: Any) -> None:
-        """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event.
-
-        Raises:
-            UsageError: one asks for the end of an epoch, which a plan does not have before its last step; or a tracker
-                fails, which has settings of its own.
-        """
-        if not self._are_there:
-            return
-        for callback in self._callbacks:
-            do: Any = getattr(callback, event)
-            try:
-                answer = do(self._arguments, self.state, self.control, **_NOTHING, **self._trained, **more)
-            except Exception as error:
-                if callback in self._trackers:
-                    raise _fails(self._trackers[callback], error) from error
-                raise
-            self.control = answer or self.control
-        asked = self._job.all_gather_object({name: getattr(self.control, name) for name in _ASKED})
-        for name in _ASKED:
-            setattr(self.control, name, any(each[name] for each in asked))
+        """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event."""
+        do: Any = getattr(self._handler, event)
+        try:
+            self.control = do(self._arguments, self.state, self.control, **more)
+        except Exception as error:
+            callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+            for tracker, name in self._trackers.items():
+                if any(each is tracker for each in callers):
+                    raise _fails(name, error) from error
+            raise
+        if self._are_there:
+            wanted = self._job.all_gather_object({name: getattr(self.control, name) for name in _REQUESTS})
+            for name in _REQUESTS:
+                setattr(self.control, name, any(each[name] for each in wanted))
         if self.control.should_epoch_stop:
             raise UsageError(
                 f"a callback set should_epoch_stop in {event}: steps of a plan are not left out",
@@ -180,21 +159,12 @@ class Callbacks:
         self._know(best)
         self.call("on_train_begin")
 
-    def begin_step(self, *, is_first_of_epoch: bool) -> None:
-        """Before the forwards of a step."""
-        self.control.should_save = self.control.should_evaluate = self.control.should_log = False
-        if is_first_of_epoch:
-            self.call("on_epoch_begin")
-        self.call("on_step_begin")
-
-    def end_step(self, row: StepRow, epochs_done: float, *, evaluates: bool, saves: bool) -> None:
-        """After the update of a step: `evaluates` and `saves` say what its options have follow it."""
-        state, control = self.state, self.control
-        state.global_step, state.epoch = row["step"] + 1, epochs_done
-        state.num_input_tokens_seen += row["tokens"]
-        control.should_log, control.should_evaluate, control.should_save = True, evaluates, saves
+    def end_step(self, row: StepRow, epochs_done: float) -> None:
+        """After the update of a step; `control` then says what follows it."""
+        self.state.global_step, self.state.epoch = row["step"] + 1, epochs_done
+        self.state.num_input_tokens_seen += row["tokens"]
         self.call("on_step_end")
-        if control.should_log:
+        if self.control.should_log:
             self._log(_numbers(row, LOGGED))
 
     def evaluated(self, row: EvaluationRow, best: BestLoss) -> None:
@@ -227,18 +197,16 @@ def _numbers(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, floa
 
 
 def _arguments(config: TrainConfig, num_steps: int) -> TrainingArguments:
-    entries = {name: str(each) if isinstance(each, Path) else each for name, each in asdict(config).items()}
-    evaluates = "steps" if config.eval_every else "no"
     return _Arguments(
         output_dir=str(config.output),
         run_name=config.output.name,
-        config=entries,
+        config=as_entries(config),
         learning_rate=config.lr,
         weight_decay=config.weight_decay,
         max_grad_norm=config.clip,
         max_steps=num_steps,
         logging_steps=1,
-        eval_strategy=evaluates,
+        eval_strategy="steps" if config.eval_every else "no",
         eval_steps=config.eval_every or None,
         save_steps=config.save_every,
         save_total_limit=config.keep_last,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils.hub import cached_file
@@ -15,15 +15,13 @@ from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.optimizers import moment_bytes
-from chunkplan.cost.shape import ModelShape
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import options_of
-from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import ZERO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import TrainingData
+from chunkplan_runtime.training.setup import TrainingData
 
 #: Where `chunkplan calibrate` writes the profile of the device at hand.
 _PROFILE = "here.toml"
@@ -41,8 +39,7 @@ class Comparison:
     lines: list[str]
 
 
-@dataclass(frozen=True)
-class _Difference:
+class _Difference(NamedTuple):
     """What the plan's times are for, and what the run has; options of `chunkplan build` that end it, "": none does."""
 
     planned: str
@@ -62,49 +59,50 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     try:
         cost = CostModel.from_dict(data.plan.manifest["predictions"]["cost_model"], where=str(data.plan.path))
     except DataError as error:
-        return Comparison(
-            False,
-            None,
-            [f"predicts  no times and no MFU: the plan does not say what its times are for: {error.message}"],
-        )
-    lines = []
-    peak_flops = cost.hardware.peak_flops if all(is_profile_of(cost.hardware.name, name) for name in devices) else None
+        said = f"predicts  no times and no MFU: the plan does not say what its times are for: {error.message}"
+        return Comparison(False, None, [said])
+    lines: list[str] = []
+    profile = cost.hardware.name
+    peak_flops = cost.hardware.peak_flops if all(is_profile_of(profile, name) for name in devices) else None
+    differences = _of_model(cost, config, data)
     if peak_flops:
         tera = peak_flops / 1e12
         shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
-        lines.append(f"profile   {cost.hardware.name}, {shown} TFLOP/s: MFU is a share of this")
-    lines += _of_sharding(cost, config, data.plan)
-    lines += _of_optimizer(cost, config)
-    device = [] if peak_flops else [_of_device(cost.hardware.name, devices)]
-    differences = [*_of_model(cost.shape, config, data), *device, *_of_options(cost, config, data)]
+        lines.append(f"profile   {profile}, {shown} TFLOP/s: MFU is a share of this")
+    else:
+        build = f"--hardware {shipped_profile(devices[0]) or _PROFILE}" if len(devices) == 1 else ""
+        differences.append(_Difference(profile, " and ".join(devices), build))
+    lines += _of_memory(cost, config, data)
+    differences += _of_options(cost, config, data)
     if differences:
-        planned, here = (", ".join(getattr(each, name) for each in differences) for name in ("planned", "here"))
+        planned, here, options = (list(each) for each in zip(*differences, strict=True))
         nothing = "no times" if peak_flops else "no times and no MFU"
-        lines.append(f"predicts  {nothing}: the plan's times are for {planned}; this run has {here}")
-        lines += _what_helps(differences, config)
+        lines.append(
+            f"predicts  {nothing}: the plan's times are for {', '.join(planned)}; this run has {', '.join(here)}"
+        )
+        lines += _what_helps(options, config) if all(options) else []
     return Comparison(not differences, peak_flops, lines)
 
 
-def _of_sharding(cost: CostModel, config: TrainConfig, plan: Plan) -> list[str]:
-    """Say that the plan counts on more being shared among data-parallel ranks than this run shares."""
+def _of_memory(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[str]:
+    """Say that the plan counts on more being shared, or on an optimizer that remembers less, than here."""
+    lines = []
+    optimizer: Any = config.optimizer or "adamw"
     shared = config.sharding or "optimizer"
-    if plan.config.dp == 1 or SHARDINGS.index(shared) >= SHARDINGS.index(cost.sharding):
-        return []
-    here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
-    planned = f"{cost.sharding} ({ZERO[cost.sharding]})"
-    return [f"shares    {here} ({ZERO[shared]}): the plan's memory is that of shared {planned}; it may not fit"]
+    if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
+        here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
+        planned = f"{cost.sharding} ({ZERO[cost.sharding]})"
+        lines.append(
+            f"shares    {here} ({ZERO[shared]}): the plan's memory is that of shared {planned}; it may not fit"
+        )
+    of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
+    if of_run > of_plan:
+        lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
+    return lines
 
 
-def _of_optimizer(cost: CostModel, config: TrainConfig) -> list[str]:
-    """Say that the plan counts on an optimizer that remembers less than that of this run."""
-    here: Any = config.optimizer or "adamw"
-    hidden_size = cost.shape.hidden_size
-    if moment_bytes(here, hidden_size) <= moment_bytes(cost.optimizer, hidden_size):
-        return []
-    return [f"optimizer {here}: the plan's memory is that of {cost.optimizer}; it may not fit"]
-
-
-def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+def _of_model(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+    planned = cost.shape
     try:
         shape = shape_of_config(data.model_config.to_dict(), "")
     except (UsageError, DataError):
@@ -116,33 +114,25 @@ def _of_model(planned: ModelShape, config: TrainConfig, data: TrainingData) -> l
     return [_Difference(planned.name, here, f"--model-config {shlex.quote(_config_file(config))}")]
 
 
-def _of_device(planned: str, devices: list[str]) -> _Difference:
-    profile = shipped_profile(devices[0]) or _PROFILE
-    return _Difference(planned, " and ".join(devices), f"--hardware {profile}" if len(devices) == 1 else "")
-
-
 def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
-    found = []
     precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
+    checkpointing, fused = config.checkpointing or "none", config.fused_kernels or "none"
+    found = []
     if precision != cost.precision:
-        found.append(
-            _Difference(cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else "")
-        )
-    checkpointing = config.checkpointing or "none"
+        build = f"--precision {precision}" if precision in NUM_BYTES else ""
+        found.append(_Difference(cost.precision, precision, build))
     if checkpointing != cost.checkpointing:
-        of_plan, of_run = (
-            "no activation checkpointing" if level == "none" else f"{level} activation checkpointing"
-            for level in (cost.checkpointing, checkpointing)
-        )
+        words = (("no" if each == "none" else each) for each in (cost.checkpointing, checkpointing))
+        of_plan, of_run = (f"{each} activation checkpointing" for each in words)
         found.append(_Difference(of_plan, of_run, f"--checkpointing {checkpointing}"))
-    fused = config.fused_kernels or "none"
     if fused != cost.fused_kernels:
         of_plan, of_run = (" ".join(fused_words(each)) or "no fused kernels" for each in (cost.fused_kernels, fused))
         found.append(_Difference(of_plan, of_run, f"--fused-kernels {fused}"))
-    compiled = bool(config.compile)
-    if compiled != cost.compile:
-        of_plan, of_run = ("compiled layers" if each else "layers as they are" for each in (cost.compile, compiled))
-        found.append(_Difference(of_plan, of_run, "--compile" if compiled else "--no-compile"))
+    if bool(config.compile) != cost.compile:
+        of_plan, of_run = (
+            "compiled layers" if each else "layers as they are" for each in (cost.compile, config.compile)
+        )
+        found.append(_Difference(of_plan, of_run, "--compile" if config.compile else "--no-compile"))
     planned = data.plan.config.layers(data.model_config.num_hidden_layers)
     if config.stage_layers not in (None, planned):
         before, now = (",".join(map(str, layers)) for layers in (planned, config.stage_layers or ()))
@@ -159,23 +149,15 @@ def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
     if config.lora_rank and config.lora_targets != default:
         of_plan, of_run = (f" of {','.join(names)}" for names in (default, config.lora_targets))
         return [_Difference(planned + (of_plan if cost.lora_rank else ""), here + of_run, "")]
-    if planned == here:
-        return []
     options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
-    return [_Difference(planned, here, options)]
+    return [] if planned == here else [_Difference(planned, here, options)]
 
 
-def _what_helps(differences: list[_Difference], config: TrainConfig) -> list[str]:
-    """What to type so that there is no difference; nothing where that would not end all of them."""
-    if not all(each.options for each in differences):
-        return []
-    options = " ".join(each.options for each in differences)
-    calibration = [f"          to have them: `{_calibration(config)}`, then"] if _PROFILE in options else []
-    return [*calibration, f"          {'' if calibration else 'to have them: '}`chunkplan build` with `{options}`"]
-
-
-def _calibration(config: TrainConfig) -> str:
-    """The command that measures the device of this run, as this run has it."""
+def _what_helps(options: list[str], config: TrainConfig) -> list[str]:
+    """What to type so that there is no difference: a calibration first, where `build` takes its profile."""
+    build = f"`chunkplan build` with `{' '.join(options)}`"
+    if not any(_PROFILE in each for each in options):
+        return [f"          to have them: {build}"]
     words = ["chunkplan", "calibrate", "--model-config", _config_file(config), "--output", _PROFILE]
     on_cpu = config.device == "cpu"
     if on_cpu and torch.cuda.is_available():
@@ -183,12 +165,11 @@ def _calibration(config: TrainConfig) -> str:
     if str(config.precision) != ("fp32" if on_cpu else "bf16"):
         words += ["--precision", "bf16" if config.precision == "bf16-pure" else str(config.precision)]
     threads = os.environ.get("OMP_NUM_THREADS") if on_cpu else None
-    return (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+    calibration = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+    return [f"          to have them: `{calibration}`, then", f"          {build}"]
 
 
 def _config_file(config: TrainConfig) -> str:
     """The config.json of the model, or its folder; of one from the Hugging Face Hub as it was loaded."""
-    if config.model_config is not None:
-        return str(config.model_config)
-    assert config.model is not None
-    return str(cached_file(config.model, "config.json", local_files_only=True))
+    found: Any = config.model_config or cached_file(str(config.model), "config.json", local_files_only=True)
+    return str(found)

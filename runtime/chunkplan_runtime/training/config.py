@@ -1,42 +1,59 @@
 """A training run's configuration: every option with its default, what it may be, and the words of its help.
 
-Options are read from here (`options`) and checked here, without torch, so that a mistake is found at once.
+Options are declared and checked here, without torch, so that a mistake is found at once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, number, one_of, several, whole
+from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import option, options_of, same
-from chunkplan_runtime.domains import ROUTER_LOSSES
-from chunkplan_runtime.training.learning_rate import LR_SCHEDULES
-from chunkplan_runtime.training.model_options import ABOVE_0, BELOW_1, LEARNING, LORA, SHARED, ModelOptions
-
-#: Options that had another name, by that one. Flags, files and checkpoints may still have it, until the next version.
-RENAMED = {"schedule": "lr-schedule"}
-
-#: What runs did before there was an option for it, by flag, where its default does not say so.
-EARLIER = {"--optimizer": "adamw"}
+from chunkplan.options import Options, option, options_of, same
+from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
 #: What metrics are reported to, each by its integration in transformers.
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
+#: What data-parallel processes can share, each all before it too.
+SHARED = ("optimizer", "gradients", "weights")
+
+#: Learning-rate schedules: (steps done after the warm-up, how many there are) -> what is left of the way down.
+#: They are those of transformers, to the last bit: `ChunkTrainer` and the trainer give a step the same rate.
+LR_SCHEDULES: dict[str, Callable[[int, int], float]] = {
+    "constant": lambda done, steps: 1.0,
+    "linear": lambda done, steps: (steps - done) / steps,
+    "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * (done / steps))),
+}
+
+DATA, MODEL, LORA, LEARNING = "what to train on", "what to train", "adapters", "how to learn"
 LENGTH, LOG = "how long", "what is kept"
 
-FROM_0 = number(lambda value: value >= 0, "a number from 0")
-WARMUP = number(
+#: Of an option that is as the plan has it unless it is given.
+PLANNED: Any = {"default": None, "default_words": "as planned"}
+
+_ABOVE_0 = number(lambda value: value > 0, "a number above 0, such as 1e-4")
+_FROM_0 = number(lambda value: value >= 0, "a number from 0")
+_BELOW_1 = number(lambda value: 0 <= value < 1, "a number from 0 to below 1")
+_SHARE = number(lambda value: 0 <= value <= 1, "a share from 0 to 1")
+_SPIKE = number(lambda value: value == 0 or value > 1, "a number above 1, or 0 for none")
+_WARMUP = number(
     lambda value: value >= 0 and (value < 1 or value.is_integer()), "a number of steps, or a share below 1", metavar="N"
 )
+_PATTERN = text("PATTERN")
+_NAMES = several(text("NAME"), metavar="NAMES", example="q_proj,v_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelOptions):
+class TrainConfig(Options):
     """A training run. Exactly one of `model_config` (random weights) and `model` (saved weights) is given.
 
     The help of each option is in its field.
@@ -45,167 +62,177 @@ class TrainConfig(ModelOptions):
         UsageError: an option is not what it may be; the message names its flag.
     """
 
-    optimizer: str | None = same(CostModel, "optimizer", group=LEARNING, default=None, default_words="as planned")
-    lr: float = option(
-        ABOVE_0,
-        "The highest learning rate.",
-        group=LEARNING,
-        default=0.0001,
+    plan: Path = option(path("DIR"), "The plan, from `chunkplan build`.", group=DATA)
+    analysis: Path | None = option(
+        path("DIR"), "The plan's analysis, if it is not where it was.", default=None, group=DATA
     )
+    eval_plan: Path | None = option(
+        path("DIR"),
+        "The plan of held-out sequences.",
+        default=None,
+        default_words="that of `build --holdout`, beside the plan",
+        group=DATA,
+    )
+    output: Path = option(path("DIR"), "The run's folder: metrics, checkpoints, final/.", group=DATA)
+    model: str | None = option(
+        text("NAME"), "A saved model: a folder, or a name on the Hugging Face Hub.", default=None, group=MODEL
+    )
+    model_config: Path | None = option(
+        path("FILE"),
+        "A config.json, or its folder, in place of --model: training starts from random weights.",
+        default=None,
+        group=MODEL,
+    )
+    tokenizer: str | None = option(
+        text("NAME"),
+        "The tokenizer that is saved with the weights: a folder or a name on the Hub.",
+        default=None,
+        default_words="the model's",
+        group=MODEL,
+    )
+    device: str = option(DEVICE, "The device: auto, cpu, cuda or cuda:N.", default="auto", group=MODEL)
+    attention: str = option(KERNEL, "Name of the attention kernel, or auto.", default="auto", group=MODEL)
+    kv_offload: bool | None = option(
+        FLAG, "Keep keys and values of split sequences in host memory.", **PLANNED, group=MODEL
+    )
+    checkpointing: str | None = same(CostModel, "checkpointing", group=MODEL, **PLANNED)
+    fused_kernels: FusedKernels | None = same(CostModel, "fused_kernels", group=MODEL, **PLANNED)
+    compile: bool | None = same(CostModel, "compile", group=MODEL, **PLANNED)
+    stage_layers: tuple[int, ...] | None = option(
+        several(whole(1), metavar="N,N,...", example="7,7,6"),
+        "Layers of each stage, first to last; with virtual stages, of each model stage.",
+        default=None,
+        default_words="as even as possible",
+        group=MODEL,
+    )
+    sharding: str | None = option(
+        one_of(*SHARED),
+        "What data-parallel processes share: optimizer (states, ZeRO-1), gradients (2) or weights (3).",
+        **PLANNED,
+        group=MODEL,
+    )
+    lora_rank: int | None = option(
+        whole(), "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.", **PLANNED, group=LORA
+    )
+    load_in_4bit: bool | None = option(
+        FLAG, "Keep the weights below the adapters in 4 bits (QLoRA, NF4).", **PLANNED, group=LORA
+    )
+    lora_alpha: float = option(
+        _ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0, group=LORA
+    )
+    lora_dropout: float = option(_BELOW_1, "Dropout on the input of an adapter.", default=0.0, group=LORA)
+    lora_targets: tuple[str, ...] = option(
+        _NAMES,
+        "Layers that get an adapter: names, with commas; all-linear: all but the head and, with experts, MLPs.",
+        default=("all-linear",),
+        group=LORA,
+    )
+    freeze: tuple[str, ...] | None = option(
+        several(_PATTERN, metavar="PATTERNS", example="'model.embed_tokens*'"),
+        "Do not train weights whose names match one of these patterns, with commas; * is any text.",
+        default=None,
+        default_words="all are trained",
+        group=LEARNING,
+    )
+    train_only: tuple[str, ...] | None = option(
+        several(_PATTERN, metavar="PATTERNS", example="'*.mlp.*,lm_head*'"),
+        "Train only weights whose names match one of these patterns.",
+        default=None,
+        group=LEARNING,
+    )
+    optimizer: str | None = same(CostModel, "optimizer", group=LEARNING, **PLANNED)
+    lr: float = option(_ABOVE_0, "The highest learning rate.", default=0.0001, group=LEARNING)
     lr_schedule: str = option(
         one_of(*LR_SCHEDULES),
         "Learning rate after the warm-up: constant, linear or cosine.",
-        group=LEARNING,
         default="constant",
+        group=LEARNING,
     )
     warmup: float = option(
-        WARMUP,
+        _WARMUP,
         "Steps in which the learning rate rises from 0; below 1: a share of all steps.",
-        group=LEARNING,
         default=0.0,
+        group=LEARNING,
     )
     min_lr: float = option(
-        number(lambda value: 0 <= value <= 1, "a share from 0 to 1"),
-        "Learning rate at the end of --lr-schedule, as a share of --lr.",
-        group=LEARNING,
-        default=0.0,
+        _SHARE, "Learning rate at the end of --lr-schedule, as a share of --lr.", default=0.0, group=LEARNING
     )
     weight_decay: float = option(
-        FROM_0,
-        "Weight decay, for all weights but norms and biases.",
-        group=LEARNING,
-        default=0.01,
+        _FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01, group=LEARNING
     )
-    beta1: float = option(
-        BELOW_1,
-        "AdamW's decay rate for the mean of gradients.",
-        group=LEARNING,
-        default=0.9,
-    )
-    beta2: float = option(
-        BELOW_1,
-        "AdamW's decay rate for the mean of their squares.",
-        group=LEARNING,
-        default=0.999,
-    )
-    eps: float = option(
-        ABOVE_0,
-        "AdamW's epsilon, added to the root of that mean.",
-        group=LEARNING,
-        default=1e-08,
-    )
-    clip: float = option(
-        FROM_0,
-        "Largest gradient norm; 0: no clipping.",
-        group=LEARNING,
-        default=1.0,
-    )
+    beta1: float = option(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9, group=LEARNING)
+    beta2: float = option(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999, group=LEARNING)
+    eps: float = option(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08, group=LEARNING)
+    clip: float = option(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0, group=LEARNING)
     precision: str | None = option(
         one_of(*PRECISIONS),
         "Precision of the weights: fp32, fp64, bf16 (with fp32 master weights) or bf16-pure (without).",
-        group=LEARNING,
         default=None,
         default_words="bf16 on a GPU, fp32 on a CPU",
+        group=LEARNING,
     )
     label_smoothing: float = option(
-        BELOW_1,
-        "Share of each target that training spreads over the whole vocabulary.",
-        group=LEARNING,
-        default=0.0,
+        _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0, group=LEARNING
     )
     router_loss: str | None = option(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
-        group=LEARNING,
         default=None,
         default_words="batch if the model's config has output_router_logits, else none",
-    )
-    seed: int = option(
-        whole(),
-        "Seed of random weights, dropout and noise of routers.",
         group=LEARNING,
-        default=0,
     )
+    seed: int = option(whole(), "Seed of random weights, dropout and noise of routers.", default=0, group=LEARNING)
     max_steps: int | None = option(
-        whole(1),
-        "Stop after N steps.",
-        group=LENGTH,
-        default=None,
-        default_words="the whole plan",
+        whole(1), "Stop after N steps.", default=None, default_words="the whole plan", group=LENGTH
     )
-    max_epochs: int | None = option(
-        whole(1),
-        "Stop after N epochs of the plan.",
-        group=LENGTH,
-        default=None,
-    )
+    max_epochs: int | None = option(whole(1), "Stop after N epochs of the plan.", default=None, group=LENGTH)
     early_stopping: int | None = option(
         whole(1),
         "Stop after N evaluations in a row whose loss is not lower than the lowest before.",
-        group=LENGTH,
         default=None,
         default_words="never",
+        group=LENGTH,
     )
-    eval_every: int = option(
-        whole(),
-        "Evaluate every N steps; 0: only at the end.",
-        group=LOG,
-        default=0,
-    )
-    save_every: int = option(
-        whole(),
-        "Write a checkpoint every N steps; 0: none.",
-        group=LOG,
-        default=100,
-    )
-    keep_last: int = option(
-        whole(1),
-        "Keep the last N checkpoints.",
-        group=LOG,
-        default=3,
-    )
+    eval_every: int = option(whole(), "Evaluate every N steps; 0: only at the end.", default=0, group=LOG)
+    save_every: int = option(whole(), "Write a checkpoint every N steps; 0: none.", default=100, group=LOG)
+    keep_last: int = option(whole(1), "Keep the last N checkpoints.", default=3, group=LOG)
     keep_best: bool | None = option(
         FLAG,
         "Also keep the checkpoint with the lowest evaluation loss, and write its weights to final/.",
-        group=LOG,
         default=None,
         default_words="with --early-stopping",
+        group=LOG,
     )
     merge_adapters: bool = option(
         FLAG,
         "Write to final/ the whole weights with the adapters added, in place of the adapters.",
-        group=LOG,
         default=False,
+        group=LOG,
     )
     resume: bool = option(
-        FLAG,
-        "Go on from the last checkpoint of --output, or start if there is none.",
-        group=LOG,
-        default=False,
+        FLAG, "Go on from the last checkpoint of --output, or start if there is none.", default=False, group=LOG
     )
     report_to: tuple[str, ...] | None = option(
         several(one_of(*TRACKERS), metavar="NAMES", example="tensorboard,wandb"),
         "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.",
-        group=LOG,
         default=None,
         default_words="none",
-    )
-    log_sequences: bool = option(
-        FLAG,
-        "Write the loss of each sequence to sequences.jsonl.",
         group=LOG,
-        default=False,
     )
+    log_sequences: bool = option(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False, group=LOG)
     spike: float = option(
-        number(lambda value: value == 0 or value > 1, "a number above 1, or 0 for none"),
+        _SPIKE,
         "Name the worst sequences of a step whose loss is above X times the median of 50 before it; 0: never.",
-        group=LOG,
         default=2.0,
+        group=LOG,
     )
 
     def check_together(self) -> None:
-        """Refuse what would do nothing or lose precision together with other options."""
-        super().check_together()
+        """Refuse no model or two, and what would do nothing or lose precision together with other options."""
+        if (self.model is None) == (self.model_config is None):
+            found = "neither is given" if self.model is None else "both are given"
+            raise UsageError(f"--model or --model-config: {found}", hint="give one of them")
+        self._check_adapters()
         if self.sharding in SHARED[1:] and self.precision == "bf16-pure":
             raise UsageError(
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
@@ -218,20 +245,40 @@ class TrainConfig(ModelOptions):
                     f"{one.flag} with --optimizer {self.optimizer} would do nothing",
                     hint=f"leave {one.flag} out, or use --optimizer adamw",
                 )
-        if self.merge_adapters and self.lora_rank == 0:
-            raise UsageError("--merge-adapters without --lora-rank would do nothing", hint="give --lora-rank too")
+        for flag, given in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
+            if given and not self.eval_every:
+                raise UsageError(
+                    f"{flag} without --eval-every: there is one evaluation, at the end",
+                    hint="for example --eval-every 100",
+                )
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank and self.model is None:
+            raise UsageError(
+                "--lora-rank with --model-config: random weights that nothing keeps",
+                hint="adapters need a saved model: give --model",
+            )
+        declared = options_of(TrainConfig)
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit", "merge_adapters"):
+            changed = getattr(self, name) not in (declared[name].default, False)
+            if changed and self.lora_rank == 0:  # None: as planned, which is not known yet
+                raise UsageError(
+                    f"{declared[name].flag} without --lora-rank would do nothing", hint="give --lora-rank too"
+                )
+        flags = [flag for flag, given in (("--freeze", self.freeze), ("--train-only", self.train_only)) if given]
+        if len(flags) == 2:
+            raise UsageError("--freeze and --train-only are both given", hint="give one of them")
+        if flags and self.lora_rank:
+            raise UsageError(
+                f"{flags[0]} with adapters of rank {self.lora_rank}: these alone are trained, all weights are frozen",
+                hint=f"leave {flags[0]} out, or give --lora-rank 0; --lora-targets names the layers with adapters",
+            )
         if self.merge_adapters and self.load_in_4bit:
             raise UsageError(
                 "--merge-adapters with weights in 4 bits: rounding them to 4 bits again would lose what is added",
                 hint="leave it out: peft merges the adapter in final/ into weights that are whole (merge_and_unload); "
                 "or give --no-load-in-4bit",
             )
-        for flag, asked in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
-            if asked and not self.eval_every:
-                raise UsageError(
-                    f"{flag} without --eval-every: there is one evaluation, at the end",
-                    hint="for example --eval-every 100",
-                )
 
     @property
     def keeps_best(self) -> bool:
@@ -239,16 +286,27 @@ class TrainConfig(ModelOptions):
         return self.early_stopping is not None if self.keep_best is None else self.keep_best
 
 
-def what_it_learns_by(config: TrainConfig) -> dict[str, Any]:
-    """The options that have to stay the same for a run to go on, by flag."""
-    return {
-        one.flag: getattr(config, name)
-        for name, one in options_of(TrainConfig).items()
-        if one.group in (LORA, LEARNING, LENGTH)
-    }
+def fixed_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that have to stay the same when a run is resumed, by flag."""
+    declared = options_of(TrainConfig).items()
+    return {one.flag: getattr(config, name) for name, one in declared if one.group in (LORA, LEARNING, LENGTH)}
 
 
-def what_all_have(config: TrainConfig) -> dict[str, Any]:
-    """The options that have to be the same on all processes, by flag: all but places, which machines may differ in."""
-    places = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
-    return {one.flag: getattr(config, name) for name, one in options_of(TrainConfig).items() if name not in places}
+def shared_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that have to be the same on all processes, by flag: all but paths, which machines may differ in."""
+    paths = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
+    return {one.flag: getattr(config, name) for name, one in options_of(TrainConfig).items() if name not in paths}
+
+
+def learning_rate_factor(schedule: str, step: int, num_steps: int, *, warmup: float, lowest: float) -> float:
+    """What the learning rate of step `step` (from 0) of `num_steps` is multiplied by: from 0 to 1.
+
+    `warmup` counts steps, or below 1 is a share of all; over them the factor rises linearly from 0, which is that of
+    the first step, to 1, which is that of the first step after them. Then the schedule takes it down, to `lowest` one
+    step after the last. It is a pure function of the step, so that a resumed run needs no state of it.
+    """
+    num_warmup = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
+    if step < num_warmup:
+        return step / num_warmup
+    left = LR_SCHEDULES[schedule](step - num_warmup, max(num_steps - num_warmup, 1))
+    return left * (1 - lowest) + lowest

@@ -25,6 +25,7 @@ from chunkplan_runtime.models.checks import check_config, check_plan, max_positi
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
 from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.training.train_step import StepExecutor
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
@@ -49,7 +50,8 @@ class Executor:
         self._model = model
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         called = replace(model, call=self._call)
-        self._ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
+        ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
+        self._steps = StepExecutor(ranks)
         self._plans: set[str] = set()
 
     @classmethod
@@ -74,7 +76,7 @@ class Executor:
         check_argument("checkpointing", checkpointing, CHECKPOINTING, "full")
         check_argument("seed", seed, whole(), 0)
         check_argument("kv_offload", kv_offload, FLAG, True)
-        base, scope = suitable(model, router_loss)
+        base, scope = _suitable(model, router_loss)
         register_attention()
         found = for_chunks(base)
         try:
@@ -115,16 +117,9 @@ class Executor:
             raise UsageError(f"a step would teach nothing: {why}", hint=f"{hint}; `evaluate` gives the loss alone")
         if not work.step.num_target_tokens:
             return 0.0
-        ranks, router_loss = self._ranks, self._ranks.router_loss
-
-        def count() -> None:
-            for each in work.ranks:
-                ranks.forward_only(each, "counting")
-
         with self._at_work():
-            router_loss.begin_step(work.step.num_tokens, count)
-            losses = [ranks.run(each, work.step.num_target_tokens).loss for each in work.ranks]
-        return sum(losses, router_loss.value)
+            losses = [rank.loss for rank in self._steps.run(work)]
+        return sum(losses, self._steps.router_loss or 0.0)
 
     def evaluate(self, work: StepWork) -> float:
         """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
@@ -134,7 +129,7 @@ class Executor:
         """
         self._check(work)
         with self._at_work():
-            losses = [self._ranks.evaluate(each, work.step.num_target_tokens).loss for each in work.ranks]
+            losses = [rank.loss for rank in self._steps.evaluate(work)]
         return sum(losses, 0.0)
 
     def _check(self, work: object) -> None:
@@ -201,36 +196,27 @@ class Executor:
 
 
 def check_argument(name: str, value: object, domain: Domain, example: object) -> None:
-    """Refuse an argument that is not what it may be.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Refuse an argument that is not what it may be."""
     if not domain.holds(value):
         raise UsageError(f"{name} is {value!r}, expected {domain.expected}", hint=f"for example {name}={example!r}")
 
 
-def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
-    """The transformers model in `model`, itself or what peft's adapters are around, and what its router loss is over.
-
-    Raises:
-        UsageError: gradients are not known to be exact for it.
-    """
+def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
+    """The transformers model in `model`, itself or below peft's adapters, and what its router loss is over."""
     base: Any = whole_of(model)
-    if has_adapters(model):
-        for name, adapter in model.peft_config.items():
-            features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
-            if adapter.peft_type != "LORA" or features:
-                kind = ", ".join([str(adapter.peft_type.value), *features])
-                raise UsageError(
-                    f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
-                    hint="use plain LoRA (peft.LoraConfig)",
-                )
+    for name, adapter in model.peft_config.items() if has_adapters(model) else ():
+        features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
+        if adapter.peft_type != "LORA" or features:
+            kind = ", ".join([str(adapter.peft_type.value), *features])
+            raise UsageError(
+                f"adapter {name!r} is one that chunked gradients are not known to be exact for: {kind}",
+                hint="use plain LoRA (peft.LoraConfig)",
+            )
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
     is_model = isinstance(base, PreTrainedModel)
     if not is_model:
         raise UsageError("not a model of transformers", where=where, hint=_HINT)
-    config: Any = base.config
+    config = base.config
     check_config(config, where, router_loss=True)
     scope = exact_router_loss(config, router_loss, where)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -249,11 +235,7 @@ def suitable(model: Any, router_loss: str | None = None) -> tuple[Any, str]:
 
 
 def _check_weights(model: Any, where: str | None = None) -> None:
-    """Refuse weights whose gradients could not be trusted, or that are not all in one place.
-
-    Raises:
-        UsageError: naming what they are.
-    """
+    """Refuse weights whose gradients could not be trusted, or that are not all in one place."""
     weights = list(model.parameters())
     narrow = sorted({str(each.dtype) for each in weights if each.is_floating_point() and each.dtype not in _DTYPES})
     if narrow:

@@ -1,32 +1,48 @@
-"""What a run writes down: its configuration, and JSON lines of steps, sequences and evaluations."""
+"""What a run writes down: its configuration, the numbers of steps and evaluations, and its largest step."""
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from statistics import median
+from typing import Any, NotRequired, TypedDict
 
+import numpy as np
 import torch
 import transformers
+from torch import nn
 
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.measured import StepTimeline, write_measured
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.checks import kv_shapes, share_of_tokens, windows
+from chunkplan_runtime.models.frozen import num_weights
+from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.profiling.timeline import ProcessRow
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.losses import source_losses
-from chunkplan_runtime.training.run_folder import RunFolder, append_lines, cut_back, lines_before
-from chunkplan_runtime.training.train_step import Gradients
+
+#: How many losses the median of spikes is of, and how few are too few for one.
+_WINDOW, _FEWEST = 50, 5
+
+#: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
+
+#: Actions of a process in the largest step that is kept: nobody could look at more.
+_MOST_ACTIONS = 20_000
 
 
-class ComputedRow(TypedDict):
-    """What a step computed; docs/training.md has the meaning of every entry."""
+class StepRow(TypedDict):
+    """A line of metrics.jsonl; docs/training.md has the meaning of every entry."""
 
     step: int
     epoch: int
@@ -40,11 +56,6 @@ class ComputedRow(TypedDict):
     source_losses: dict[str, float]
     router_loss: NotRequired[float]  # where there is one
     processes: NotRequired[list[ProcessRow]]  # of several
-
-
-class StepRow(ComputedRow):
-    """A line of metrics.jsonl."""
-
     lr: float
     mfu: float | None
     peak_memory_bytes: int
@@ -62,86 +73,21 @@ class EvaluationRow(TypedDict):
     source_losses: dict[str, float]
 
 
-class RunLog:
-    """Writes the files of a run into its folder, which is there when the first step is done."""
-
-    def __init__(self, folder: RunFolder, config: TrainConfig, plan: Plan) -> None:
-        self._folder = folder
-        self._config = config
-        self._plan = plan
-        self._begun = False
-
-    def cut_back(self, step: int) -> None:
-        """Remove the lines of `step` and later from all files."""
-        for lines in (self._folder.metrics, self._folder.sequences, self._folder.evaluations):
-            cut_back(lines, step)
-
-    def write_step(self, row: StepRow, sequences: Sequence[SequenceLoss]) -> None:
-        """Write a step's metrics, and where it was asked for the loss of each of its sequences."""
-        if self._config.log_sequences:
-            append_lines(
-                self._folder.sequences,
-                (
-                    {
-                        "step": row["step"],
-                        "sequence_id": loss.sequence_id,
-                        "loss": loss.loss,
-                        "target_tokens": loss.num_target_tokens,
-                    }
-                    for loss in sequences
-                ),
-            )
-        append_lines(self._folder.metrics, [row])
-        if not self._begun:  # after the metrics: these tell a run from any other folder with a config.json
-            self._write_config()
-        self._begun = True
-
-    def write_evaluation(self, row: EvaluationRow) -> None:
-        """Append the line of an evaluation."""
-        append_lines(self._folder.evaluations, [row])
-
-    def _write_config(self) -> None:
-        config = {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
-        }
-        document = {
-            "plan": self._plan.content_hash,
-            "chunkplan": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "config": config,
-        }
-        write_json(self._folder.config, document, indent=2)
-
-
-def evaluations_before(path: Path, start: int) -> list[tuple[int, float | None]]:
-    """The evaluations of a run that goes on with step `start`: how many steps were done, and the loss.
-
-    Lines of later ones, which it will cut off, are left out.
-    """
-    rows: list[EvaluationRow] = lines_before(path, start)
-    return [(row["step"] + 1, row["eval_loss"]) for row in rows]
-
-
-def step_row(
-    step: PlanStep, gradients: Gradients, analysis: Analysis, seconds: float, predicted: float | None
-) -> ComputedRow:
-    """What a step computed, which took `seconds`, and was `predicted` to take, where a plan does."""
-    row: ComputedRow = {
-        "step": step.step,
-        "epoch": step.epoch,
-        "loss": gradients.loss,
-        "target_tokens": step.num_target_tokens,
-        "tokens": step.num_tokens,
-        "grad_norm": gradients.norm,
-        "tokens_per_second": step.num_tokens / seconds,
-        "seconds": seconds,
-        "predicted_seconds": predicted,
-        "source_losses": source_losses(gradients.sequences, analysis),
+def write_config(path: Path, config: TrainConfig, plan: Plan) -> None:
+    """Write the options of a run as they were resolved, its plan's hash and the versions of packages."""
+    document = {
+        "plan": plan.content_hash,
+        "chunkplan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "config": as_entries(config),
     }
-    if gradients.router_loss is not None:
-        row["router_loss"] = gradients.router_loss
-    return row
+    write_json(path, document, indent=2)
+
+
+def as_entries(config: TrainConfig) -> dict[str, object]:
+    """The options by name, as JSON has them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 
 def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:
@@ -155,15 +101,150 @@ def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:
     return max(sum(ends.get(dp_rank, 0.0) for dp_rank in own) for own in layout.rows(max(ends) + 1)) / 1e6
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak of memory on a GPU; that of a process on a CPU cannot be forgotten."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_memory(device: torch.device) -> int:
-    """The peak in bytes: of tensors on a GPU since `reset_peak_memory`, or of the whole process since it began."""
+    """The peak in bytes: of tensors on a GPU since it was reset, or of the whole process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def source_losses(losses: Sequence[SequenceLoss], analysis: Analysis) -> dict[str, float]:
+    """The mean loss of a target token, by path of the source, of sources that have some."""
+    sources = analysis.manifest.get("sources") or []
+    if not sources:
+        return {}
+    source = analysis.source[[loss.sequence_id for loss in losses]]
+    sums = np.bincount(source, [loss.loss for loss in losses], len(sources))
+    counts = np.bincount(source, [loss.num_target_tokens for loss in losses], len(sources))
+    return {sources[i]["path"]: float(sums[i] / counts[i]) for i in np.flatnonzero(counts)}
+
+
+def add_up(losses: Sequence[SequenceLoss]) -> list[SequenceLoss]:
+    """One entry a sequence, ascending: processes that share one have each the loss of its own slices."""
+    sums: dict[int, SequenceLoss] = {}
+    for each in sorted(losses, key=lambda loss: loss.sequence_id):
+        before = sums.get(each.sequence_id, SequenceLoss(each.sequence_id, 0.0, 0))
+        num_target_tokens = before.num_target_tokens + each.num_target_tokens
+        sums[each.sequence_id] = SequenceLoss(each.sequence_id, before.loss + each.loss, num_target_tokens)
+    return list(sums.values())
+
+
+def describe_worst(losses: Sequence[SequenceLoss], analysis: Analysis, most: int = 3) -> list[str]:
+    """The sequences whose loss is not finite, else those with the highest mean of a target token, in words."""
+    means = [(loss.loss / max(loss.num_target_tokens, 1), loss.sequence_id) for loss in losses]
+    broken = [each for each in means if not math.isfinite(each[0])]
+    worst = broken or sorted(means, key=lambda each: each[0], reverse=True)
+    words = [f"sequence {number} ({analysis.place(number)}), loss {mean:.4g}" for mean, number in worst[:most]]
+    return words + ([f"and {len(broken) - most} more"] if len(broken) > most else [])
+
+
+class SpikeWatch:
+    """Knows the losses of the last steps; a loss above `factor` times their median is a spike, with 0 none is."""
+
+    def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
+        self._factor = factor
+        self._losses = deque(losses, maxlen=_WINDOW)
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the last steps, for a checkpoint."""
+        return list(self._losses)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether a step's loss is a spike beside those before; from then on it is one of them."""
+        enough = self._factor > 0 and len(self._losses) >= _FEWEST
+        spike = enough and loss > self._factor * median(self._losses)
+        self._losses.append(loss)
+        return spike
+
+
+class LargestStep:
+    """Keeps this process's times of the largest step so far. All processes keep the same step.
+
+    The first one is kept only while there is no other: in it everything is slow.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens = -1
+        self._times: StepTimeline | None = None
+
+    def look_at(self, step: PlanStep, times: StepTimeline) -> None:
+        """Keep the times of a step that is done, if it is the largest so far."""
+        most_actions = max(map(len, step.actions.values()), default=0)
+        if step.num_tokens > self._num_tokens and most_actions <= _MOST_ACTIONS:
+            self._num_tokens = step.num_tokens if self._times is not None else 0
+            self._times = times
+
+    def write(self, plan: Plan, path: Path, job: Job, *, planned: bool) -> bool:
+        """Write what all processes measured of it (`planfile/measured.py`), if there was such a step; whether.
+
+        `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
+        """
+        timelines = [times for times in job.all_gather_object(self._times) if times is not None]
+        if timelines and job.is_main:
+            write_measured(path, plan, timelines, job.layout.dp, planned=planned)
+        return bool(timelines)
+
+
+class FlopCounter:
+    """Counts the model FLOPs of steps of one model: what they would cost at the least.
+
+    As in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a matrix and
+    token that meets it, or 4 if it is frozen, the vocabulary head at every token, and attention where the mask lets it
+    see; no recompute. Adapters of a stack of experts are added to it, so that it has gradients though it is frozen, and
+    they themselves meet no token. Of experts a token meets those that it goes to. What recurrent layers do with their
+    states counts nothing: it takes no weights, and does not grow with the sequence.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self._widths = attention_widths(model.config)
+        self._of_token = _of_token(model)
+
+    def count(self, step: PlanStep) -> float:
+        """The model FLOPs of the forward and backward of a step, on all ranks."""
+        segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
+        num_tokens = sum(segment.end - segment.start for segment in segments)
+        attention = sum(
+            width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
+            for window, width in self._widths.items()
+            for segment in segments
+        )
+        return self._of_token * num_tokens + 6.0 * attention
+
+
+def attention_widths(config: Any) -> Counter[int | None]:
+    """By window, how wide keys and values of all heads of queries are together, over the layers that attend."""
+    of_layers = windows(config)
+    kinds = getattr(config, "layer_types", None) or (None,) * len(of_layers)
+    own = getattr(config, "per_layer_config", None) or (config,) * len(of_layers)
+    widths: Counter[int | None] = Counter()
+    for window, kind, layer in zip(of_layers, kinds, own, strict=True):
+        if kind not in _WITHOUT_ATTENTION:
+            (_, key_dim), (_, value_dim) = kv_shapes(layer)
+            value_dim = getattr(layer, "v_head_dim", None) or value_dim
+            widths[window] += (getattr(layer, "num_attention_heads", None) or 1) * (key_dim + value_dim)
+    return widths
+
+
+def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
+    """Twice the attention pairs (query, key) of a sequence, where a query sees the `window` tokens that end with it."""
+    if window is None or num_tokens <= window:
+        return num_tokens**2
+    return window * (2 * num_tokens - window)
+
+
+def _of_token(model: CausalLM) -> float:
+    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings none, but a head that
+    is tied."""
+    config = model.config
+    total = 0.0
+    for path, module in model.model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for own, weight in module.named_parameters(path, recurse=False):
+            is_stacked = ".experts." in own and "base_layer" in own
+            if weight.ndim >= 2 and not own.endswith("bias") and not (is_stacked and "lora_" in own):
+                flops = 6.0 if weight.requires_grad or is_stacked else 4.0
+                total += flops * num_weights(weight) * share_of_tokens(config, own, weight, module)
+    return total

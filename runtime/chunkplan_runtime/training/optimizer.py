@@ -1,27 +1,66 @@
-"""The optimizers of a run by name, and their states by name for checkpoints."""
+"""What updates weights: fp32 master weights of those in bfloat16, and the optimizers by name, with their states.
+
+A bfloat16 weight has 8 bits of precision: most updates are too small to change it, and a gradient that is added up over
+many chunks stops growing. Each bfloat16 parameter therefore has an fp32 master weight that the optimizer owns;
+gradients are added to the master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740),
+those of products without being made in bfloat16 before (`models.products`).
+
+The moments of `adamw-8bit` have 8 bits (Dettmers et al., arXiv 2110.02861), updated by bitsandbytes. As many numbers in
+the order of a weight as `BLOCK` have a scale in common. A block lies within a row, so that any rows of a weight have
+blocks of their own: processes that share it, and checkpoints that others read, need no more. Weights whose rows are no
+whole blocks, and small ones, keep moments in float32, which torch updates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from chunkplan.cost.optimizers import ELEMENTWISE
+from chunkplan.cost.optimizers import BLOCK, ELEMENTWISE
 from chunkplan.errors import UsageError
-from chunkplan_runtime.training.adamw_8bit import blocks_shape, make_adamw_8bit, sharded_rows
+from chunkplan.extras import pip_install
+from chunkplan_runtime.models.products import sum_gradients
 from chunkplan_runtime.training.config import TrainConfig
+
+#: Weights with fewer numbers gain nothing by moments of 8 bits.
+_LEAST = 4096
+
+
+class TrainedWeights:
+    """The trained weights of a model, by the names they have there.
+
+    `tensors` are leaves for an optimizer: the parameters themselves, with `master_weights` an fp32 one for each in
+    bfloat16. Their `.grad` is what backwards add up to. After a change of them `publish` brings it to the model.
+    """
+
+    def __init__(self, model: nn.Module, *, master_weights: bool) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._mastered: list[tuple[nn.Parameter, Tensor]] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            self.tensors[name] = parameter
+            if master_weights and parameter.dtype == torch.bfloat16:
+                master = parameter.detach().float().requires_grad_()
+                sum_gradients(parameter, master)
+                self._mastered.append((parameter, master))
+                self.tensors[name] = master
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the fp32 master weights into the model."""
+        for parameter, master in self._mastered:
+            parameter.copy_(master)
 
 
 def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` names. Norms and biases, which are vectors, do not decay.
-
-    Raises:
-        UsageError: it cannot work on these weights: not on parts of them, or not in this precision or on this device.
-    """
+    """The optimizer that `config` names. Norms and biases, which are vectors, do not decay."""
     name = config.optimizer or "adamw"
     if name not in ELEMENTWISE and any(isinstance(weight, DTensor) for weight in weights.values()):
         raise UsageError(
@@ -38,31 +77,93 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
     return _MAKERS[name](groups, config)
 
 
-def _adamw(
-    groups: ParamsT, config: TrainConfig, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-) -> torch.optim.Optimizer:
-    """Loshchilov and Hutter, arXiv 1711.05101."""
-    return make(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+class _AdamW8bit(torch.optim.AdamW):
+    """torch's AdamW of the weights whose moments are float32, and bitsandbytes' of all others."""
+
+    def __init__(self, groups: ParamsT, functional: Any, device: torch.device, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._update_blocks = functional.optimizer_update_8bit_blockwise
+        #: What the 256 values of a number of 8 bits stand for, of means and of means of squares.
+        self._values = [functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+
+    def try_update(self, device: torch.device) -> None:
+        """Update a block of zeros. Raises what torch or bitsandbytes does where that cannot be."""
+        codes = [torch.zeros(1, BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = [torch.zeros(1, 1, device=device) for _ in range(2)]
+        gradient, weight = (torch.zeros(1, BLOCK, device=device) for _ in range(2))
+        self._call(gradient, weight, codes, scales, step=1, group=self.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all weights that have a gradient."""
+        done: list[tuple[Tensor, Tensor]] = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and blocks_shape(weight) is not None:
+                    self._update(weight, weight.grad, group)
+                    done.append((weight, weight.grad))
+                    weight.grad = None
+        loss = super().step(closure)
+        for weight, gradient in done:
+            weight.grad = gradient
+        return loss
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: Any) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros(())
+            for place in (1, 2):  # whatever the codes are, with scales of 0 they stand for 0
+                state[f"moment{place}"] = torch.zeros_like(weight, dtype=torch.uint8)
+                state[f"scale{place}"] = sharded_rows(weight, torch.float32)
+        state["step"] += 1
+        local = _local(weight)
+        if local.numel():  # a process may have no rows of a weight
+            codes, scales = ([_local(state[f"{name}{place}"]) for place in (1, 2)] for name in ("moment", "scale"))
+            self._call(_local(gradient), local, codes, scales, step=int(state["step"]), group=group)
+
+    def _call(
+        self, gradient: Tensor, weight: Tensor, codes: list[Tensor], scales: list[Tensor], *, step: int, group: Any
+    ) -> None:
+        (beta1, beta2), (of_means, of_squares) = group["betas"], self._values
+        first, second = (each.view(-1) for each in scales)
+        self._update_blocks(
+            *("adam", gradient.contiguous(), weight, *codes),
+            *(beta1, beta2, 0.0, 0.0, group["eps"], step, group["lr"]),
+            *(of_means, of_squares, first, second),
+            weight_decay=group["weight_decay"],
+        )
 
 
-def _adamw_8bit(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
-    return _adamw(groups, config, partial(make_adamw_8bit, torch.device(config.device)))
+def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> torch.optim.Optimizer:
+    """AdamW with moments of 8 bits and `options` of torch's, over `groups` of weights on `device`."""
+    try:
+        functional = import_module("bitsandbytes.functional")
+    except ImportError as error:
+        raise UsageError(f"--optimizer adamw-8bit needs bitsandbytes ({error})", hint=pip_install("qlora")) from error
+    optimizer = _AdamW8bit(groups, functional, device, **options)
+    if any(weight.dtype == torch.float64 for group in optimizer.param_groups for weight in group["params"]):
+        raise UsageError("bitsandbytes does not compute in float64", hint="use --precision bf16 or fp32")
+    try:
+        optimizer.try_update(device)
+    except (NotImplementedError, RuntimeError) as error:
+        raise UsageError(
+            f"bitsandbytes cannot update moments of 8 bits on {device}: {str(error).splitlines()[0]}",
+            hint="use --optimizer adamw, or a newer bitsandbytes: on a CPU 0.50.2 does",
+        ) from error
+    return optimizer
 
 
-def _sgd(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.lr)  # a fused one knows no parts of weights
+def _adamw_options(config: TrainConfig) -> Any:
+    return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
 
 
-def _adafactor(groups: ParamsT, config: TrainConfig) -> torch.optim.Optimizer:
-    """Shazeer and Stern, arXiv 1804.04235; the rate is a share of a weight's root mean square."""
-    return torch.optim.Adafactor(groups, lr=config.lr)
-
-
+#: By name. torch's fused SGD knows no parts of weights. Adafactor (Shazeer and Stern, arXiv 1804.04235) takes the rate
+#: as a share of a weight's root mean square.
 _MAKERS: dict[str, Callable[[ParamsT, TrainConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "adamw-8bit": _adamw_8bit,
-    "sgd": _sgd,
-    "adafactor": _adafactor,
+    "adamw": lambda groups, config: torch.optim.AdamW(groups, **_adamw_options(config)),
+    "adamw-8bit": lambda groups, config: make_adamw_8bit(torch.device(config.device), groups, **_adamw_options(config)),
+    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.lr),
+    "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr),
 }
 
 
@@ -100,3 +201,27 @@ def restore_optimizer(
     for key, value in state.items():
         name, _, entry = key.rpartition(":")
         optimizer.state[weights[name]][entry] = value.to(weights[name].device)
+
+
+def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
+    """Rows of a weight, and blocks of each; None where its moments are float32."""
+    if weight.ndim < 2 or weight.numel() < _LEAST:
+        return None
+    row = weight.shape[1:].numel()
+    return None if row % BLOCK else (weight.shape[0], row // BLOCK)
+
+
+def sharded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, one for each block of `weight`, of which this process has its rows as it has those of `weight`."""
+    shape = blocks_shape(weight)
+    assert shape is not None
+    local = torch.zeros(_local(weight).shape[0], shape[1], dtype=dtype, device=weight.device)
+    if not isinstance(weight, DTensor):
+        return local
+    how: Any = {"run_check": False, "shape": torch.Size(shape), "stride": (shape[1], 1)}
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, **how)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,10 +25,9 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
 from chunkplan_runtime.training.checkpoint import CheckpointState, read_state
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import TrainingData
-from chunkplan_runtime.training.learning_rate import learning_rate_factor
+from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.run_folder import RunFolder
+from chunkplan_runtime.training.setup import TrainingData
 
 #: The options that say no more than after how many steps a run ends, by flag.
 _ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}

@@ -1,19 +1,128 @@
-"""What a run prints on stderr: a line a step, and on a terminal one progress bar below them."""
+"""What a run prints on stderr: what it is, a line a step, and on a terminal one progress bar below them."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
+from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.kernels import AUTO
+from chunkplan_runtime.distributed.job import Groups, Job
+from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.frozen import num_weights
+from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.router_loss import router_loss_scope
+from chunkplan_runtime.training.comparison import Comparison
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import StepRow
+from chunkplan_runtime.training.setup import Built, TrainingData
 
 #: Of a line that is not shown on a terminal.
 _COLUMNS = 120
+
+
+def describe_run(
+    config: TrainConfig,
+    data: TrainingData,
+    built: Built,
+    num_steps: int,
+    tokenizer: list[Path],
+    comparison: Comparison,
+    groups: Groups | None = None,
+) -> list[str]:
+    """The lines before the first step: each a name and what there is to say about it."""
+    model, plan = built.whole, data.plan
+    parameters = list(model.model.parameters())
+    num_all = sum(map(num_weights, parameters))
+    num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
+    unread = unread_words(data.analysis.manifest.get("sources", ()))
+    evaluation = None if data.evaluation is None else data.evaluation.path
+    if evaluation is not None and evaluation.is_relative_to(Path.cwd()):  # a full path where it was found by the plan
+        evaluation = evaluation.relative_to(Path.cwd())
+    return [
+        f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
+        *([f"          {built.note}"] if built.note else ()),
+        f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {_kernels(config, model)}",
+        *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
+        *([f"compiled  {built.compiled}"] if built.compiled else ()),
+        *_left_out(config, model),
+        f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
+        f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
+        *([f"not read  of the data: {unread}"] if unread else ()),
+        *comparison.lines,
+        *_router_lines(config, model),
+        *group_lines(groups),
+        f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
+        f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
+        f"output    {config.output}",
+        *_tracker_lines(config),
+    ]
+
+
+def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
+    """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
+    if config.attention != AUTO or torch.device(config.device).type != "cuda":
+        return []
+    packages = {"flash-attn-4": why_not_4(), "flash-attn-2": why_not_2()}
+    found = packages | model.kernels.left_out
+    return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
+
+
+def _kernels(config: TrainConfig, model: CausalLM) -> str:
+    return ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
+
+
+def other_kernels(config: TrainConfig, model: CausalLM, job: Job) -> list[str]:
+    """Say which processes attend by other kernels than the first: each chooses for itself, all wait for the slowest."""
+    first, *others = job.all_gather_object(_kernels(config, model))
+    of_others = [(job.layout.describe(process), other) for process, other in enumerate(others, 1) if other != first]
+    return [f"attends   otherwise on {process}: {other}" for process, other in of_others]
+
+
+def _router_lines(config: TrainConfig, model: CausalLM) -> list[str]:
+    """Say what the load-balancing loss of routers is over, and what it costs; nothing where there is none."""
+    scope = router_loss_scope(model.config, config.router_loss, "")
+    counted = "each sequence" if scope == "sequence" else "the whole batch: each chunk runs forward once more"
+    return [] if scope == NO_ROUTER_LOSS else [f"routers   load-balancing loss over {counted}"]
+
+
+def _tracker_lines(config: TrainConfig) -> list[str]:
+    """Say how to look at what tensorboard gets, which shows no address of its own; nothing without it."""
+    logs = os.getenv("TENSORBOARD_LOGGING_DIR") or config.output / "runs"  # as transformers has it
+    uses_it = "tensorboard" in (config.report_to or ())
+    return [f"tracked   tensorboard --logdir {shlex.quote(str(logs))}"] if uses_it else []
+
+
+def group_lines(groups: Groups | None) -> list[str]:
+    """Say how many groups of processes this one is in, and how long making them took; nothing of one process."""
+    if groups is None:
+        return []
+    sharing = len(groups.exchanges.groups)
+    those = f", {sharing} of them for shared sequences" if sharing else ""
+    return [f"groups    {groups.num_groups} of processes{those}; made in {groups.seconds:.2f} s"]
+
+
+def _devices(config: TrainConfig, layout: RankLayout) -> str:
+    if layout.world_size == 1:
+        return config.device
+    replicas = f"{layout.dp} data parallel" if layout.dp > 1 else ""
+    stages = f"{layout.pp} pipeline stages" if layout.pp > 1 else ""
+    if layout.virtual_stages > 1:
+        stages += f" of {layout.virtual_stages} virtual stages"
+    product = " x ".join(filter(None, (replicas, stages)))
+    return f"{layout.world_size} processes ({product}), each on {config.device.partition(':')[0]},"
 
 
 class Screen:

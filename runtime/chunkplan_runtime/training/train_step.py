@@ -7,37 +7,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
-from chunkplan.planfile.plan import PlanStep
+from chunkplan.planfile.plan import Action, PlanStep
 from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Meet, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
-from chunkplan_runtime.execution.loss import SequenceLoss, cross_entropy
+from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.learning_rate import learning_rate_factor
-from chunkplan_runtime.training.losses import add_up
-from chunkplan_runtime.training.master_weights import TrainedWeights
-from chunkplan_runtime.training.optimizer import make_optimizer, optimizer_state, restore_optimizer
+from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.metrics import add_up
+from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer, optimizer_state, restore_optimizer
 
 T = TypeVar("T")
+
+
+def untimed(action: Action) -> AbstractContextManager[object]:
+    """Times no action."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,88 @@ class Gradients:
         return all(map(math.isfinite, (self.loss, self.norm, self.router_loss or 0.0)))
 
 
+class StepExecutor:
+    """Runs steps of a plan, forward and backward or forward alone: all ranks that this process has of them.
+
+    `shards` and `job`: where data-parallel processes share what they train; all of them have to make the same calls.
+    """
+
+    def __init__(
+        self,
+        ranks: RankExecutor,
+        shards: Shards | None = None,
+        job: Job | None = None,
+        sharding: Sharding = "optimizer",
+    ) -> None:
+        self.ranks = ranks
+        self._shards = shards
+        self._job = job or Job()
+        self._sharding: Sharding = sharding
+
+    @property
+    def router_loss(self) -> float | None:
+        """The load-balancing loss of the last step, of this process's chunks; None where there is none."""
+        router_loss = self.ranks.router_loss
+        return None if router_loss.scope == NO_ROUTER_LOSS else router_loss.value
+
+    def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: untimed) -> list[RankLoss]:
+        """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
+        shards = self._shards
+        if shards:
+            shards.begin_step()
+        count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
+        self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
+        meet = self._meeting(work)
+        summed = shards.around if shards else lambda inner: inner
+        # Gradients are reduced in last backwards, where that is not done in all of them.
+        reduce = shards.reduce_in_backward if shards and not shards.reduces_always else None
+        losses = [
+            self.ranks.run(
+                rank,
+                work.step.num_target_tokens,
+                summed(timed(rank.dp_rank)),
+                reduce if rank is work.last else None,
+                meet,
+            )
+            for rank in work.ranks
+        ]
+        meet(None)
+        return losses
+
+    def evaluate(self, work: StepWork) -> list[RankLoss]:
+        """The losses of a step by forwards alone."""
+        return self._run_forwards(work, partial(self.ranks.evaluate, num_target_tokens=work.step.num_target_tokens))
+
+    def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
+        """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
+        if self._shards:
+            self._shards.begin_forwards()
+        meet = self._meeting(work, only_forwards=True)
+        found = [run(rank, meet=meet) for rank in work.ranks]
+        meet(None)
+        if self._shards:
+            self._shards.end_forwards()
+        return found
+
+    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
+        """What this process does with others between its actions in a step."""
+        sharding = self._sharding
+        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
+            return meet_nobody
+        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
+        return Aligned(paddings, self._shards.pad).meet
+
+
 class TrainStep:
     """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
         groups, master_weights = job.groups, config.precision == "bf16"
+        sharding = cast(Sharding, config.sharding or "optimizer")
         self._shards = None
         if groups and groups.replicas:
-            self._shards = Shards(
-                model,
-                groups.replicas,
-                master_weights=master_weights,
-                sharding=cast(Sharding, config.sharding or "optimizer"),
-            )
+            how: Any = {"master_weights": master_weights, "sharding": sharding}
+            self._shards = Shards(model, groups.replicas, **how)
         self.model = self._shards.model if self._shards else model
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
@@ -91,6 +163,7 @@ class TrainStep:
             router_loss=scope,
             loss=cross_entropy(config.label_smoothing),
         )
+        self._steps = StepExecutor(self.executor, self._shards, job, sharding)
         self._config = config
         self._num_steps = num_steps
         self._job = job
@@ -108,24 +181,7 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
-            if self._shards:
-                self._shards.begin_step()
-            router_loss = self.executor.router_loss
-            count = partial(self._run_forwards, work, partial(self.executor.forward_only, what="counting"))
-            router_loss.begin_step(work.step.num_tokens, count, job.all_gather_object)
-            meet = self._meeting(work)
-            summed = self._shards.around if self._shards else lambda inner: inner
-            rank_losses = [
-                self.executor.run(
-                    rank,
-                    work.step.num_target_tokens,
-                    summed(clock.around(rank.dp_rank)),
-                    self._reduce_in_backward if rank is work.last else None,
-                    meet,
-                )
-                for rank in work.ranks
-            ]
-            meet(None)
+            rank_losses = self._steps.run(work, clock.around)
             self.executor.doing = f"{step}, reducing gradients"
             with clock.reducing():
                 if self._shards:
@@ -136,15 +192,16 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"
-            gathered = job.all_gather_object((rank_losses, times.spent, router_loss.value))
+            gathered = job.all_gather_object((rank_losses, times.spent, self._steps.router_loss))
         losses = [rank for ranks, *_ in gathered for rank in ranks]
+        router_losses = [value for *_, value in gathered if value is not None]
         return Gradients(
             loss=sum(rank.loss for rank in losses),
             norm=norm.item(),
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent, _ in gathered],
             times=times,
-            router_loss=None if router_loss.scope == NO_ROUTER_LOSS else sum(value for *_, value in gathered),
+            router_loss=sum(router_losses) if router_losses else None,
         )
 
     def update(self, step: PlanStep) -> float:
@@ -169,8 +226,7 @@ class TrainStep:
             self.executor.doing = "evaluation, before its first step"
             with self._warned_of_stall():
                 for work in stream:
-                    evaluate = partial(self.executor.evaluate, num_target_tokens=work.step.num_target_tokens)
-                    losses += [loss for rank in self._run_forwards(work, evaluate) for loss in rank.sequences]
+                    losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:
             self.model.model.train()
         if self._shards:
@@ -189,41 +245,13 @@ class TrainStep:
         ):
             yield
 
-    def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
-        """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
-        if self._shards:
-            self._shards.begin_forwards()
-        meet = self._meeting(work, only_forwards=True)
-        found = [run(rank, meet=meet) for rank in work.ranks]
-        meet(None)
-        if self._shards:
-            self._shards.end_forwards()
-        return found
-
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        """What this process does with others between its actions in a step."""
-        sharding = cast(Sharding, self._config.sharding or "optimizer")
-        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
-            return meet_nobody
-        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self._shards.pad).meet
-
-    @property
-    def _reduce_in_backward(self) -> Callable[[int], None] | None:
-        """Called before last backwards, which reduce gradients where these are not reduced in all of them."""
-        return self._shards.reduce_in_backward if self._shards and not self._shards.reduces_always else None
-
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self.optimizer, weights)}
 
     def restore(self, checkpoint: Path) -> None:
-        """Take weights and optimizer states from a checkpoint.
-
-        Raises:
-            DataError: it cannot be read, or is of another model.
-        """
+        """Take weights and optimizer states from a checkpoint."""
         weights = self._weights.tensors
         restore_optimizer(self.optimizer, weights, read_tensors(checkpoint, weights, self._job))
         self._weights.publish()

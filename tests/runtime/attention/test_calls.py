@@ -29,9 +29,8 @@ from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.data import open_data
-from chunkplan_runtime.training.model_setup import Built
-from chunkplan_runtime.training.run_summary import describe_run
+from chunkplan_runtime.training.screen import describe_run
+from chunkplan_runtime.training.setup import Built, open_data
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn

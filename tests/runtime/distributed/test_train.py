@@ -23,10 +23,9 @@ from chunkplan import CostModel, PlanConfig, build, load_plan
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.train import main
-from chunkplan_runtime.training import model_setup
-from chunkplan_runtime.training.model_setup import own_stage, stage_layers
-from chunkplan_runtime.training.options import read_options
+from chunkplan_runtime.train import main, read_options
+from chunkplan_runtime.training import setup
+from chunkplan_runtime.training.setup import own_stage, stage_layers
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
@@ -116,8 +115,8 @@ def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
 
 @pytest.mark.parametrize(("plan", "has_links"), [("one", False), ("four", False), ("search", True), ("both", True)])
 def test_kernels_are_those_for_stages_that_wait_for_each_other_where_there_are_several(made, plan, has_links):
-    config = read_options(options(made, made / "out", plan=plan), print)
-    assert model_setup._kernels(config, load_plan(made / plan))._has_links == has_links
+    config = read_options(options(made, made / "out", plan=plan))
+    assert setup._kernels(config, load_plan(made / plan))._has_links == has_links
 
 
 def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path):
@@ -132,7 +131,7 @@ def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path)
 
 
 def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
-    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))], print)
+    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))])
     plan = load_plan(made / "uneven")
     for stage, own in enumerate(((0,), (1, 2))):
         model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, process=stage)

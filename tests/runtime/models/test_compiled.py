@@ -27,7 +27,7 @@ from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.proof.work import random_sequences, work_of
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same
 from tests.runtime.test_parity import MODELS
 from tests.support.training_checks import cost_of_a_run, make_training, options

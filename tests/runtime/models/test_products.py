@@ -21,7 +21,7 @@ from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.proof.work import random_sequences, work_of
-from chunkplan_runtime.training.master_weights import TrainedWeights
+from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, at_the_end, check_same
 
 TARGETS = 50

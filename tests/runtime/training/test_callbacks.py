@@ -13,10 +13,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.distributed.launch import train_alone
-from chunkplan_runtime.train import main
+from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training import callbacks as module
 from chunkplan_runtime.training.callbacks import LOGGED, LOGGED_OF_EVALUATIONS
-from chunkplan_runtime.training.options import read_options
 from chunkplan_runtime.training.run_folder import RunFolder
 from tests.runtime.training.test_best import STOPPING, evaluations
 from tests.runtime.training.test_best import made as made  # a fixture
@@ -62,7 +61,7 @@ for _moment in MOMENTS:
 
 
 def train(made: Path, output: Path, callbacks: Sequence[TrainerCallback], *more: object, plan: str = "long") -> None:
-    train_alone(read_options([*options(made, output, *more, plan=plan)], print), callbacks)
+    train_alone(read_options([*options(made, output, *more, plan=plan)]), callbacks)
 
 
 def test_every_moment_comes_in_its_order(made, tmp_path):
@@ -186,6 +185,5 @@ def test_a_tracker_that_does_not_work_is_named_with_what_it_says(made, tmp_path,
 
 
 def test_an_unknown_tracker_is_refused(made, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(options(made, tmp_path / "run", "--report-to", "papyrus"))
+    assert main(options(made, tmp_path / "run", "--report-to", "papyrus")) == 2
     assert "expected tensorboard or wandb or mlflow" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.cost.optimizers import OPTIMIZERS
 from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.adamw_8bit import blocks_shape
+from chunkplan_runtime.training.optimizer import blocks_shape
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
 from tests.support.training_cases import run_main
@@ -84,7 +84,7 @@ def test_processes_that_share_states_learn_what_one_does_and_others_read_their_c
 def test_moments_of_8_bits_are_those_of_bitsandbytes_own_optimizer():
     """Of a weight of which it has blocks too, bit for bit; of others AdamW's of torch."""
     pytest.importorskip("bitsandbytes", reason=NOT_INSTALLED)
-    own = importlib.import_module("chunkplan_runtime.training.adamw_8bit")
+    own = importlib.import_module("chunkplan_runtime.training.optimizer")
     theirs = importlib.import_module("bitsandbytes.optim").AdamW8bit
     start = [torch.randn(32, 512), torch.randn(40), torch.randn(64, 100)]
     ours, other = ([each.clone().requires_grad_() for each in start] for _ in range(2))

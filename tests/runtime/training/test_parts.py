@@ -17,11 +17,9 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.flops import FlopCounter
-from chunkplan_runtime.training.learning_rate import LR_SCHEDULES, learning_rate_factor
-from chunkplan_runtime.training.master_weights import TrainedWeights
-from chunkplan_runtime.training.optimizer import make_optimizer
+from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.metrics import FlopCounter
+from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
 from chunkplan_runtime.training.trainer import _essence
 
 CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")

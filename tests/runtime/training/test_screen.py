@@ -22,7 +22,7 @@ from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training import screen as screen_module
 from chunkplan_runtime.training.final import check_tokenizer
-from chunkplan_runtime.training.losses import SpikeWatch
+from chunkplan_runtime.training.metrics import SpikeWatch
 from chunkplan_runtime.training.run_folder import append_lines, cut_back
 from chunkplan_runtime.training.screen import Screen
 from tests.support.places import ROOT
@@ -296,7 +296,7 @@ def test_a_full_gpu_is_reported_with_what_to_do(made, tmp_path, monkeypatch, cap
 
 def test_losses_of_sequences_that_are_not_finite_come_first(made):
     from chunkplan import load_analysis
-    from chunkplan_runtime.training.losses import describe_worst
+    from chunkplan_runtime.training.metrics import describe_worst
 
     analysis = load_analysis(made / "analysis")
     losses = [SequenceLoss(index, loss, 2) for index, loss in enumerate([1.0, 8.0, float("nan"), 2.0])]

@@ -327,7 +327,7 @@ def test_tokens_that_were_changed_are_refused_or_said_to_be_unknown(made, tmp_pa
     data = bytearray(file.read_bytes())
     data[data.index(ids)] ^= 1
     file.write_bytes(data)
-    monkeypatch.setattr("chunkplan_runtime.training.data.HASHED_TOKENS", limit)
+    monkeypatch.setattr("chunkplan_runtime.training.setup.HASHED_TOKENS", limit)
     code = main(options(made, tmp_path / "run", "--analysis", tmp_path / "analysis", "--max-steps", 1))
     told = capsys.readouterr().err
     if limit == 10:

@@ -1,14 +1,22 @@
-"""From options to a model on a device, ready to be trained."""
+"""From options to what a run trains: plans with their analysis, and a model on a device."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
-from typing import Any, NamedTuple
+import shlex
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+import pyarrow.compute as pc
 import torch
 
 from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.likeness import how_to_build_like
+from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
 from chunkplan_runtime.attention.context import Current
@@ -17,7 +25,9 @@ from chunkplan_runtime.devices import device_name, find_device, is_profile_of, l
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
+from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
@@ -25,20 +35,131 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, 
 from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.model_options import SHARED
+from chunkplan_runtime.sharing import Block, used_blocks
+from chunkplan_runtime.training.config import SHARED, TrainConfig
 
+#: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
+#: 0.8 GB are read for these; of billions it would be a wait of minutes where disks are slow.
+HASHED_TOKENS = 200_000_000
+
+#: Numbers of a weight that identify it.
 _SAMPLES = 256
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
 
 
-def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
-    """`config` with device and precision as they will be; unless it is `alone`, each process has a GPU of its own.
+@dataclass(frozen=True)
+class TrainingData:
+    """A plan, the analysis of both plans, and the plan of held-out sequences where there is one.
+
+    `pin_memory`: tensors are on their way to a GPU. `layout`: streams are of this process's work.
+    """
+
+    plan: Plan
+    analysis: Analysis
+    evaluation: Plan | None
+    model_config: Any
+    pin_memory: bool
+    layout: RankLayout
+
+    def stream(self, plan: Plan) -> PlanStream:
+        """A stream of the steps of `plan`, for the model of the run.
+
+        Raises:
+            UsageError: the data has no tokens, or a token or a length that the model does not take.
+        """
+        return PlanStream(
+            plan,
+            self.analysis,
+            vocab_size=self.model_config.vocab_size,
+            max_positions=max_positions(self.model_config),
+            pin_memory=self.pin_memory,
+            layout=self.layout,
+        )
+
+    def num_steps(self, config: TrainConfig) -> int:
+        """How many steps of the plan the run has."""
+        steps = self.plan.steps()
+        within: int = steps.num_rows
+        if config.max_epochs is not None:
+            within = steps.filter(pc.field("epoch") < config.max_epochs).num_rows
+        return min(within, config.max_steps or within)
+
+    def epochs_done(self, step: int) -> float:
+        """How many epochs of the plan are done where `step` comes next, with the share that is done of one."""
+        epochs: float = step * self.plan.manifest["epochs"] / self.plan.manifest["totals"]["num_steps"]
+        return epochs
+
+
+def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
+    """Open the plans that `config` names.
 
     Raises:
-        UsageError: there is no such device, or several processes would share it.
+        UsageError: one is not there, or is not for the processes there are.
+        DataError: one is damaged, or not of the same analysis as the other.
     """
+    open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
+    plan, analysis = open_here(config.plan, config.analysis)
+    folder = evaluation_folder(config, plan)
+    if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
+        raise UsageError(
+            f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
+            hint="analyze both together, and build with --holdout",
+        )
+    evaluation = None if folder is None else open_here(folder, analysis.path)[0]
+    if evaluation is not None:
+        if evaluation.config.dp % layout.dp:
+            raise UsageError(
+                f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
+                f"plan {folder} evenly",
+                hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
+                "--eval-plan",
+            )
+        own = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
+        refuse_other_replicas(evaluation, layout.dp, **own)
+        if choose_layout(evaluation, layout.world_size, layout.process) != layout:
+            raise UsageError(
+                f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
+                hint="build both plans with the same --schedule and --virtual-stages",
+            )
+    return TrainingData(plan, analysis, evaluation, model_config, config.device != "cpu", layout)
+
+
+def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
+    """The plan of held-out sequences: the one that `config` names, or that which was built with `plan`, if it was."""
+    if config.eval_plan is not None:
+        return config.eval_plan
+    held_out = load_held_out(plan)
+    return None if held_out is None else held_out.path
+
+
+def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
+    """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending."""
+    plan = load_plan(config.plan)
+    folder = evaluation_folder(config, plan)
+    plans = [plan, *([] if folder is None else [load_plan(folder)])]
+    # One that does not fit is refused when data are opened.
+    return sorted({block for each in plans if each.config.dp == layout.dp for block in used_blocks(each)})
+
+
+def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
+    """Compare all tokens with their hash, on the main process; of too many say who does that instead."""
+    num_tokens, where = int(analysis.num_tokens.sum(dtype=np.int64)), shlex.quote(str(analysis.path))
+    if num_tokens > HASHED_TOKENS:
+        return [
+            f"tokens    not compared with their hash: {num_tokens:,} are many; `chunkplan validate {where}` does it"
+        ]
+    if job.is_main and analysis.tokens().content_hash() != analysis.manifest["content_hashes"]["tokens"]:
+        raise DataError(
+            "content-hash: the tokens are not those the manifest was written for",
+            where=str(analysis.path),
+            hint="files of tokens were changed: analyze again, and build the plan again",
+        )
+    return []
+
+
+def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
+    """`config` with device and precision as they will be; unless it is `alone`, each process has a GPU of its own."""
     name = config.device
     if not alone and name.startswith("cuda:"):
         raise UsageError(f"--device is {name}, for every process", hint="leave it out: each takes a GPU of its own")
@@ -50,21 +171,14 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
     """The dtype that a model is loaded in."""
-    assert config.precision is not None
-    return _DTYPES[config.precision]
+    return _DTYPES[str(config.precision)]
 
 
 def read_model_config(config: TrainConfig) -> Any:
-    """The transformers config of the model to train.
-
-    Raises:
-        UsageError: it is not there, or gradients are not exact for it.
-        DataError: it is not the config of a model.
-    """
+    """The transformers config of the model to train."""
     if config.model is not None:
         return read_pretrained_config(config.model, router_loss=True)
-    assert config.model_config is not None
-    return read_config(config.model_config, router_loss=True)
+    return read_config(cast(Path, config.model_config), router_loss=True)
 
 
 class Built(NamedTuple):
@@ -96,26 +210,30 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
             of weights is of none.
         DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
-    if job.groups is None:
-        model = _whole_model(config, model_config, plan)
-        model = replace(model, model=model.model.to(config.device))
-        fused = _fuse(config, model)
-        note = None
-        if config.lora_rank:
-            model = add_lora(model, _lora(config))
-            note = without_adapters(model, config.lora_targets)
-        _freeze(config, model, model)
-        compiled = CompiledLayers(model, plan.config.chunk_size) if config.compile else None
-        model.set_checkpointing(config.checkpointing or "none")
-        return Built(model, model, note=note, fused=fused, compiled=compiled)
-    own, identity, note = _load_part(config, model_config, plan, job)
+    is_alone, identity, note = job.groups is None, None, None
+    if is_alone:
+        own = _whole_model(config, model_config, plan)
+        own = replace(own, model=own.model.to(config.device))
+    else:
+        own, identity, note = _load_part(config, model_config, plan, job)
     fused = _fuse(config, own)
-    whole = _meta_whole(own, model_config, dtype_of(config), job)
+    whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
-        own, whole = (add_lora(each, _lora(config), whole) for each in (own, whole))
+        options = LoraOptions(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_targets,
+            seed=config.seed,
+        )
+        own = add_lora(own, options, None if is_alone else whole)
+        whole = own if is_alone else add_lora(whole, options, whole)
         note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
-        take_adapters(own, whole)
-    _freeze(config, whole, own, whole)
+        if not is_alone:
+            take_adapters(own, whole)
+    frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
+    for model in (own,) if is_alone else (own, whole):
+        freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own, plan.config.chunk_size) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
@@ -181,30 +299,8 @@ def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
     return fuse(own.model, kernels, torch.device(config.device))
 
 
-def _freeze(config: TrainConfig, whole: CausalLM, *models: CausalLM) -> None:
-    """Freeze weights of `models`, which are `whole` and what a process has of it."""
-    names = frozen_names(whole.model, config.freeze or (), config.train_only or ())
-    for model in models:
-        freeze_weights(model.model, names)
-
-
-def _lora(config: TrainConfig) -> LoraOptions:
-    assert config.lora_rank
-    return LoraOptions(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets=config.lora_targets,
-        seed=config.seed,
-    )
-
-
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:
-    """Refuse options, given or of the plan, that are not for these processes.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Refuse options, given or of the plan, that are not for these processes."""
     if layout.pp == 1 and config.stage_layers is not None:
         raise UsageError("--stage-layers with one stage", hint="leave it out, or build the plan with --pp")
     if config.load_in_4bit and layout.world_size > 1:
@@ -220,11 +316,7 @@ def check_layout(config: TrainConfig, layout: RankLayout) -> None:
 
 
 def stage_layers(model_config: Any, config: TrainConfig, plan: Plan, layout: RankLayout) -> list[range]:
-    """The layers of each model stage.
-
-    Raises:
-        UsageError: the layers cannot be split over the stages so.
-    """
+    """The layers of each model stage."""
     given = config.stage_layers or plan.config.stage_layers
     return split_layers(model_config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
 
