@@ -169,7 +169,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
         except OSError as error:
             raise DataError(f"cannot be read: {error}", where=str(checkpoint / name), hint=_HINT) from error
         if not is_right:
-            raise DataError("torn, or of another checkpoint", where=str(checkpoint / name), hint=_HINT)
+            raise DataError("it is torn, or of another checkpoint", where=str(checkpoint / name), hint=_HINT)
     return cast(CheckpointState, state)  # as was checked, entry by entry
 
 

@@ -82,7 +82,7 @@ def save_final(
         if job.groups is None:
             described.save_pretrained(folder)
         else:
-            _save_parts(own, described, folder, target, job, file_bytes)
+            save_parts(own, described, folder, target, job, file_bytes)
         if job.is_main:
             for path in folder.glob("*.safetensors"):  # which only their owner may read
                 let_umask_decide(path)
@@ -157,7 +157,7 @@ class _File(NamedTuple):
     num_bytes: int
 
 
-def _save_parts(own: Any, whole: Any, folder: Path, target: Path, job: Job, file_bytes: int) -> None:
+def save_parts(own: Any, whole: Any, folder: Path, target: Path, job: Job, file_bytes: int) -> None:
     """Save a model of which each process has some layers, or rows of them, as `own`; `whole` has no numbers.
 
     Raises:

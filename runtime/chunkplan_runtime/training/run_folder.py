@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -64,41 +63,19 @@ class RunLock:
             self._descriptor = None
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The paths of all that a run leaves in its folder."""
+    """The paths of all that a run leaves in its folder.
 
-    path: Path
+    `config`: the resolved configuration, written when the first step is done. `metrics`, `evaluations`, `sequences`: a
+    JSON line a step, an evaluation, and with `--log-sequences` a sequence and step. `measured`: when each of several
+    processes did each action of the largest step. `final`: the folder of the trained model.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration; written when the first step is done."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """A file with a JSON line a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """A file with a JSON line an evaluation."""
-        return self.path / "evals.jsonl"
-
-    @property
-    def sequences(self) -> Path:
-        """A file with a JSON line a sequence and step, with `--log-sequences`."""
-        return self.path / "sequences.jsonl"
-
-    @property
-    def measured(self) -> Path:
-        """When processes did each action of the largest step, of a run on several of them."""
-        return self.path / "measured.json"
-
-    @property
-    def final(self) -> Path:
-        """The folder of the trained model."""
-        return self.path / "final"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.measured, self.final = path / "config.json", path / "measured.json", path / "final"
+        self.metrics, self.evaluations = path / "metrics.jsonl", path / "evals.jsonl"
+        self.sequences = path / "sequences.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint from which `step` comes next."""

@@ -1,4 +1,4 @@
-"""A process reads its part of a saved model and nothing else."""
+"""A process reads its part of a saved model and nothing else, and parts are saved as the whole would be."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed import shard_loading
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.shard_loading import StoredTensor, WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_pretrained_config
 from chunkplan_runtime.models.tiny import tiny_document
+from chunkplan_runtime.training.final import save_parts
 from tests.support.places import ROOT
 
 CPU = torch.device("cpu")
@@ -149,6 +152,34 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
     assert len([*(tmp_path / "split").glob("*.safetensors")]) > 1
     assert identity("one") == identity("split") != identity("other")
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
+def test_what_is_saved_in_parts_is_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+    """Tensors with their names and dtypes, config and generation config; in one file or in several with an index."""
+    config = saved(model_type, tmp_path / "saved")
+    held = load_model(str(tmp_path / "saved"), config, torch.bfloat16).model
+    whole = meta_model(config, torch.bfloat16)
+    for name, weight in held.named_parameters():
+        whole.get_parameter(name).data = meta_weight(weight).data
+    whole.generation_config, whole._weight_conversions = held.generation_config, held._weight_conversions
+    for name, file_bytes in (("one", 1 << 30), ("several", 10_000)):
+        theirs, ours = tmp_path / name / "theirs", tmp_path / name / "ours"
+        held.save_pretrained(theirs, max_shard_size=file_bytes)
+        (ours / "parts").mkdir(parents=True)
+        save_parts(held, whole, ours, ours, Job(), file_bytes)
+        expected, found = (
+            {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+            for folder in (theirs, ours)
+        )
+        assert found.keys() == expected.keys()
+        assert all(found[key].dtype == each.dtype and torch.equal(found[key], each) for key, each in expected.items())
+        assert not (ours / "parts").exists()
+        assert (ours / "model.safetensors").exists() is (name == "one")
+        for path in theirs.glob("*config.json"):
+            assert (ours / path.name).read_bytes() == path.read_bytes()
+        again = load_model(str(ours), config, torch.bfloat16).model
+        assert all(torch.equal(each, held.state_dict()[key]) for key, each in again.state_dict().items())
 
 
 @pytest.mark.soak

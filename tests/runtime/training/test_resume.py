@@ -411,7 +411,7 @@ def test_files_of_another_checkpoint_are_refused(made, tmp_path, capsys):
     [[first], [second]] = [list(folder.iterdir()) for folder in folders]
     shutil.copy(first, second)
     assert main(options(made, tmp_path, "--save-every", 2, "--max-steps", 4, "--resume")) == 3
-    assert f"{second}: torn, or of another checkpoint" in capsys.readouterr().err
+    assert f"{second}: it is torn, or of another checkpoint" in capsys.readouterr().err
     second.unlink()
     assert main(options(made, tmp_path, "--save-every", 2, "--max-steps", 4, "--resume")) == 3
     assert f"{second}: cannot be read: " in capsys.readouterr().err
