@@ -38,7 +38,7 @@ def measure_probe(device: torch.device, *, toy: bool, add: Callable[[Row], None]
     sizes = (128, 64) if toy else (8192, 2048)
     for is_compiled, size, number in product((False, True), sizes, (1, PACKED)):
         if is_compiled and not model.current.compiles:
-            CompiledLayers(model, sizes[0])
+            CompiledLayers(model)
         probe = Probe((size // number,) * number)
         times = [time_probe(model, probe) for _ in range(1 + _REPEATS)][1:]
         forward, train = (statistics.median(column) / 1e6 for column in zip(*times, strict=True))

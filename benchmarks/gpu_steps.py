@@ -86,7 +86,7 @@ def run_plan(
             model = add_lora(model, LoraOptions(rank=plan.lora_rank, alpha=16))
         weights = TrainedWeights(model.model, master_weights=True)
         if compile_:
-            CompiledLayers(model, plan.chunk_size)
+            CompiledLayers(model)
         model.set_checkpointing(plan.checkpointing)
         chunk = min(_WARM_CHUNK, plan.chunk_size)
         time_probe(model, Probe((chunk,), 3 * chunk))

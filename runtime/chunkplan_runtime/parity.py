@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import Qwen2Config
 
 from chunkplan.errors import ChunkplanError, UsageError
@@ -27,15 +26,21 @@ from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
-from chunkplan_runtime.proof.prove import UnprovedError, draws_noise, exact_router_loss, proof_of, train_whole
+from chunkplan_runtime.proof.prove import (
+    UnprovedError,
+    draws_noise,
+    exact_router_loss,
+    proof_of,
+    relative_errors,
+    take_gradients,
+    train_whole,
+    vanishing_gradients,
+)
 from chunkplan_runtime.training.executor import Executor
 
 #: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For
 #: others, which the delta rule is one of, there is that of `prove`.
 TOLERANCE = 1e-12
-
-#: A gradient this small beside that of all parameters is zero but for rounding (a query's where there is one key).
-_VANISHING = 1e-14
 
 #: The reference runs sequences whole, with all their logits.
 _LONGEST = 1_000_000
@@ -243,33 +248,3 @@ def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> 
         total += train_whole(model, input_ids, target, num_targets)
     model.model.set_attn_implementation(attention)
     return total
-
-
-def take_gradients(model: CausalLM) -> dict[str, Tensor]:
-    """The gradients of a model by parameter, zeros where there is none; the model is left without."""
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.model.named_parameters()
-        if parameter.requires_grad
-    }
-    model.model.zero_grad(set_to_none=True)
-    return gradients
-
-
-def vanishing_gradients(reference: dict[str, Tensor]) -> list[str]:
-    """The parameters whose gradient is zero but for rounding, or no number."""
-    norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = float(np.linalg.norm(list(norms.values())))
-    return [name for name, norm in norms.items() if not norm > _VANISHING * overall]  # NaN too
-
-
-def relative_errors(
-    gradients: dict[str, Tensor], reference: dict[str, Tensor], vanishing: Sequence[str]
-) -> dict[str, float]:
-    """Give ||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones, over the norm of all together."""
-    norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = float(np.linalg.norm(list(norms.values())))
-    return {
-        name: (gradients[name] - reference[name]).norm().item() / (overall if name in vanishing else norm)
-        for name, norm in norms.items()
-    }

@@ -18,12 +18,8 @@ from chunkplan_runtime.execution import executor
 from chunkplan_runtime.kv.pages import DeviceMemory
 from chunkplan_runtime.models.checks import MODEL_TYPES, check_config
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.parity import (
-    compare_plan,
-    parity,
-    relative_errors,
-    vanishing_gradients,
-)
+from chunkplan_runtime.parity import compare_plan, parity
+from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients
 from chunkplan_runtime.sharing import Span
 from tests.support.analyses import write_analysis
 from tests.support.mixed_chunks import LENGTHS, MIXED

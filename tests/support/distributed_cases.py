@@ -35,7 +35,8 @@ from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
-from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
+from chunkplan_runtime.parity import run_whole
+from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.support.kept_attention import keeping_attention

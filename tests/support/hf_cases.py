@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from chunkplan_runtime import open_plan
-from chunkplan_runtime.parity import relative_errors, vanishing_gradients
+from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients
 
 
 class Gradients(TrainerCallback):

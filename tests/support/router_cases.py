@@ -18,8 +18,14 @@ from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.parity import relative_errors, run_whole, take_gradients, vanishing_gradients
-from chunkplan_runtime.proof.prove import spread_weights, train_routers
+from chunkplan_runtime.parity import run_whole
+from chunkplan_runtime.proof.prove import (
+    relative_errors,
+    spread_weights,
+    take_gradients,
+    train_routers,
+    vanishing_gradients,
+)
 from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.train_step import TrainStep

@@ -54,17 +54,6 @@ _OF_EXPERT = re.compile(r"experts\.\d+\.")
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
-class _Wrapped:
-    """Stands for the `forward` of a module: `run` gets that, and what it is called with."""
-
-    def __init__(self, forward: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self.forward = forward
-        self._run = run
-
-    def __call__(self, *given: Any, **how: Any) -> Any:
-        return self._run(self.forward, *given, **how)
-
-
 def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
     """Let the layers of a transformers model hold what `checkpointing` says (see `levels_of`), from now on.
 
@@ -72,9 +61,9 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
         UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
     """
     for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, _Wrapped):
-            module.forward = own.forward
+        own: Any = vars(module).get("forward")
+        if getattr(own, "func", None) in (_run_within, _checkpointed):
+            module.forward = own.args[-1]
     current.offloaded = frozenset()
     if checkpointing == "none":
         return
@@ -86,8 +75,8 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
             continue
         if level in ("keep-products", "keep-projections"):
             for module, mark in _marks(layer, hidden_size):
-                module.forward = _Wrapped(module.forward, partial(_run_within, current, mark))
-        layer.forward = _Wrapped(layer.forward, partial(_checkpointed, index, current, level))
+                module.forward = partial(_run_within, current, mark, module.forward)
+        layer.forward = partial(_checkpointed, index, current, level, layer.forward)
 
 
 def _layers(model: Any) -> list[nn.Module]:

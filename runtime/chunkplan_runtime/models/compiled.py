@@ -23,9 +23,6 @@ from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.model import CausalLM
 
-#: Whether one graph is for chunks of all lengths; else it is for ChunkSize alone, and chunks of others run as they are.
-ALL_LENGTHS = True
-
 #: What makes code of graphs; dropout draws what it does elsewhere. A reduction in two directions at once pays for some
 #: numbers of tokens, so that there would be graphs for others too.
 BACKEND: Mapping[str, Any] = {
@@ -52,13 +49,12 @@ class Refusable:
 
 
 class CompiledLayers:
-    """Compiles the layers of a model, whose full chunks have `chunk_size` tokens, from now on; as a string what of it.
+    """Compiles the layers of a model from now on; as a string what of it.
 
     `why_not`: why nothing, as far as that is known: some models refuse only when a layer is first called.
     """
 
-    def __init__(self, model: CausalLM, chunk_size: int) -> None:
-        self._chunk_size = chunk_size
+    def __init__(self, model: CausalLM) -> None:
         self._layers = Refusable("layers run", _why_not(model))
         self._num_layers = 0
         model.current.compiles = not _has_links(model)  # as the loss of its head is in any other case
@@ -69,7 +65,7 @@ class CompiledLayers:
                 prepare_attention(layer)
                 seeded: Any = layer.forward
                 *given, own = seeded.args
-                compiled = torch.compile(own, fullgraph=True, dynamic=ALL_LENGTHS, **BACKEND)
+                compiled = torch.compile(own, fullgraph=True, dynamic=True, **BACKEND)
                 layer.forward = partial(seeded.func, *given, partial(self._run, layer, compiled, own))
                 self._num_layers += 1
 
@@ -94,7 +90,7 @@ class CompiledLayers:
             return False
         if is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack() > 0:
             return False
-        return num_tokens > 1 if ALL_LENGTHS else num_tokens == self._chunk_size
+        return num_tokens > 1
 
 
 def _why_not(model: CausalLM) -> str | None:

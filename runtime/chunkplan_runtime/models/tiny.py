@@ -30,103 +30,49 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width
 _MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
 
-#: What other sizes become at most; a size of 0 or None stays.
+#: What other sizes become at most, of mixtures, latents, windows and recurrent layers; a size of 0 or None stays. What
+#: changes from a length on becomes so short that a sequence of a proof goes beyond it.
 _AT_MOST = {
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-    "unpadded_vocab_size": 64,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 8,
-    "router_hidden_size": 16,
-    # mixtures of experts
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_experts_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "intermediate_size_mlp": 48,
-    "dense_intermediate_size": 48,
-    "expert_ffn_hidden_size": 16,
-    "n_group": 2,
-    "num_expert_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "zero_expert_num": 2,
-    # latent attention
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    # what changes from a length on, so that a short sequence goes beyond it: windows, choices of keys, scalings
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "keep_window_size": 8,
-    "floor_scale": 8,
-    "log_scaling_n_floor": 8,
-    "rel_extent": 8,
-    "original_max_position_embeddings": 16,
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "attention_window_size": 8,
-    "window_size": 8,
-    "local_attention": 16,
-    "attention_chunk_size": 8,
-    # recurrent layers
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_head_dim": 8,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 128,
-    "block_size": 8,
-    "mamba_chunk_size": 8,
-    "ssm_state_size": 8,
-    "state_size": 8,
-    "time_step_rank": 8,
-    "mamba_dt_rank": 8,
-    "chunk_size": 8,
-    "kv_channels": 16,
-    "rotary_dim": 8,
-    "adapter_rank": 8,
-    "num_query_groups": 2,
-    "attention_hidden_size": 64,
-    "attention_head_dim": 32,
-    "mamba_headdim": 16,
+    name: most
+    for most, names in {
+        1: """
+            topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace
+            num_dense_layers
+        """,
+        2: """
+            n_group num_expert_group zero_expert_num index_n_heads index_topk_blocks linear_num_key_heads
+            num_query_groups
+        """,
+        4: "index_topk index_block_size linear_num_value_heads linear_num_heads",
+        8: """
+            hidden_size_per_layer_input laurel_rank qk_nope_head_dim qk_rope_head_dim index_head_dim
+            keep_window_size floor_scale log_scaling_n_floor rel_extent sliding_window sliding_window_size
+            attention_window_size window_size attention_chunk_size linear_key_head_dim linear_value_head_dim
+            linear_head_dim mamba_d_state block_size mamba_chunk_size ssm_state_size state_size
+            time_step_rank mamba_dt_rank chunk_size rotary_dim adapter_rank
+        """,
+        12: "v_head_dim",
+        16: """
+            router_hidden_size moe_intermediate_size shared_expert_intermediate_size
+            shared_experts_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size
+            expert_ffn_hidden_size q_lora_rank kv_lora_rank original_max_position_embeddings local_attention
+            kv_channels mamba_headdim
+        """,
+        32: "attention_head_dim",
+        48: "intermediate_size_mlp dense_intermediate_size",
+        64: "vocab_size vocab_size_per_layer_input unpadded_vocab_size attention_hidden_size",
+        128: "mamba_d_ssm",
+    }.items()
+    for name in names.split()
 }
 
-
-#: Numbers that are no sizes of weights and change nothing at any length: scalings, and what sizes are multiples of.
-_HARMLESS = (
-    "query_pre_attn_scalar",
-    "dim_model_base",
-    "block_multiple_of",
-    "seed",
-    "ffn_round_up_to_multiple_of",
-    "rope_theta",
-    "rope_local_base_freq",
-    "factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "low_freq_factor",
-    "high_freq_factor",
-    "initial_context_length",  # gpt-oss has it as original_max_position_embeddings too
-    "block_dim",  # LFM2 has it as hidden_size, and so the next two
-    "conv_dim",
-    "conv_dim_out",
-)
+#: Numbers that are no sizes of weights and change nothing at any length: scalings, what sizes are multiples of, and
+#: second names of sizes (gpt-oss, LFM2).
+_HARMLESS = """
+    query_pre_attn_scalar dim_model_base block_multiple_of seed ffn_round_up_to_multiple_of rope_theta
+    rope_local_base_freq factor beta_fast beta_slow attention_factor mscale mscale_all_dim low_freq_factor
+    high_freq_factor initial_context_length block_dim conv_dim conv_dim_out
+"""
 
 #: Numbers up to this one are small enough for sequences of a proof to go beyond what they bound.
 _SMALL = 16
@@ -152,7 +98,7 @@ def unknown_numbers(tiny: Entries) -> list[str]:
             continue
         if isinstance(value, dict):
             found += [f"{name}.{inner}" for inner in unknown_numbers(value)]
-        elif name not in known and name not in _HARMLESS and not name.endswith(("_token_id", "_token_index")):
+        elif name not in known and name not in _HARMLESS.split() and not name.endswith(("_token_id", "_token_index")):
             numbers = value if isinstance(value, (list, tuple)) else [value]
             if any(type(number) is int and number > _SMALL for number in numbers):
                 found.append(name)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +47,7 @@ from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadGather, ThreadL
 #: What rounding in float64 leaves far below and any mistake far above.
 TOLERANCE = 1e-10
 
-#: A gradient this small beside that of all weights is zero but for rounding.
+#: A gradient this small beside that of all weights is zero but for rounding (a query's where there is one key).
 _VANISHING = 1e-13
 
 #: More weights than these, and the small model is none.
@@ -156,7 +157,7 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
             total += train_whole(model, tokens, target, num_targets)
         if with_router_loss:
             total += train_routers(model, [tokens for tokens, _ in sequences])
-    return _Run(total, _taken(model))
+    return _Run(total, take_gradients(model))
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def _chunked(
         return executor.run(work, num_targets).loss + executor.router_loss.value
 
     if num_stages == 1:
-        return _Run(run_step(model), _taken(model))
+        return _Run(run_step(model), take_gradients(model))
     queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
     num_layers = len(model.own_layers)
     cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
@@ -241,29 +242,46 @@ def _chunked(
         raise failed[0]
     gradients: dict[str, Tensor] = {}
     for own in stages:
-        for name, gradient in _taken(own).items():
+        for name, gradient in take_gradients(own).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return _Run(sum(losses), gradients)
 
 
-def _taken(model: CausalLM) -> dict[str, Tensor]:
-    """The gradients by weight, zeros where there is none; the model is left without."""
-    found = {
-        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for name, weight in model.model.named_parameters()
+def take_gradients(model: CausalLM) -> dict[str, Tensor]:
+    """The gradients of a model by parameter, zeros where there is none; the model is left without."""
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.model.named_parameters()
+        if parameter.requires_grad
     }
     model.model.zero_grad(set_to_none=True)
-    return found
+    return gradients
+
+
+def vanishing_gradients(reference: dict[str, Tensor], share: float = 1e-14) -> list[str]:
+    """The parameters whose gradient is zero but for rounding, at most a `share` of all together; or no number."""
+    norms = {name: gradient.norm().item() for name, gradient in reference.items()}
+    overall = math.hypot(*norms.values())
+    return [name for name, norm in norms.items() if not norm > share * overall]  # NaN too
+
+
+def relative_errors(
+    gradients: dict[str, Tensor], reference: dict[str, Tensor], vanishing: Collection[str]
+) -> dict[str, float]:
+    """Give ||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones, over the norm of all together."""
+    norms = {name: gradient.norm().item() for name, gradient in reference.items()}
+    overall = math.hypot(*norms.values())
+    return {
+        name: (gradients[name] - reference[name]).norm().item() / (overall if name in vanishing else norm)
+        for name, norm in norms.items()
+    }
 
 
 def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
-    norms = {name: gradient.norm().item() for name, gradient in whole.gradients.items()}
-    overall = sum(norm**2 for norm in norms.values()) ** 0.5
+    missing = {name: torch.zeros_like(each) for name, each in whole.gradients.items() if name not in found.gradients}
+    vanishing = vanishing_gradients(whole.gradients, _VANISHING)
     errors = {"the loss": abs(found.loss - whole.loss) / abs(whole.loss)}
-    for name, norm in norms.items():
-        missing = name not in found.gradients
-        error = norm if missing else (found.gradients[name] - whole.gradients[name]).norm().item()
-        errors[name] = error / (norm if norm > _VANISHING * overall else overall)
+    errors |= relative_errors(found.gradients | missing, whole.gradients, vanishing)
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return ModelProof(errors[worst], f"{worst}, {how}")
 

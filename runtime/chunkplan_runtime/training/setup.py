@@ -234,7 +234,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
     for model in (own,) if is_alone else (own, whole):
         freeze_weights(model.model, frozen)
-    compiled = CompiledLayers(own, plan.config.chunk_size) if config.compile else None
+    compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
 

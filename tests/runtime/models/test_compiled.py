@@ -77,7 +77,7 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
                 if "lora_B" in name:  # they begin with zeros
                     torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(number))
         if compiling:
-            CompiledLayers(model, CHUNK_SIZE)
+            CompiledLayers(model)
         return model
 
     return make
@@ -205,7 +205,7 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
 ) -> None:
     dtype = torch.float64 if name == "mixtral" else torch.float32
     model, other = model_of(name, dtype), model_of(name, dtype)
-    layers = CompiledLayers(other, CHUNK_SIZE)
+    layers = CompiledLayers(other)
     work = work_of(random_sequences(97), 2)
     check_same(
         gradients_of(other, work), gradients_of(model, work), 1e-6 if dtype == torch.float32 else 1e-12
@@ -221,7 +221,7 @@ def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of: A
     for stage in (0, 1):
         cut = cut_stage(model_of("qwen2"), split_layers(2, 2), RankLayout(pp=2, process=stage))
         forwards = [layer.forward for layer in cut.own_layers.values()]
-        assert "one of several stages" in str(CompiledLayers(cut, CHUNK_SIZE))
+        assert "one of several stages" in str(CompiledLayers(cut))
         assert [layer.forward for layer in cut.own_layers.values()] == forwards and not cut.current.compiles
 
 

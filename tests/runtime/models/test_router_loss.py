@@ -20,8 +20,14 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
-from chunkplan_runtime.parity import relative_errors, take_gradients, vanishing_gradients
-from chunkplan_runtime.proof.prove import spread_weights, train_routers, train_whole
+from chunkplan_runtime.proof.prove import (
+    relative_errors,
+    spread_weights,
+    take_gradients,
+    train_routers,
+    train_whole,
+    vanishing_gradients,
+)
 from tests.support.mixed_chunks import LENGTHS, MIXED
 from tests.support.router_cases import OF_WHOLE_SEQUENCES
 from tests.support.shared_plans import given_blocks

@@ -28,14 +28,14 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.modes import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.parity import (
+from chunkplan_runtime.parity import run_whole, write_random_analysis
+from chunkplan_runtime.proof.prove import (
+    TOLERANCE,
     relative_errors,
-    run_whole,
+    spread_weights,
     take_gradients,
     vanishing_gradients,
-    write_random_analysis,
 )
-from chunkplan_runtime.proof.prove import TOLERANCE, spread_weights
 from chunkplan_runtime.proof.work import ThreadLinks
 from tests.support.kept_attention import keeping_attention
 
