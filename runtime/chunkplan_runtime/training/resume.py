@@ -53,7 +53,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    differ = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     return {name: f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ}
 
 
