@@ -17,6 +17,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.options import in_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.version import __version__
 from chunkplan_runtime.exchange import (
@@ -31,7 +32,6 @@ from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Block
-from chunkplan_runtime.training.run_folder import shorten
 
 T = TypeVar("T")
 
@@ -231,3 +231,9 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
             where=watchdog.heartbeat.activity().words or None,
             hint="check the network between the machines; --resume continues from the last checkpoint",
         ) from error
+
+
+def shorten(value: object) -> str:
+    """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
+    text = in_words(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."

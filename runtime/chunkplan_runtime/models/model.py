@@ -136,7 +136,7 @@ class CausalLM:
     `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
     itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
     `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
-    `rows`: of hollow weights (`models.hollow`), the rows that this process has.
+    `rows`: of weights without numbers (`models.meta_weights`), the rows that this process has.
     """
 
     model: Any
