@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from machine import machine
 from planning import Row, print_table, write_lengths
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
@@ -38,8 +39,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.layout import choose_layout
-from chunkplan_runtime.models.hollow import hollow_model
-from chunkplan_runtime.tensor_file import Kind, writing_tensors
+from chunkplan_runtime.models.meta_weights import meta_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.setup import build_model, read_model_config
@@ -47,11 +47,13 @@ from chunkplan_runtime.training.train_step import TrainStep
 
 #: dp, pp.
 LAYOUTS = ((4, 1), (2, 2), (1, 4))
+#: What a file of a saved model takes: little of this small one, as by default of a large one.
+_FILE_BYTES = 1 << 22
 _CPU, _TIMEOUT = torch.device("cpu"), timedelta(minutes=5)
 
 
 def write_model(folder: Path, num_layers: int, hidden_size: int) -> int:
-    """Write a Qwen2 model of random bfloat16 weights, tensor by tensor; returns its bytes."""
+    """Write a Qwen2 model of random bfloat16 weights; returns its bytes."""
     config = AutoConfig.for_model(
         "qwen2",
         num_hidden_layers=num_layers,
@@ -62,14 +64,12 @@ def write_model(folder: Path, num_layers: int, hidden_size: int) -> int:
         vocab_size=8 * hidden_size,
         tie_word_embeddings=True,
     )
-    shapes = hollow_model(config, torch.bfloat16).named_parameters()
-    kinds = {name: Kind(torch.bfloat16, tuple(weight.shape)) for name, weight in shapes}
+    shapes = {name: weight.shape for name, weight in meta_model(config, torch.bfloat16).named_parameters()}
     folder.mkdir()
     config.save_pretrained(folder)
-    with writing_tensors(folder / "model.safetensors", kinds, {"format": "pt"}) as file:
-        for name, kind in kinds.items():
-            file.write(name, torch.randn(kind.shape).mul_(0.02).to(kind.dtype))
-    return sum(kind.num_bytes for kind in kinds.values())
+    weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def make_plans(folder: Path) -> None:
@@ -86,7 +86,7 @@ def _load_and_save(config: TrainConfig, job: Job) -> tuple[int, int, int]:
     held = {id(each): each for each in (*step.model.model.parameters(), *step.tensors()["weights"].values())}
     local = [each.to_local() if isinstance(each, DTensor) else each for each in held.values()]
     loaded = _memory("VmHWM")
-    save_final(step, built.whole, [], config.output, job)
+    save_final(step, built.whole, [], config.output, job, file_bytes=_FILE_BYTES)
     return sum(each.nbytes for each in local), loaded, _memory("VmHWM")
 
 

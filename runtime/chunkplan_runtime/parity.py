@@ -114,8 +114,7 @@ def parity(
         raise UsageError(f"the seed is {seed}", hint="give a whole number from 0")
     if not lengths or min(lengths) < 1 or max(lengths) < 2:
         raise UsageError(
-            "parity needs sequences of at least one token, and one of at least two",
-            hint="--lengths 700,130,90",
+            "parity needs sequences of at least one token, and one of at least two", hint="--lengths 700,130,90"
         )
     if max(lengths) > _LONGEST:
         raise UsageError(
@@ -135,11 +134,7 @@ def parity(
     with temporary_folder(Path(tempfile.gettempdir()), "chunkplan-parity") as folder:
         (folder / "analysis").mkdir()
         analysis = write_random_analysis(folder / "analysis", lengths, config.vocab_size, seed)
-        build(
-            analysis,
-            folder / "plan",
-            PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed),
-        )
+        build(analysis, folder / "plan", PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed))
         model = new_model(config, torch.float64, seed, kernels=Kernels(attention))
         model.set_checkpointing(checkpointing)
         report = compare_plan(folder / "plan", analysis.path, model, kv_offload=kv_offload)

@@ -32,7 +32,7 @@ from chunkplan_runtime.failures import stall
 from chunkplan_runtime.failures.liveness import Liveness, last_heard, lost_process
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER
 from chunkplan_runtime.kv.gathered import GatheredMemory
-from chunkplan_runtime.kv.pages import DeviceMemory, PageSlice
+from chunkplan_runtime.kv.pages import PageMemory, PageSlice
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.sharing import Holding, SharedPart, Span
 from chunkplan_runtime.train import read_options
@@ -186,7 +186,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
     exchanges = Exchanges(RankLayout(dp=4, process=1))
     part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
-    memory = GatheredMemory(DeviceMemory(), part, exchanges)
+    memory = GatheredMemory(PageMemory(), part, exchanges)
     page = memory.new_page(0, 65536, (torch.empty(1, 1, 0, 1),))
     words = memory._words("fetching", PageSlice(page, 0, 65536, 0), "from")
     with exchanges.waiting(words, part.pages):

@@ -14,7 +14,7 @@ from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.pages import Asked, DeviceMemory, PageMemory
+from chunkplan_runtime.kv.pages import Asked, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Holding, Run, SharedPart, Span
@@ -52,7 +52,7 @@ def read_and_add(
 
     The i-th part adds (i + 1) times what it reads to the gradients, times the number of the process from 1 on.
     """
-    memory: PageMemory = HostMemory(torch.device("cpu")) if on_host else DeviceMemory()
+    memory: PageMemory = HostMemory(torch.device("cpu")) if on_host else PageMemory()
     size = dist.get_world_size() if shared else 1
     exchanges = Exchanges(RankLayout(dp=size, process=rank), {tuple(range(size)): dist.group.WORLD} if shared else {})
     store = StateStore(page_tokens, memory, exchanges)

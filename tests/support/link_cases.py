@@ -40,6 +40,15 @@ class Pipeline:
     stages: Sequence[Stage]
 
 
+class _Head:
+    """Stands for what makes logits: one, of the first number."""
+
+    vocab_size, compiles = 1, False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden[:, :1]
+
+
 @dataclass
 class StandIn:
     """A model stage that adds one to what it gets and checks it; gradients too say whose they are and from which one.
@@ -55,6 +64,7 @@ class StandIn:
     wrong: list[str] = field(default_factory=list)
     current: Current = field(default_factory=Current)
     parts: list[StandIn] = field(default_factory=list)
+    head: _Head = field(default_factory=_Head)
 
     @property
     def is_first(self) -> bool:
@@ -63,9 +73,6 @@ class StandIn:
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return hidden[:, :1]
 
     def hidden_states(self, tensors: ChunkTensors, store: Any, inputs: Tensor | None, seed: int) -> Tensor:
         chunk_id, num_tokens = int(tensors.input_ids[0, 0]), len(tensors.labels)

@@ -58,7 +58,7 @@ class Streams(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._current = self.streams[KERNELS]
         self._kept: list[Tensor] = []
-        queues = [Queue(torch.device("cpu"), stream) for stream in self.streams]  # type: ignore[arg-type]
+        queues = [Queue(stream) for stream in self.streams]  # type: ignore[arg-type]
         monkeypatch.setattr(host_memory, "queues_of", lambda device: (queues[TO_HOST], queues[FROM_HOST]))
         monkeypatch.setattr(Queue, "current", lambda device: queues[self._current.place])
         monkeypatch.setattr(torch.cuda, "stream", self._entered)

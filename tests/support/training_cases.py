@@ -13,12 +13,12 @@ from unittest.mock import patch
 import pandas  # noqa: F401  # which pyarrow imports as soon as it is there
 import torch
 import torch.distributed as dist
-import transformers
-import transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # before processes are forked
 from transformers import TrainerCallback
 
 from chunkplan_runtime import devices
 from chunkplan_runtime.attention.kernels import KERNELS
+from chunkplan_runtime.distributed import job
 from chunkplan_runtime.distributed.launch import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
@@ -67,7 +67,7 @@ def run_main_without(rank: int, *, missing: list[str], **arguments: Any) -> tupl
 
 def run_main_with_versions(rank: int, *, versions: list[str], **arguments: Any) -> tuple[int, str]:
     """`run_main` where each process has a transformers that says it is of another version."""
-    with patch.object(transformers, "__version__", versions[rank]):
+    with patch.object(job, "transformers", SimpleNamespace(__version__=versions[rank])):
         return run_main(rank, **arguments)
 
 

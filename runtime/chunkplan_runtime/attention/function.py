@@ -225,26 +225,15 @@ def _attend_to_range(
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
-    here = slice(tokens.start, tokens.stop)
-    if tokens.part is None:
+    here, part = slice(tokens.start, tokens.stop), tokens.part
+    query = rows((query,), here)[0]
+    if part is None:
         form = attention.form(context.causal, tokens.borders)
-        queries, keys, values = rows((query, key, value), here)
-        return attention.kernel.forward(queries, keys, values, form)
-    kept = rows(tuple(latents) or (key, value), here)
+        block_key, block_value = rows((key, value), here)
+        return attention.kernel.forward(query, block_key, block_value, form)
+    kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
     if not attention.borrows:
-        context.store.write(tokens.part, attention.layer, kept, by_parts=bool(latents))
-    return _attend(rows((query,), here)[0], kept, tokens, context, attention)
-
-
-def _attend(
-    query: Tensor, kept: tuple[Tensor, ...], tokens: TokenRange, context: ChunkContext, attention: LayerAttention
-) -> tuple[Tensor, Tensor]:
-    """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a part over all pages.
-
-    `kept`: what pages keep of the part.
-    """
-    part = tokens.part
-    assert part is not None
+        context.store.write(part, attention.layer, kept, by_parts=bool(latents))
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)

@@ -8,7 +8,7 @@ so the gradients go the opposite ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.sharing import SharedPart
+from chunkplan_runtime.sharing import Run, SharedPart
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class HeadExchange:
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Give tokens for heads: [heads, own tokens, dim] each -> [heads / h, tokens of all in order, dim] each."""
-        apply: Callable[..., tuple[Tensor, ...]] = _ToHeads.apply
-        return apply(self, *tensors)
+        given: tuple[Tensor, ...] = _Exchange.apply(self, True, *tensors)  # type: ignore[no-untyped-call]
+        return given
 
     def to_tokens(self, tensor: Tensor) -> Tensor:
         """Give heads for tokens: [heads / h, tokens of all in order, dim] -> [heads, own tokens, dim]."""
-        apply: Callable[..., tuple[Tensor, ...]] = _ToTokens.apply
-        return apply(self, tensor)[0]
+        given: tuple[Tensor, ...] = _Exchange.apply(self, False, tensor)  # type: ignore[no-untyped-call]
+        return given[0]
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
         """Of [heads] those of the heads that this process attends with: [heads / h]."""
@@ -52,8 +52,11 @@ class HeadExchange:
         del by_process  # of all that is exchanged there are two copies at once, and no third
         received = self._exchange(rows, [num_tokens] * h, self._counts)  # [tokens of all, width]
         del rows
-        pieces = dict(zip(self._starts, torch.split(received, self._lengths), strict=True))
-        in_order = received if self._is_ordered else torch.cat([pieces[start] for start in sorted(pieces)])
+        pieces = self._pieces
+        in_order = received
+        if pieces != sorted(pieces):
+            by_piece = dict(zip(pieces, torch.split(received, [stop - start for start, stop in pieces]), strict=True))
+            in_order = torch.cat([by_piece[piece] for piece in sorted(pieces)])
         parts = zip(torch.split(in_order, widths, 1), tensors, strict=True)
         return tuple(part.view(len(part), -1, each.shape[2]).transpose(0, 1) for part, each in parts)
 
@@ -64,11 +67,11 @@ class HeadExchange:
         widths = [each.shape[1] for each in flat]
         rows = torch.cat(flat, 1)  # [tokens of all, width]
         del flat
-        if not self._is_ordered:
-            order = sorted(range(len(self._starts)), key=self._starts.__getitem__)
-            pieces = dict(zip(order, torch.split(rows, [self._lengths[place] for place in order]), strict=True))
-            rows = torch.cat([pieces[place] for place in range(len(order))])
-            del pieces
+        pieces = self._pieces
+        if pieces != (in_order := sorted(pieces)):
+            by_piece = dict(zip(in_order, torch.split(rows, [stop - start for start, stop in in_order]), strict=True))
+            rows = torch.cat([by_piece[piece] for piece in pieces])
+            del by_piece
         num_tokens = self._counts[self._place]
         received = self._exchange(rows, self._counts, [num_tokens] * h)  # [h x own tokens, width]
         del rows
@@ -92,35 +95,20 @@ class HeadExchange:
         return [sum(stop - start for start, stop in slices) for slices in self.part.slices]
 
     @property
-    def _starts(self) -> list[int]:
-        return [start for slices in self.part.slices for start, _ in slices]
-
-    @property
-    def _lengths(self) -> list[int]:
-        return [stop - start for slices in self.part.slices for start, stop in slices]
-
-    @property
-    def _is_ordered(self) -> bool:
-        return self._starts == sorted(self._starts)
+    def _pieces(self) -> list[Run]:
+        """All slices [start, stop), process by process, as rows are exchanged."""
+        return [piece for slices in self.part.slices for piece in slices]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Tokens for heads or back; the gradients go the opposite way."""
+
     @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.scatter_heads(tensors)
+    def forward(ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        return exchange.scatter_heads(tensors) if to_heads else exchange.gather_heads(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.gather_heads(gradients)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.gather_heads(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.scatter_heads(gradients)
+        back = ctx.exchange.gather_heads if ctx.to_heads else ctx.exchange.scatter_heads
+        return None, None, *back(gradients)

@@ -8,7 +8,7 @@ the plan. So windows are those of the model's own code, which not every model ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -32,8 +32,11 @@ from chunkplan_runtime.devices import wide
 
 ATTENTION = "chunkplan"
 
-#: Arguments that models pass along and that say nothing about the result: positions are in the rotary embedding.
-_IGNORED = {"position_ids", "use_cache", "output_router_logits"}
+#: What a layer asks for: the scale of scores, a sliding window, and a softcap.
+How = tuple[float | None, int | None, float | None]
+
+#: Arguments that say nothing about the result, as positions are in the rotary embedding, or that are looked at alone.
+_IGNORED = {"position_ids", "use_cache", "output_router_logits", "is_causal"}
 
 #: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
 _KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
@@ -155,7 +158,8 @@ def chunk_attention(
     if not torch.compiler.is_compiling():
         return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
     mask = _PLAIN if attention_mask is None else attention_mask
-    if not hasattr(module, "chunkplan_number") or not _is_plain(module, mask, asked):
+    is_plain = isinstance(mask, Mask) and not _refused(module, mask, asked, causal=True)
+    if not is_plain or not hasattr(module, "chunkplan_number"):
         found: tuple[Tensor, None] = _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
         return found
     tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
@@ -168,7 +172,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Mask | None,
-    how: tuple[float | None, int | None, float | None],
+    how: How,
     s_aux: Tensor | None,
     asked: dict[str, object],
 ) -> tuple[Tensor, None]:
@@ -181,16 +185,7 @@ def _attend(
     chunk_context = None if current is None else current.context
     if current is None or chunk_context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
-    if not isinstance(attention_mask, Mask):
-        asked["attention_mask"], attention_mask = attention_mask, _PLAIN
-    if attention_mask.unknown:
-        asked[f"a mask by {attention_mask.unknown}"] = True
-    if chunk_context.causal and not attention_mask.causal:
-        asked["a mask that looks ahead"] = True
-    is_causal = asked.pop("is_causal", None)
-    if chunk_context.causal and (is_causal is False or not getattr(module, "is_causal", True)):
-        asked["is_causal=False"] = True
-    if refused := [name for name, given in asked.items() if name not in _IGNORED and _is_given(given)]:
+    if refused := _refused(module, attention_mask, asked, causal=chunk_context.causal):
         raise UsageError(
             f"the model asks its attention for {', '.join(sorted(refused))}, which chunked execution does not know",
             hint="use a model with plain attention",
@@ -209,9 +204,10 @@ def _attend(
             latents, expand = latents_of(module, made)
         if expand is None:
             owner = owner_of(layer, key, value)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
-    attention = layer_attention(current, layer, query, value, attention_mask.window, attention_mask.tile, *how)
+    mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
+    attention = _layer_attention(current, layer, query, value, mask, how)
     if owner != layer or expand is not None:
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if shared is None or not shares_heads:
@@ -228,23 +224,15 @@ def _attend(
 _outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
-def layer_attention(
-    current: Current,
-    layer: int,
-    query: Tensor,
-    value: Tensor,
-    window: int | None,
-    tile: int | None,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
+def _layer_attention(
+    current: Current, layer: int, query: Tensor, value: Tensor, mask: Mask, how: How
 ) -> LayerAttention:
-    """How a layer attends to its own keys and values in the chunk at work; `window` and `tile` are those of its mask.
+    """How a layer attends to its own keys and values in the chunk at work.
 
     Raises:
         UsageError: it asks for a window that its mask has not, or for what no kernel can do.
     """
-    chunk_context = current.context
+    chunk_context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
     assert chunk_context is not None
     if sliding_window not in (None, window):
         raise UsageError(
@@ -255,23 +243,29 @@ def layer_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
     kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
-    return LayerAttention(kernel, layer, scale, window, softcap, tile, attended=current.attended)
+    return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, attended=current.attended)
 
 
-def _cast(*tensors: Tensor) -> list[Tensor]:
+def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Tensors in the dtype of the autocast around, if there is one."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return [*tensors]
+        return tensors
     return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
 
 
-def _is_plain(module: Any, mask: object, asked: dict[str, object]) -> bool:
-    """Whether a token sees those before it in its sequence, and nothing else is asked for."""
-    is_causal = asked.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if not isinstance(mask, Mask) or not is_causal or not mask.causal or mask.unknown:
-        return False
-    return not any(_is_given(given) for name, given in asked.items() if name not in (*_IGNORED, "is_causal"))
+def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: bool) -> list[str]:
+    """What a model asks its attention for that is not known here, where chunks are `causal` or not."""
+    found = [name for name, given in asked.items() if name not in _IGNORED and _is_given(given)]
+    if not isinstance(mask, Mask):
+        found += ["attention_mask"] if _is_given(mask) else []
+    elif mask.unknown:
+        found.append(f"a mask by {mask.unknown}")
+    if causal and isinstance(mask, Mask) and not mask.causal:
+        found.append("a mask that looks ahead")
+    if causal and (asked.get("is_causal") is False or not getattr(module, "is_causal", True)):
+        found.append("is_causal=False")
+    return found
 
 
 def _is_given(argument: Any) -> bool:
@@ -311,9 +305,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
     current: Current = module.chunkplan
-    asked, mask, context = how[:3], how[3:], current.context
+    scaling, sliding_window, softcap, window, tile = how
+    context, asked = current.context, (scaling, sliding_window, softcap)
     assert context is not None
-    attention = layer_attention(current, module.layer_idx, query, value, *mask, *asked)
+    attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
     saved: list[Any] = []
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))

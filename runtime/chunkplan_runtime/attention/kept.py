@@ -43,11 +43,6 @@ class Made:
     value: Tensor
     versions: tuple[int, ...]
 
-    @classmethod
-    def new(cls, latents: tuple[Tensor, ...], key: Tensor, value: Tensor) -> Made:
-        """What was made just now."""
-        return cls(latents, key, value, _versions(*latents, key, value))
-
     def is_of(self, key: Tensor, value: Tensor) -> bool:
         """Whether these are the very tensors, and none was changed since, nor what they were made of."""
         now = _versions(*self.latents, self.key, self.value)
@@ -59,11 +54,7 @@ class Made:
         tokens = self.key.shape[2]
         if any(each.dim() != 4 or each.shape[0] != 1 or each.shape[2] != tokens for each in self.latents):
             return False
-        kept, expanded = (
-            tuple((each.shape[1], each.shape[3]) for each in tensors)
-            for tensors in (self.latents, (self.key, self.value))
-        )
-        return LEAST_SAVING * _numbers(kept) <= _numbers(expanded)
+        return LEAST_SAVING * sum(each.numel() for each in self.latents) <= self.key.numel() + self.value.numel()
 
 
 def watch_expansion(module: Any) -> None:
@@ -76,7 +67,7 @@ def _expand_kv(module: Any, *latents: Tensor) -> tuple[Tensor, Tensor]:
     with module.chunkplan.running_again():
         key, value = type(module).expand_kv(module, *latents)
     if module.chunkplan.context is not None:
-        module.chunkplan.made = Made.new(latents, key, value)
+        module.chunkplan.made = Made(latents, key, value, _versions(*latents, key, value))
     return key, value
 
 

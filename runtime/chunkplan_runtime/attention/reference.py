@@ -68,25 +68,13 @@ class ReferenceKernel:
 
 def _blocks(num_queries: int, num_keys: int, form: Form) -> Iterator[tuple[slice, slice, int]]:
     """(queries, the keys that any of them sees, at which of these keys the first query stands)."""
-    if form.borders is not None:
-        for start, stop in pairwise(form.borders):
-            for queries, keys, alignment in _blocks_of_run(stop - start, stop - start, form):
-                yield _shifted(queries, start), _shifted(keys, start), alignment
-    else:
-        yield from _blocks_of_run(num_queries, num_keys, form)
-
-
-def _blocks_of_run(num_queries: int, num_keys: int, form: Form) -> Iterator[tuple[slice, slice, int]]:
     offset = num_keys - num_queries  # query i stands at key i + offset
-    for start in range(0, num_queries, QUERIES_AT_ONCE):
-        stop = min(start + QUERIES_AT_ONCE, num_queries)
-        key_start = 0 if form.reach is None else max(0, start + offset - form.reach)
-        key_stop = stop + offset if form.causal else num_keys
-        yield slice(start, stop), slice(key_start, key_stop), start + offset - key_start
-
-
-def _shifted(run: slice, by: int) -> slice:
-    return slice(run.start + by, run.stop + by)
+    for first, last in pairwise(form.borders or (0, num_queries)):
+        for start in range(first, last, QUERIES_AT_ONCE):
+            stop = min(start + QUERIES_AT_ONCE, last)
+            key_start = first if form.reach is None else max(first, start + offset - form.reach)
+            key_stop = (stop if form.causal else last) + offset
+            yield slice(start, stop), slice(key_start, key_stop), start + offset - key_start
 
 
 def _scores(query: Tensor, key: Tensor, form: Form, alignment: int) -> tuple[Tensor, Tensor | None]:

@@ -103,13 +103,16 @@ def measure(
     for number, probes_of_round in enumerate(rounds):
         for probe in probes_of_round:
             if probe not in left_out:
-                found = _time_or_none(model, probe, seed)
-                if found is None:
+                try:
+                    found = time_probe(model, probe, seed)
+                except torch.OutOfMemoryError:
                     left_out.append(probe)
-                elif number:
-                    times[probe].append(found)
-                    if number == repeats:
-                        show(_median(probe, times[probe]))
+            if probe in left_out:
+                torch.cuda.empty_cache()  # now that what the error held on to is let go
+            elif number:
+                times[probe].append(found)
+                if number == repeats:
+                    show(_median(probe, times[probe]))
             done += 1
             report(done, total)
     return Measured([_median(probe, times[probe]) for probe in probes if probe not in left_out], left_out)
@@ -125,15 +128,6 @@ def _median(probe: Probe, times: list[tuple[int, int]]) -> ChunkTime:
         train_ns=middle,
         spread=float(np.median(np.abs(train - middle))) / middle,
     )
-
-
-def _time_or_none(model: CausalLM, probe: Probe, seed: int) -> tuple[int, int] | None:
-    try:
-        return time_probe(model, probe, seed)
-    except torch.OutOfMemoryError:
-        pass  # what the error holds on to is let go first
-    torch.cuda.empty_cache()
-    return None
 
 
 def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
@@ -178,29 +172,27 @@ def _work(probe: Probe, vocab_size: int, seed: int) -> tuple[RankWork, int]:
         starts_in_chunk = np.cumsum([0, *probe.segments[:-1]]).tolist()
         segments = enumerate(zip(probe.segments, starts_in_chunk, strict=True))
         spans_of = [tuple(Span(place, 0, tokens, tokens, chunk_start) for place, (tokens, chunk_start) in segments)]
-    chunks = {part: _chunk(part, spans, len(spans_of)) for part, spans in enumerate(spans_of)}
+    chunks = {
+        part: Chunk(
+            chunk_id=part,
+            group_id=spans[0].group_id,
+            group_index=part,
+            group_size=len(spans_of),
+            num_tokens=size,
+            num_target_tokens=size,
+            prefix_tokens=spans[0].start,
+            keeps_activations=False,
+            cost=0.0,
+            segments=tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans),
+        )
+        for part, spans in enumerate(spans_of)
+    }
     random = torch.Generator().manual_seed(seed)
     tensors = {part: _tensors(spans, vocab_size, random) for part, spans in enumerate(spans_of)}
     actions = [Action("forward_kv", part, 0) for part in chunks]
     for part in reversed(range(num_before, len(chunks))):
         actions += [Action("recompute", part, 0), Action("backward", part, 0)]
     return RankWork(step=0, dp_rank=0, actions=actions, chunks=chunks, tensors=tensors), num_before
-
-
-def _chunk(part: int, spans: Sequence[Span], num_parts: int) -> Chunk:
-    num_tokens = spans[-1].chunk_stop
-    return Chunk(
-        chunk_id=part,
-        group_id=spans[0].group_id,
-        group_index=part,
-        group_size=num_parts,
-        num_tokens=num_tokens,
-        num_target_tokens=num_tokens,
-        prefix_tokens=spans[0].start,
-        keeps_activations=False,
-        cost=0.0,
-        segments=tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans),
-    )
 
 
 def _tensors(spans: tuple[Span, ...], vocab_size: int, random: torch.Generator) -> ChunkTensors:

@@ -17,6 +17,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.options import in_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.version import __version__
 from chunkplan_runtime.exchange import (
@@ -31,7 +32,6 @@ from chunkplan_runtime.execution.links import Link, Links, Wire
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Block
-from chunkplan_runtime.training.run_folder import shorten
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     control = dist.group.WORLD
     assert control is not None
 
-    def own(members: list[list[int]]) -> dist.ProcessGroup | None:
+    def own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all of them make all."""
         groups = [(each, dist.new_group(each, timeout=timeout)) for each in members]
         return next((group for each, group in groups if layout.process in each), None)
@@ -97,7 +97,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     replicas, ends = None, None
     if layout.dp > 1:
         stages = [[layout.process_of(stage, replica) for replica in range(layout.dp)] for stage in range(layout.pp)]
-        group = own(stages)
+        group = own_group(stages)
         assert group is not None
         replicas = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     stages_of = [layout.stage_of(model_stage) for model_stage in range(layout.num_model_stages)]
@@ -105,12 +105,12 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     for border, (above, below) in enumerate(pairwise(stages_of)):
         if above == below:
             continue  # both are on one process
-        down, up = own(pairs(above, below)), own(pairs(above, below))
+        down, up = own_group(pairs(above, below)), own_group(pairs(above, below))
         if down is not None and up is not None:
             other = below if layout.stage == above else above
             links[border] = Link(layout.process_of(other, layout.replica), down, up)
     if stages_of[0] != stages_of[-1]:
-        ends = own(pairs(stages_of[0], stages_of[-1]))
+        ends = own_group(pairs(stages_of[0], stages_of[-1]))
     for used in filter(None, (control, ends)):
         dist.all_reduce(torch.zeros(1, device=device), group=used)
     if replicas is not None:
@@ -122,7 +122,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     members = {group for block in blocks for group in (*block.groups_of_heads(), *block.groups_of_pages())}
     shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for group_members in sorted(each for each in members if len(each) > 1):
-        made = own([[layout.process_of(stage, each) for each in group_members] for stage in range(layout.pp)])
+        made = own_group([[layout.process_of(stage, each) for each in group_members] for stage in range(layout.pp)])
         if made is not None:
             shared[group_members] = made
     exchanges = Exchanges(layout, shared)
@@ -192,7 +192,7 @@ def refuse_other_processes(given: Mapping[str, Any], job: Job) -> None:
             )
 
 
-def refuse_other_beginnings(plan: Plan) -> None:
+def refuse_other_versions(plan: Plan) -> None:
     """Compare the plan of this process, and versions of packages, with those of all others, before there are groups.
 
     Another plan may be for other groups, and another version may make them otherwise: making them would never end.
@@ -231,3 +231,9 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
             where=watchdog.heartbeat.activity().words or None,
             hint="check the network between the machines; --resume continues from the last checkpoint",
         ) from error
+
+
+def shorten(value: object) -> str:
+    """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
+    text = in_words(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.devices import local_device_index
-from chunkplan_runtime.distributed.job import Job, lost_peers, make_groups, refuse_other_beginnings
+from chunkplan_runtime.distributed.job import Job, lost_peers, make_groups, refuse_other_versions
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.requirements import set_for_several_processes
@@ -162,7 +162,7 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
             refuse_shared_gpus(find_own_gpu(config.device))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
-            refuse_other_beginnings(plan)
+            refuse_other_versions(plan)
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
             # Those of process 0: one that was given another evaluation plan is refused after groups are made.

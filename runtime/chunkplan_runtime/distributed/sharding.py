@@ -33,7 +33,7 @@ from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, PlanStep
-from chunkplan_runtime.distributed.sharded_rows import give_rows, take_rows
+from chunkplan_runtime.distributed.shard_loading import give_rows, take_rows
 from chunkplan_runtime.distributed.stages import own_head, trains_before_layers
 from chunkplan_runtime.exchange import reduce_scatter
 from chunkplan_runtime.execution.executor import Around

@@ -25,10 +25,10 @@ from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, r
 from chunkplan_runtime.feed.order import broken, check_done, checked
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.pages import DeviceMemory, PageMemory
+from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.dropout import mixed_seed, set_seed
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import mixed_seed, set_seed
 from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
 
@@ -86,12 +86,10 @@ class RankExecutor:
         self.kept_attention = KeptAttention()
         #: What it does or waits for, in words, and where: step, rank and virtual stage.
         self._doing = self._at = ""
-        #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size], and where their
-        #: backward begins.
+        #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size]; and what their backward
+        #: begins with, beside what attention and layers with states know of them.
         self.inputs: dict[Place, Tensor] = {}
-        self._contexts: dict[Place, ChunkContext | None] = {}
-        self._borders: dict[Place, tuple[Any, ...]] = {}
-        self.in_flight: dict[Place, Tensor | GradientEdge | None] = {}
+        self.in_flight: dict[Place, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
 
     @property
     def doing(self) -> str:
@@ -154,9 +152,11 @@ class RankExecutor:
                 else:
                     hidden = self._forward(work, action, action.op, around)
                     if action.op != "forward_kv":
-                        self._contexts[place] = self.model.current.context
-                        self._borders[place] = self.model.current.borders
-                        self.in_flight[place] = _backward_from(hidden, part)
+                        begin: Tensor | GradientEdge | None = hidden
+                        if not part.is_last:  # only the place of hidden states in the graph
+                            begin = get_gradient_edge(hidden) if hidden.requires_grad else None
+                        self.in_flight[place] = begin, self.model.current.context, self.model.current.borders
+                        del begin
                     if action.op != "recompute" and not part.is_last:
                         self._connected.send_output(*place, hidden.detach())
                     del hidden  # a graph that outlived its backward
@@ -192,12 +192,9 @@ class RankExecutor:
         at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None,
         meet: Meet = meet_nobody,
     ) -> None:
-        """Run all chunks forward, keeping nothing but KV, and call `at_end` with each one's final hidden states.
+        """Run all chunks forward as `evaluate`, and call `at_end` with each one's final hidden states.
 
         `what` it is for is said where it waits.
-
-        Raises:
-            DataError: as `evaluate`.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
@@ -242,7 +239,7 @@ class RankExecutor:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
-            self.memory = HostMemory(self.model.device) if self._kv_offload else DeviceMemory()
+            self.memory = HostMemory(self.model.device) if self._kv_offload else PageMemory()
         self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
         self.inputs, self.in_flight = {}, {}
         self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))
@@ -280,12 +277,7 @@ class RankExecutor:
                     return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
-        self,
-        work: RankWork,
-        place: Place,
-        gradient: Tensor | None,
-        scale: float,
-        before: Callable[[], None] | None,
+        self, work: RankWork, place: Place, gradient: Tensor | None, scale: float, before: Callable[[], None] | None
     ) -> Tensor | None:
         """Run a chunk backward; returns its losses [num_tokens] on the last model stage, which computes them only now.
 
@@ -296,8 +288,7 @@ class RankExecutor:
         tensors, store = work.tensors[chunk_id], self.stores[virtual_stage]
         for span in tensors.parts:
             store.start_backward(span)
-        begin = self.in_flight.pop(place)
-        self.model.current.context = self._contexts.pop(place)
+        begin, self.model.current.context, borders = self.in_flight.pop(place)
         losses = None
         if isinstance(begin, Tensor):
             weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
@@ -310,7 +301,6 @@ class RankExecutor:
             assert gradient is not None
             if before is not None:
                 before()
-            borders = self._borders.pop(place)
             roots: list[Any] = [begin]
             gradients = [gradient]
             for span, border in borders:
@@ -328,10 +318,3 @@ class RankExecutor:
             assert inputs.grad is not None
             self._connected.send_input_gradient(*place, inputs.grad)
         return losses
-
-
-def _backward_from(hidden: Tensor, part: CausalLM) -> Tensor | GradientEdge | None:
-    """What a backward begins with: on the last model stage hidden states, on others only their place in the graph."""
-    if part.is_last:
-        return hidden
-    return get_gradient_edge(hidden) if hidden.requires_grad else None

@@ -2,13 +2,12 @@
 
 What comes in which order, and of which shape, is known from the plan. A receive is posted when it is waited for, and
 nobody waits for a send before the links are closed, so that a valid plan, whose actions wait for each other in no
-circle, cannot deadlock. Each link has a group of its two processes for each direction: on a GPU, what a group does runs
-in the order in which it was issued. So have several links between the same two processes, where stages have several
-virtual stages: what goes over one border between two model stages, one way, is in one order, but not beside the others.
+circle, cannot deadlock. Each link has a group of its two processes for each direction, as on a GPU what a group does
+runs in the order in which it was issued.
 
-On a GPU no receive is posted ahead: it would be a kernel that waits there, from the beginning of the step if it is for
-a gradient, and whatever waits for the device would wait for this process's own next action. Nothing is lost by it, as
-the host runs ahead of the device. What would wait for the device is refused while links are open (`devices.py`).
+On a GPU no receive is posted ahead: it would be a kernel that waits there, and whatever waits for the device would wait
+for this process's own next action. Nothing is lost by it, as the host runs ahead of the device. What would wait for the
+device is refused while links are open (`devices.py`).
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ class Links:
     `links`: to other processes, by border: m is that between the model stages m and m + 1. Where both are here, what
     one sends the other one receives without any process group.
 
-    Each is used once at the beginning, which NCCL connects two processes in, so that they wait for each other. All
-    processes take their borders in ascending order, of each border first the way down and then the way up. So they meet
-    in one order that is the same for all: of the meetings that are still to come, both processes come to the first one,
-    as all that they have before it is done. Nobody waits in a circle.
+    Each is used once at the beginning, in which NCCL connects two processes, so that they wait for each other. All
+    processes take their borders in ascending order, of each first the way down and then the way up: in one order that
+    is the same for all, so that nobody waits in a circle.
     """
 
     def __init__(self, wire: Wire, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:

@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.kept import Shapes, page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, PageNeeds, room
-from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
@@ -71,7 +71,7 @@ def page_needs(
     return needs
 
 
-class _Counting(DeviceMemory):
+class _Counting(PageMemory):
     """Counts pages and has no memory for them."""
 
     keeps_blocks = False
@@ -116,10 +116,7 @@ class KeptAttention:
         self.kept: dict[Place, KeptResults] = {}
 
     def begin(self, parts: Sequence[CausalLM], work: RankWork) -> None:
-        """Begin a step with nothing kept; take the host memory of as many chunks as are kept there at once.
-
-        All get as much as the largest one takes where there are most layers.
-        """
+        """Begin a step with nothing kept; take the largest one's host memory for all that are kept there at once."""
         self.kept = {}
         on_host = {chunk_id for chunk_id, chunk in work.chunks.items() if chunk.kept_attention == "host"}
         if on_host:
@@ -183,10 +180,7 @@ def reserve_pages(
 
 
 def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
-    """Take the host memory of the layers' inputs of as many chunks as are in flight at once on all virtual stages.
-
-    All get as much as the largest chunk takes where there are most layers.
-    """
+    """Take the host memory of layers' inputs, as much as the largest chunk's for all that are in flight at once."""
     if not parts[0].current.offloaded:
         return
     num_tokens = max((tensors.input_ids.numel() for tensors in work.tensors.values()), default=0)

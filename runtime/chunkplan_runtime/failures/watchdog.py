@@ -22,12 +22,6 @@ from chunkplan_runtime.layout import RankLayout
 #: Seconds without a beat after which nobody waits for a process any more, and the beats that it has in them.
 DEAD_AFTER, _BEATS = 10.0, 10
 
-#: Seconds in which a main thread that runs Python has noticed a signal.
-_SIGNAL_NOTICED = 3.0
-
-#: The exit status of a job of which a process got a SIGTERM.
-_SIGTERM_STATUS = 143
-
 
 class Watchdog:
     """Ends the job when one of its processes has not beaten for `dead_after` seconds, which is the same in all.
@@ -164,8 +158,9 @@ class Watchdog:
             self._stopping += bool(stopped)
             # until a death, which is then the reason, would have been found
             if len(stopped) == self.layout.world_size or self._stopping > 1.3 * _BEATS:
-                said = f"{self.layout.describe(stopped[0])} was stopped {self._when(stopped[0])}"
-                self._end_job(_SIGTERM_STATUS, None if self._main_thread_ends else ChunkplanError(said, hint=RESUME))
+                error = f"{self.layout.describe(stopped[0])} was stopped {self._when(stopped[0])}"
+                prints = not self._main_thread_ends
+                self._end_job(128 + signal.SIGTERM, ChunkplanError(error, hint=RESUME) if prints else None)
 
     def _listen(self) -> None:
         """Look whether beats come through, as a call to a store on a lost machine does not come back; take signals."""
@@ -173,8 +168,8 @@ class Watchdog:
         while not self._over.is_set() and silent <= _BEATS:
             with suppress(TimeoutError):
                 is_stop = self._signals.recv(1)[0] in (signal.SIGTERM, signal.SIGINT)
-                if is_stop and not self._over.wait(_SIGNAL_NOTICED) and not self._main_thread_ends:
-                    self.heartbeat.stops = True  # the main thread is in C++, where no handler of Python runs
+                if is_stop and not self._over.wait(3.0) and not self._main_thread_ends:  # in C++, without handlers
+                    self.heartbeat.stops = True
                     self._wake.set()
             silent = silent + 1 if number == self.heartbeat.number else 0
             number = self.heartbeat.number
@@ -214,11 +209,10 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(int(written.split()[0]))
 
-    def _lost(self, process: int, liveness: Liveness, heard: str, before_name: str = "") -> ChunkplanError:
-        """The error about a process that is not heard any more; `before_name` makes it something of its."""
-        heard += last_heard(process, self.heartbeat.activities())
+    def _lost(self, process: int, liveness: Liveness, heard: str, what: str = "") -> ChunkplanError:
+        """The error about a process, or `what` of it, that is not heard any more."""
+        who, heard = what + self.layout.describe(process), heard + last_heard(process, self.heartbeat.activities())
         beat = self.heartbeat.latest.get(process)
-        who = before_name + self.layout.describe(process)
         return lost_process(liveness, who, self._when(process), heard, beat.pid if beat else 0)
 
     def _when(self, process: int) -> str:

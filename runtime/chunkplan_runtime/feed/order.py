@@ -22,9 +22,6 @@ _BEFORE = {
     "backward_weight": ("backward_input",),
 }
 
-#: What a chunk ends with.
-_LAST = ("backward", "backward_weight")
-
 
 def checked(action: Action, done: Mapping[tuple[int, int], str | None], where: str) -> tuple[int, int]:
     """The virtual stage and chunk of an action, whose chunks have last `done` these ops, if it may come next.
@@ -47,11 +44,10 @@ def check_done(done: Mapping[tuple[int, int], str | None], where: str) -> None:
     Raises:
         DataError: naming it.
     """
-    left = [(place, op) for place, op in done.items() if op not in _LAST]
-    if left:
-        place, op = left[0]
-        missing = "backward_weight" if op == "backward_input" else "backward"
-        raise broken(f"no {missing} of {_named(place)}", where)
+    for place, op in done.items():
+        if op not in ("backward", "backward_weight"):
+            missing = "backward_weight" if op == "backward_input" else "backward"
+            raise broken(f"no {missing} of {_named(place)}", where)
 
 
 def check_words(step: PlanStep, dp_rank: int) -> None:
@@ -107,35 +103,10 @@ def may_reduce(last: Sequence[Chunk | None]) -> bool:
     """Whether the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
 
     `last`: the chunk that each of them runs backward last; None where it has no chunk. They may if no last backward is
-    of a chunk that another process shares without having it last: such a process would reach a layer only after it has
-    met the first one in the layers below. Then all reduce after their last backwards.
-
-    Otherwise nobody waits in a circle, and there is one order in which all processes launch all that they launch:
-
-    - Without reductions there is one, as the plan is valid and as docs/context-parallel.md proves it.
-    - All stages take backwards in one order (`check_links`), so the last one is of the same chunk on each. After it
-      comes only its gradient for the stage before, which goes into the last backward there. With the rule, whom it
-      meets has it last as well. So from a reduction the order leads to last backwards of earlier stages alone, and to
-      their reductions; never back to its own stage, nor to an action that is not a last one.
-    - Within last backwards, what is exchanged in a layer comes before the reduction of this layer, which comes before
-      what is exchanged in the layer below, on all of them.
-
-    Each of several virtual stages reduces in its own last backward, and other actions come after it. No sequence is
-    shared there, so replicas meet in reductions alone. A chunk runs backward through the model stages in descending
-    order, so that all reduce these in descending order, and the last backward of one waits for no reductions but those
-    of later ones.
-
-    A process without a chunk reduces zeros in place of a last backward, and meets nobody. So does one whose last action
-    is the weight half of a split backward: it reduces after all else, its layers in the same order. Embeddings, head
-    and what is reduced across stages come when links are closed, on all processes in one order.
+    of a chunk that another process shares without having it last: docs/context-parallel.md proves that nobody waits in
+    a circle then. Otherwise a process that is done would reduce a layer that another one reaches only after it has met
+    the first one in the layers below, so that all reduce after their last backwards.
     """
-    for chunk in last:
-        block = None if chunk is None else block_of(chunk)
-        if block and block.size > 1 and len({_shared_as(last[rank]) for rank in block.ranks}) > 1:
-            return False
-    return True
-
-
-def _shared_as(chunk: Chunk | None) -> tuple[int | None, int] | None:
-    """What a chunk is called on all ranks that share it."""
-    return None if chunk is None else (chunk.group_id, chunk.group_index)
+    named = [None if chunk is None else (chunk.group_id, chunk.group_index) for chunk in last]  # as all ranks name it
+    blocks = [block_of(chunk) for chunk in last if chunk is not None]
+    return not any(block.size > 1 and len({named[rank] for rank in block.ranks}) > 1 for block in blocks)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, repeat
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +25,16 @@ from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
 from chunkplan_runtime.devices import pinned
 from chunkplan_runtime.feed.order import check_links, check_words, may_reduce
-from chunkplan_runtime.feed.read_ahead import ReadAhead
 from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
 from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
 
+T = TypeVar("T")
+
 #: The label of a position that predicts nothing.
 NO_TARGET = -100
+
+#: What comes after the last item that is made ahead.
+_END = object()
 
 
 def shifted_labels(input_ids: Int32Array, target: npt.NDArray[np.bool_]) -> Int32Array:
@@ -145,8 +152,8 @@ class TokenGather:
         positions = np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * stops), np.int32)
         of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
         by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
-        for chunk, *parts in zip(chunks, *by_chunk, strict=True):
-            tensors[chunk.chunk_id] = ChunkTensors(*parts, tuple(islice(spans, len(chunk.segments))))
+        for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
+            tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
         return tensors
 
     def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
@@ -181,6 +188,40 @@ class TokenGather:
                     where=str(self._plan.path),
                     hint="build the plan again",
                 )
+
+
+class ReadAhead(Generic[T]):
+    """Iterates over `items` with up to `depth` of them made ahead, in a thread.
+
+    An error is raised where its item would have come. After it, and after `close`, there are no more items.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._items = items
+        self._pool = ThreadPoolExecutor(1, "chunkplan-read-ahead")
+        self._coming: deque[Future[Any]] = deque(self._pool.submit(next, items, _END) for _ in range(depth))
+
+    def __iter__(self) -> ReadAhead[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self._coming:
+            raise StopIteration
+        first = self._coming[0]
+        error = first.exception()  # Control-C may interrupt this
+        if error is not None or first.result() is _END:
+            self.close()
+            raise StopIteration if error is None else error
+        self._coming.popleft()
+        self._coming.append(self._pool.submit(next, self._items, _END))
+        item: T = first.result()
+        return item
+
+    def close(self) -> None:
+        """End the thread: what it is making is waited for, and there are no more items."""
+        self._coming.clear()
+        with suppress(RuntimeError):  # the garbage collector may come here in the thread itself
+            self._pool.shutdown(cancel_futures=True)
 
 
 class StreamPosition(TypedDict):
@@ -304,22 +345,13 @@ class PlanStream(IterableDataset[StepWork]):
         if worker is not None and worker.id > 0:
             return
         pin_memory = self._pin_memory and worker is None
-        if not self._prefetch:
-            yield from self._handed_out(self._read(), pin_memory)
-            return
-        ahead = ReadAhead(self._read(), self._prefetch)
-        try:
-            yield from self._handed_out(ahead, pin_memory)
-        finally:
-            ahead.close()
+        with closing(ReadAhead(self._read(), self._prefetch) if self._prefetch else self._read()) as steps:
+            for work in steps:
+                self._next = work.step.step + 1
+                # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
+                yield replace(work, ranks=[_pinned(rank) for rank in work.ranks]) if pin_memory else work
 
-    def _handed_out(self, steps: Iterator[StepWork], pin_memory: bool) -> Iterator[StepWork]:
-        for work in steps:
-            self._next = work.step.step + 1
-            # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
-            yield replace(work, ranks=[_pinned(rank) for rank in work.ranks]) if pin_memory else work
-
-    def _read(self) -> Iterator[StepWork]:
+    def _read(self) -> Generator[StepWork, None, None]:
         gather = TokenGather(self._plan, self._analysis, self._vocab_size)
         for step in self._plan.iter_steps(self._next):
             for dp_rank in self._dp_ranks:

@@ -1,15 +1,15 @@
 """Pages that several processes share: each keeps its own tokens of them, and fetches those of the others.
 
-What holds the own tokens is another memory, on the device or the host. A block is gathered from all processes and put
-into the order of the sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are
-of, and are summed there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the
-same blocks in the same order, also one of whose queries none sees any of it. Where it costs no more than memory, the
-next block is on its way while one is attended to.
+What holds the own tokens is another memory. A block is gathered from all processes and put into the order of the
+sequence; in a backward its gradients, in at least float32, go back to those whose tokens they are of, and are summed
+there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the same blocks in the
+same order, also one of whose queries none sees any of it. Where it costs no more than memory, the next block is on its
+way while one is attended to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,20 +32,12 @@ class _SharedPage(Page):
         return 0 if self.own is None else self.own.num_bytes
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """A block on its way: the slice it is of, this process's tokens of it, and the rows of all."""
-
-    page_slice: PageSlice
-    own: KVBlock
-    rows: Pending
-
-
-class GatheredMemory:
+class GatheredMemory(PageMemory):
     """See `pages.PageMemory`. `inner` holds what this process keeps of the sequence that `part` is of."""
 
+    keeps_blocks = False
+
     def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
-        self.keeps_blocks = False
         self._inner = inner
         self._part = part
         self._exchanges = exchanges
@@ -65,10 +57,6 @@ class GatheredMemory:
         """See `pages.PageMemory.give_back`."""
         self._inner.give_back(_own(page))
 
-    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `pages.PageMemory.hold`."""
-        return self._inner.hold(tensor)
-
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
         before = self._own.before
@@ -86,11 +74,11 @@ class GatheredMemory:
         for index, source in enumerate(sources):
             if coming is None:  # memory that counts and holds nothing
                 return
-            current, own, last = coming, coming.own, index + 1 == len(slices)
+            (own, pending), last, page_slice = coming, index + 1 == len(slices), slices[index]
             coming = self._launch(slices[index + 1], sources[index + 1]) if is_ahead and not last else None
-            in_order = self._arrived(current)  # [num_tokens, width]
-            del current  # and with it the rows of all
-            like, page_slice = own.tensors, slices[index]
+            in_order = self._arrived(page_slice, pending)  # [num_tokens, width]
+            del pending  # and with it the rows of all
+            like = own.tensors
             gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if asked.with_gradients else None
             views = () if gradients is None else _views(gradients, like)
             yield KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), views)
@@ -102,19 +90,20 @@ class GatheredMemory:
             if not is_ahead and not last:
                 coming = self._launch(slices[index + 1], sources[index + 1])
 
-    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> _Coming | None:
-        """Start to fetch a block."""
+    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> tuple[KVBlock, Pending] | None:
+        """Start to fetch a block: this process's tokens of it, and the rows of all on their way."""
         own = next(source, None)
         if own is None:
             return None
-        rows = _rows(own.tensors)  # [own tokens, width]
-        return _Coming(page_slice, own, self._exchanges.gather(self._padded(rows, page_slice), self._part.pages))
+        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in own.tensors], 1)  # [own tokens, width]
+        if missing := self._most(page_slice) - len(rows):
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return own, self._exchanges.gather(rows, self._part.pages)
 
-    def _arrived(self, coming: _Coming) -> Tensor:
+    def _arrived(self, page_slice: PageSlice, pending: Pending) -> Tensor:
         """Wait for a block, and put its tokens into the order of the sequence: [num_tokens, width]."""
-        page_slice = coming.page_slice
         with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
-            rows = coming.rows.wait()  # [processes x most tokens, width]
+            rows = pending.wait()  # [processes x most tokens, width]
         most = self._most(page_slice)
         pieces = [
             (first, rows[place * most + offset :][: stop - first])
@@ -150,10 +139,6 @@ class GatheredMemory:
             holding.before(page_slice.stop) - holding.before(page_slice.start) for holding in self._part.holdings
         )
 
-    def _padded(self, rows: Tensor, page_slice: PageSlice) -> Tensor:
-        missing = self._most(page_slice) - len(rows)
-        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
-
     def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
         sequence = self._part.span.sequence_id
         return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence} {whom}"
@@ -162,11 +147,6 @@ class GatheredMemory:
 def _own(page: Page) -> Page:
     assert isinstance(page, _SharedPage) and page.own is not None
     return page.own
-
-
-def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """[1, heads, num_tokens, dim] each, side by side: [num_tokens, sum of heads x dim]."""
-    return torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in tensors], 1)
 
 
 def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from chunkplan_runtime.devices import may_wait, new_host_memory, wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.
 _ON_DEVICE = 2
@@ -33,20 +32,14 @@ _ON_DEVICE = 2
 class Queue:
     """A CUDA stream, or nothing where copies are done when they are asked for."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
         self.copies = stream is not None
-        self._device = device
-
-    @classmethod
-    def new(cls, device: torch.device) -> Queue:
-        """Make a queue of its own."""
-        return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)  # type: ignore[no-untyped-call]
 
     @classmethod
     def current(cls, device: torch.device) -> Queue:
         """Return the one that kernels are given to."""
-        return cls(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     def use(self) -> AbstractContextManager[object]:
         """Within the block copies go into it."""
@@ -65,12 +58,14 @@ class Queue:
 @cache
 def queues_of(device: torch.device) -> tuple[Queue, Queue]:
     """Of all copies from a device to the host, and of all copies from there: the link is one each way."""
-    return Queue.new(device), Queue.new(device)
+    if device.type != "cuda":
+        return Queue(None), Queue(None)
+    return Queue(torch.cuda.Stream(device)), Queue(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class PageNeeds:
-    """The most pages there are at once, and the most of them with gradients, by how many tokens they have room for.
+    """The most pages there are at once, and with gradients, by how many tokens they have room for.
 
     `largest`: the capacity of the largest page.
     """
@@ -87,10 +82,7 @@ class PageNeeds:
 
 
 def room(capacity: int) -> int:
-    """How many tokens the memory of a page has room for: the next power of two, so that other pages can have it after.
-
-    torch takes page-locked memory in powers of two anyway.
-    """
+    """How many tokens the memory of a page has room for: the next power of two, as torch takes page-locked memory."""
     return 1 << (capacity - 1).bit_length()
 
 
@@ -113,7 +105,7 @@ class _Buffer:
     free: torch.cuda.Event | None = None
 
 
-class HostMemory:
+class HostMemory(PageMemory):
     """Pages in host memory, see `pages.PageMemory`.
 
     A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the
@@ -128,15 +120,12 @@ class HostMemory:
         self._device = device
         self._writing, self._reading = queues_of(device)
         self._buffers: list[_Buffer] = []
-        self._turn = 0
+        self._turn = 1  # of the two buffers
         #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
         self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
     def reserve(self, needs: PageNeeds, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Take the memory for all pages of a step, before there are any, so that none is taken later.
-
-        `shapes`: (heads, dim) of each tensor of a page.
-        """
+        """Take the memory for all pages of a step, before there are any; `shapes`: (heads, dim) of a page's tensors."""
         wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
         for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
             for tokens, count in counts.items():
@@ -239,20 +228,16 @@ class HostMemory:
         with self._reading.use():
             for held, home in zip(buffer.tensors, page.tensors, strict=True):
                 held[:num_fetched].copy_(home[tokens], non_blocking=True)
-            if with_gradients:
-                self._fetch_gradients(buffer, page, page_slice)
+            if with_gradients:  # those that later parts added
+                if not page.gradients:
+                    memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
+                    page.memory += memory
+                    page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
+                added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
+                here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
+                for held, home in zip(buffer.gradients, page.gradients, strict=True):
+                    held[here].copy_(home[added], non_blocking=True)
         buffer.ready = self._reading.record()
-
-    def _fetch_gradients(self, buffer: _Buffer, page: _HostPage, page_slice: PageSlice) -> None:
-        """Start filling a buffer with the gradients that later parts added."""
-        if not page.gradients:
-            memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
-            page.memory += memory
-            page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
-        added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
-        here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
-        for held, home in zip(buffer.gradients, page.gradients, strict=True):
-            held[here].copy_(home[added], non_blocking=True)
 
     def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start copying tensors to their homes on the host, after what was asked of the device until now."""
@@ -266,20 +251,16 @@ class HostMemory:
 
     def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
         """The buffer whose turn it is, with room for any page as large as this one, [capacity, heads, dim] each."""
-        if len(self._buffers) < 2:
-            self._buffers.append(self._new_buffer(tensors))
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[self._turn]
-        if not _has_room(buffer.tensors, tensors):
+        self._turn = (self._turn + 1) % 2
+        buffer = self._buffers[self._turn] if self._turn < len(self._buffers) else None
+        if buffer is None or not _has_room(buffer.tensors, tensors):
             # The kernels that use the old one's memory come before those that may get it next, in the same stream.
-            buffer = self._buffers[self._turn] = self._new_buffer(tensors)
+            held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
+            gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
+            # The memory may be that of a tensor which kernels still read.
+            buffer = _Buffer(held, gradients, free=Queue.current(self._device).record())
+            self._buffers[self._turn : self._turn + 1] = [buffer]
         return buffer
-
-    def _new_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
-        held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
-        gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
-        # The memory may be that of a tensor which kernels still read.
-        return _Buffer(held, gradients, free=Queue.current(self._device).record())
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for a tensor of a page, like [any, heads, dim]."""
@@ -368,9 +349,9 @@ class HostTensors:
             self._room = None
 
     def of_layer(self, hidden: Tensor) -> AbstractContextManager[object]:
-        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory.
+        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory, if it has room.
 
-        What does not fit the memory of the chunk stays where it is: of models that pass on more than hidden states.
+        There may be none for what models pass on beside hidden states.
         """
         address, shape = hidden.data_ptr(), hidden.shape  # not the tensor: the graph keeps what packs
         is_sent = False
@@ -386,9 +367,7 @@ class HostTensors:
             # A backward goes from the last layer to the first.
             return packed if isinstance(packed, Tensor) else self.fetched(packed, packed.before)
 
-        hooks: Any = torch.autograd.graph.saved_tensors_hooks
-        entered: AbstractContextManager[object] = hooks(pack, unpack)
-        return entered
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def sent(self, tensor: Tensor) -> HostTensor:
         """A tensor on its way to the host, where there is room for it."""

@@ -2,17 +2,15 @@
 
 A sequence is kept in pages of whole parts, each preallocated: a part is written to its slice, a later part reads pages
 as they are, and a page is given back as soon as the last of its parts has done its backward. Pages bound what a kernel
-call reads at once, and with it what expanding KV heads or fetching from host memory costs.
-
-A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention keeps of a token. Only
-that knows what they are (`attention.kept`).
+call reads at once. A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention
+keeps of a token (`attention.kept`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +23,7 @@ class Page:
     """Tokens from `start` on of one sequence in one layer, room for `capacity`.
 
     Tokens come first in memory, so that those of a part lie together: [1, heads, capacity, dim] each on the device, and
-    [capacity, heads, dim] on the host. The gradients, one for each of the `tensors`, are there
-    after the first backward.
+    [capacity, heads, dim] on the host. Gradients, one for each of the `tensors`, are there after the first backward.
     """
 
     start: int
@@ -91,51 +88,25 @@ class PageSlice(NamedTuple):
         return slice(self.start - self.page.start, self.stop - self.page.start)
 
 
-class PageMemory(Protocol):
-    """What holds pages and hands out blocks of them.
+class PageMemory:
+    """Holds pages and hands out blocks of them: here on the device, where blocks are views of pages.
 
     `keeps_blocks`: whether a block stays good, and its gradients may be added to, after others were asked for.
     """
 
-    keeps_blocks: bool
-
-    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        """Make an empty page for tensors like these, [1, heads, num_tokens, dim] each."""
-        ...
-
-    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
-        """Write the tensors [1, heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
-        ...
-
-    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
-        """Yield a block for every slice; a block is given back by asking for the next one."""
-        ...
-
-    def give_back(self, page: Page) -> None:
-        """Take back the memory of a page, which nobody will ask for again."""
-        ...
-
-    def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Keep a tensor that is no page; what comes back gives it, on the device."""
-        ...
-
-
-class DeviceMemory:
-    """Holds pages on the device; blocks are views of them."""
-
     keeps_blocks = True
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        """See `PageMemory.new_page`."""
+        """Make an empty page for tensors like these, [1, heads, num_tokens, dim] each."""
         return Page(start, capacity, tuple(_empty(tensor, capacity) for tensor in tensors))
 
     def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
-        """See `PageMemory.write`."""
+        """Write the tensors [1, heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
         for home, tensor in zip(page.tensors, tensors, strict=True):
             home.narrow(2, start - page.start, tensor.size(2)).copy_(tensor)
 
     def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
-        """See `PageMemory.blocks`."""
+        """Yield a block for every slice; a block is given back by asking for the next one."""
         for page_slice in slices:
             page, tokens = page_slice.page, page_slice.tokens
             if asked.with_gradients and not page.gradients:
@@ -146,10 +117,10 @@ class DeviceMemory:
             asked.take_own(block, page_slice.own_start)
 
     def give_back(self, page: Page) -> None:
-        """See `PageMemory.give_back`: its memory is free as soon as nobody holds it."""
+        """Take back the memory of a page, which nobody will ask for again; on the device nobody holds it then."""
 
     def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `PageMemory.hold`."""
+        """Keep a tensor that is no page; what comes back gives it, on the device."""
         return lambda: tensor
 
 

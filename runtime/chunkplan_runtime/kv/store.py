@@ -17,7 +17,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.gathered import GatheredMemory
-from chunkplan_runtime.kv.pages import Asked, DeviceMemory, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
 from chunkplan_runtime.sharing import SharedPart, Span
 
 
@@ -43,7 +43,7 @@ class StateStore:
 
     def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
         self._page_tokens = page_tokens
-        self._memory = DeviceMemory() if memory is None else memory
+        self._memory = PageMemory() if memory is None else memory
         self.exchanges = Exchanges() if exchanges is None else exchanges
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
@@ -68,9 +68,16 @@ class StateStore:
         Raises:
             DataError: an earlier part has not.
         """
-        if span.occurrence not in self._sequences:
-            self._sequences[span.occurrence] = self._new_sequence(span, shared)
-        sequence = self._sequences[span.occurrence]
+        sequence = self._sequences.get(span.occurrence)
+        if sequence is None:
+            memory, page_tokens = self._memory, self._page_tokens
+            if shared is not None and shared.is_paged:
+                # A page is a part: then all processes have the same pages, however many tokens each has of them.
+                memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
+            elif shared is not None:
+                page_tokens *= len(shared.heads)  # of as many times fewer heads
+            sequence = _Sequence(span.length, memory, page_tokens, complete_from=span.length)
+            self._sequences[span.occurrence] = sequence
         if span.start > sequence.forwarded:
             raise _out_of_order(span, "forward", f"tokens from {sequence.forwarded} to {span.start} had none")
         sequence.forwarded = max(sequence.forwarded, span.stop)
@@ -88,19 +95,19 @@ class StateStore:
 
     def finish_backward(self, span: Span) -> None:
         """Say that a part has run backward; pages that no earlier part is in are given back."""
-        sequence = self._sequences[span.occurrence]
-        for pages in sequence.layers.values():
-            while pages and pages[-1].start >= span.start:
-                sequence.memory.give_back(pages.pop())
+        self._give_back(self._sequences[span.occurrence], span.start)
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        sequence = self._sequences.pop(span.occurrence)
+        self._give_back(self._sequences.pop(span.occurrence), 0)
+
+    def _give_back(self, sequence: _Sequence, start: int) -> None:
+        """Give back the pages from a token on."""
         for pages in sequence.layers.values():
-            for page in pages:
-                sequence.memory.give_back(page)
+            while pages and pages[-1].start >= start:
+                sequence.memory.give_back(pages.pop())
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
         """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
@@ -151,15 +158,6 @@ class StateStore:
     def take_state_gradients(self, span: Span) -> dict[Any, Tensor]:
         """The gradients of the states that a part left, from the part after; none of the last part."""
         return self._sequences[span.occurrence].state_gradients.pop(span.stop, {})
-
-    def _new_sequence(self, span: Span, shared: SharedPart | None) -> _Sequence:
-        memory, page_tokens = self._memory, self._page_tokens
-        if shared is not None and shared.is_paged:
-            # A page is a part: then all processes have the same pages, however many tokens each has of them.
-            memory, page_tokens = GatheredMemory(memory, shared, self.exchanges), 1
-        elif shared is not None:
-            page_tokens *= len(shared.heads)  # of as many times fewer heads
-        return _Sequence(span.length, memory, page_tokens, complete_from=span.length)
 
 
 def _out_of_order(span: Span, what: str, why: str) -> DataError:

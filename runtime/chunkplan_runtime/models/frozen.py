@@ -101,10 +101,7 @@ def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
             f"bitsandbytes does not compute in {str(dtype).removeprefix('torch.')}", hint="use --precision bf16 or fp32"
         )
     config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": config, "device_map": {"": str(device)}}
 

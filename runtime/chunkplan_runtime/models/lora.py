@@ -12,7 +12,7 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime.models.checks import has_experts
 from chunkplan_runtime.models.frozen import is_quantized
-from chunkplan_runtime.models.hollow import hollow
+from chunkplan_runtime.models.meta_weights import meta_weight
 from chunkplan_runtime.models.model import CausalLM
 
 #: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
@@ -157,7 +157,7 @@ def without_adapters(model: CausalLM, targets: tuple[str, ...]) -> str | None:
 def take_adapters(own: CausalLM, whole: CausalLM) -> None:
     """Give a part of a model the adapters that the whole one has: drawn there, they are the same for any layout.
 
-    Those of the whole one are hollow from then on.
+    Those of the whole one have no numbers from then on.
     """
     drawn = dict(whole.model.named_parameters())
     for name, weight in own.model.named_parameters():
@@ -165,4 +165,4 @@ def take_adapters(own: CausalLM, whole: CausalLM) -> None:
             weight.copy_(drawn[name])
     for weight in drawn.values():
         if weight.requires_grad:
-            weight.data = hollow(weight).data
+            weight.data = meta_weight(weight).data

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -37,15 +37,11 @@ from chunkplan_runtime.models.checks import (
     windows,
     with_infinities,
 )
-from chunkplan_runtime.models.dropout import seed_layers
-from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_of, logits_of
+from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_of, logits_of, seed_layers
 from chunkplan_runtime.models.recurrent import StateCache, cache_argument, continue_scans, is_recurrent, run_segments
 
 #: What weights of a language model are called within a model of text and more -> their names in it alone.
-TEXT_WEIGHTS = {
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?language_model\.(model\.)?": "model.",
-}
+TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
 
 
 def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
@@ -93,20 +89,10 @@ REFUSALS = (
 )
 
 
-class ModelArguments(TypedDict):
-    """How transformers is to make a model."""
-
-    dtype: torch.dtype
-    attn_implementation: str
-    experts_implementation: NotRequired[str]
-
-
-def how_to_make(dtype: torch.dtype) -> ModelArguments:
+def how_to_make(dtype: torch.dtype) -> dict[str, object]:
     """The arguments for a model whose weights are of `dtype`, and whose attention is that of chunks."""
-    arguments: ModelArguments = {"dtype": dtype, "attn_implementation": ATTENTION}
-    if dtype == torch.float64:
-        arguments["experts_implementation"] = "eager"  # the grouped products of torch take no float64
-    return arguments
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # torch groups no such products
+    return {"dtype": dtype, "attn_implementation": ATTENTION, **experts}
 
 
 def make(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -150,7 +136,7 @@ class CausalLM:
     `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
     itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
     `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
-    `rows`: of hollow weights (`models.hollow`), the rows that this process has.
+    `rows`: of weights without numbers (`models.meta_weights`), the rows that this process has.
     """
 
     model: Any
@@ -228,11 +214,7 @@ class CausalLM:
         )
 
     def hidden_states(
-        self,
-        tensors: ChunkTensors,
-        store: StateStore,
-        inputs: Tensor | None = None,
-        seed: int | None = None,
+        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 

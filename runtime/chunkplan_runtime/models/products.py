@@ -3,7 +3,13 @@
 The gradient of a weight that multiplies activations is one product, of the input `x` of a linear layer and the gradient
 of its output. Such products are computed by a function that knows both in its backward. Where a gradient is narrower
 than the sum that it is for (`sum_gradients`), and the weight is a matrix, the product is added to the sum at once: on a
-GPU by one kernel, which rounds nothing in between.
+GPU by one kernel, which rounds nothing in between. So are rows of embeddings that are looked up: their gradient would
+be as large as all embeddings, however few tokens a chunk has.
+
+A backward may be in two halves (Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): the input half of a
+chunk keeps what these products are made of and leaves the rest of the graph to autograd, the weight half adds them to
+`.grad` as a backward does, with the hooks of parameters. What is multiplied in a way that is not known here has its
+gradient in the input half too.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from chunkplan_runtime.models.modes import computing_in
 
 
 class _Lookup(torch.autograd.Function):
-    """`_Lookup.apply(weight, ids, padding)`: rows of a weight with a sum, `models.products.Summed`."""
+    """`_Lookup.apply(weight, ids, padding)`: rows of a weight with a sum, `Summed`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Tensor, padding: int | None) -> Tensor:
@@ -59,7 +65,7 @@ def lookup_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return _lookup(weight, ids, padding)
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some.
 
     `is_whole`: it is the parameter as it is. `is_matrix`: that is a matrix, as it is or transposed.
@@ -72,7 +78,7 @@ class _Place(NamedTuple):
     is_matrix: bool
 
     @classmethod
-    def of(cls, matrix: Tensor, weight: Tensor) -> _Place | None:
+    def of(cls, matrix: Tensor, weight: Tensor) -> _Extent | None:
         """Where a matrix is in the parameter that it is a view of; None if some numbers are in it twice."""
         if matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix)):
             return None
@@ -91,7 +97,7 @@ class Factors(NamedTuple):
     """
 
     weight: Tensor
-    place: _Place
+    place: _Extent
     x: Tensor
     gradient: Tensor
     ends: Tensor | None
@@ -135,7 +141,7 @@ class _Product(torch.autograd.Function):
         edge: Tensor | None,
         bias: Tensor | None,
         ends: Tensor | None,
-        of: tuple[Tensor, Tensor, _Place],
+        of: tuple[Tensor, Tensor, _Extent],
         keep: Callable[[Factors], bool] | None,
     ) -> Tensor:
         matrix, ctx.weight, ctx.place = of
@@ -184,7 +190,7 @@ class Summed(nn.Parameter):
 
     owner: Any = None
     entry: str
-    place: _Place | None = None
+    place: _Extent | None = None
     number: Tensor | None = None
 
     @classmethod
@@ -209,7 +215,7 @@ def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None
     """
     summed: Any = weight
     if weight.ndim == 2 and weight.device.type in Summed.devices:
-        place = _Place.of(weight, weight)
+        place = _Extent.of(weight, weight)
         summed.__class__ = Summed
         summed.owner, summed.entry, summed.place = owner, entry, place
         number = next(_numbers)
@@ -240,7 +246,7 @@ def product_of(
     weight = _parameter_of(matrix)
     if weight is None:
         return None
-    place = (type(matrix) is Summed and matrix.place) or _Place.of(matrix, weight)
+    place = (type(matrix) is Summed and matrix.place) or _Extent.of(matrix, weight)
     if place is None:
         return None
     # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.

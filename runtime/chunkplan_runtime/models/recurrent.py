@@ -21,18 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.dropout import mixed_seed
-from chunkplan_runtime.models.parts import decoder_of, layers_of
+from chunkplan_runtime.models.parts import decoder_of, layers_of, mixed_seed
 from chunkplan_runtime.sharing import Span
 
 #: Of a layer, what kind of state, and the how-manieth of its kind.
@@ -208,7 +202,12 @@ def run_segments(
         if span.is_split:
             left = kept.states() if span.stop < span.length else {}
             if left and is_padded:
-                raise _no_state(span)
+                raise DataError(
+                    f"token {span.start} of sequence {span.sequence_id} is a part by itself and not the last one, "
+                    "which layers that keep a state cannot run",
+                    where="chunks.parquet",
+                    hint="build the plan with a larger --chunk-size",
+                )
             store.keep_states(span, {name: state.detach() for name, state in left.items()})
             borders.append((span, Border(begun, left)))
     return torch.cat(hidden), tuple(borders)
@@ -222,15 +221,6 @@ def _with_padding(tensors: ChunkTensors) -> ChunkTensors:
         torch.cat([tensors.position_ids, padding.position_ids.to(tensors.position_ids.device)], 1),
         torch.cat([tensors.labels, padding.labels]),
         (*tensors.spans, padding.spans[0]._replace(chunk_start=num_tokens)),
-    )
-
-
-def _no_state(span: Span) -> DataError:
-    return DataError(
-        f"token {span.start} of sequence {span.sequence_id} is a part by itself and not the last one, "
-        "which layers that keep a state cannot run",
-        where="chunks.parquet",
-        hint="build the plan with a larger --chunk-size",
     )
 
 
@@ -299,6 +289,13 @@ def continue_scans(model: nn.Module) -> None:
 
 
 def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """A scan of Mamba's first version that goes on with a state, which the function of transformers cannot.
+
+    It is linear in its state: with h0 [channels, state_size] before it, it is what it is without, and in addition h0
+    decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, read by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A
+    are `rates`, dt `steps`, B `writes` and C `reads`.
+    """
+
     @wraps(scan)
     def continued(inputs: Tensor, steps: Tensor, rates: Tensor, writes: Tensor, reads: Tensor, **how: Any) -> Any:
         found = scan(inputs, steps, rates, writes, reads, **how)

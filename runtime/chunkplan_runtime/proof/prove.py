@@ -193,14 +193,7 @@ def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: in
     return loss.item()
 
 
-def _chunked(
-    model: CausalLM,
-    sequences: list[Sequence],
-    num_targets: int,
-    k: int,
-    num_stages: int,
-    scope: str,
-) -> _Run:
+def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int, scope: str) -> _Run:
     work = work_of(sequences, k)
     gather = ThreadGather(num_stages)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from queue import SimpleQueue
 from threading import Barrier
 from typing import Any, NamedTuple
@@ -29,10 +30,7 @@ CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...] = (
 )
 
 #: By K, the actions of every stage: forward, forward without keeping activations, recompute, backward.
-ORDERS = {
-    1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4",
-    2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4",
-}
+ORDERS = {1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4", 2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4"}
 
 #: Where some of the chunks that run forward twice keep what attention gave.
 KEPT_ATTENTION = {2: "gpu", 4: "host"}
@@ -122,29 +120,21 @@ class ThreadLinks:
         """There is nothing to wait for at the end."""
         yield
 
-    def receive_input(self, *_: int) -> Tensor:
-        """See `Links.receive_input`."""
-        return self._take("inputs")
+    def _send(self, name: str, _: int, chunk_id: int, tensor: Tensor) -> None:
+        self._queues[name].put(tensor)
 
-    def receive_gradient(self, *_: int) -> Tensor:
-        """See `Links.receive_gradient`."""
-        return self._take("gradients")
+    def _take(self, name: str, *_: int) -> Tensor:
+        tensor: Tensor | None = self._queues[name].get()
+        if tensor is None:
+            raise RuntimeError("the other stage failed")
+        return tensor
 
-    def send_output(self, _: int, chunk_id: int, hidden: Tensor) -> None:
-        """See `Links.send_output`."""
-        self._queues["inputs"].put(hidden)
-
-    def send_input_gradient(self, _: int, chunk_id: int, gradient: Tensor) -> None:
-        """See `Links.send_input_gradient`."""
-        self._queues["gradients"].put(gradient)
+    receive_input = partialmethod(_take, "inputs")
+    receive_gradient = partialmethod(_take, "gradients")
+    send_output = partialmethod(_send, "inputs")
+    send_input_gradient = partialmethod(_send, "gradients")
 
     def close(self) -> None:
         """Say that nothing more will come: the other thread failed."""
         for queue in self._queues.values():
             queue.put(None)
-
-    def _take(self, name: str) -> Tensor:
-        tensor: Tensor | None = self._queues[name].get()
-        if tensor is None:
-            raise RuntimeError("the other stage failed")
-        return tensor

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from chunkplan.errors import UsageError
 from chunkplan.visible import one_line
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import EvaluationRow, StepRow, as_entries
 from chunkplan_runtime.training.train_step import TrainStep

@@ -18,9 +18,6 @@ from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
 from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
 
-#: What runs did before there was an option for it, by flag, where its default does not say so.
-EARLIER = {"--optimizer": "adamw"}
-
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
 #: What metrics are reported to, each by its integration in transformers.

@@ -1,16 +1,28 @@
-"""The folder of a training run: what is in it, and whether a run may start or go on there."""
+"""The folder of a training run: what is in it, whether a run may start or go on there, and how things are put there.
+
+Folders in it are written whole or not at all; files of JSON lines are such that a stopped run can go on writing them
+as if it had not been stopped.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from chunkplan.errors import UsageError
-from chunkplan.files.folder import MANIFEST, refuse_inside_ours, remove_left_behind
+from safetensors import SafetensorError
+
+from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.files.folder import MANIFEST, put_in_place, refuse_inside_ours, remove_left_behind, temporary_folder
 from chunkplan.files.lock import try_lock
-from chunkplan.options import in_words
+from chunkplan_runtime.distributed.job import Job
+
+NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
@@ -51,41 +63,19 @@ class RunLock:
             self._descriptor = None
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The paths of all that a run leaves in its folder."""
+    """The paths of all that a run leaves in its folder.
 
-    path: Path
+    `config`: the resolved configuration, written when the first step is done. `metrics`, `evaluations`, `sequences`: a
+    JSON line a step, an evaluation, and with `--log-sequences` a sequence and step. `measured`: when each of several
+    processes did each action of the largest step. `final`: the folder of the trained model.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved configuration; written when the first step is done."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """A file with a JSON line a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """A file with a JSON line an evaluation."""
-        return self.path / "evals.jsonl"
-
-    @property
-    def sequences(self) -> Path:
-        """A file with a JSON line a sequence and step, with `--log-sequences`."""
-        return self.path / "sequences.jsonl"
-
-    @property
-    def measured(self) -> Path:
-        """When processes did each action of the largest step, of a run on several of them."""
-        return self.path / "measured.json"
-
-    @property
-    def final(self) -> Path:
-        """The folder of the trained model."""
-        return self.path / "final"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.measured, self.final = path / "config.json", path / "measured.json", path / "final"
+        self.metrics, self.evaluations = path / "metrics.jsonl", path / "evals.jsonl"
+        self.sequences = path / "sequences.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint from which `step` comes next."""
@@ -151,7 +141,102 @@ class RunFolder:
             raise UsageError(f"cannot write to {self.path}", hint="give another --output")
 
 
-def shorten(value: object) -> str:
-    """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
-    text = in_words(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."
+@contextmanager
+def saving(target: Path) -> Iterator[None]:
+    """Turn all that keeps `target` from being written into an error of ours.
+
+    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on.
+
+    Raises:
+        ChunkplanError: it cannot be written, for example because the disk is full.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ChunkplanError(f"cannot be written: {why(error)}", where=str(target), hint=NO_ROOM) from error
+
+
+def why(error: Exception) -> str:
+    """What an error says, without its number and the name of a temporary file."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+@contextmanager
+def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
+    """Yield a hidden folder beside `target`, which is not there yet, that becomes it when the block ends.
+
+    All processes of a job get it, with folders `inside` of it. A killed run leaves nothing under the name of `target`;
+    an error leaves nothing at all.
+
+    Raises:
+        ChunkplanError: it cannot be written, or a process does not see it.
+    """
+    if not job.is_main:
+        temporary = target.with_name(job.broadcast_object(""))
+        _refuse_other_disks(temporary, target, job)
+        yield temporary
+        job.barrier()
+        return
+    with saving(target), temporary_folder(target.parent, target.name) as temporary:
+        for name in inside:
+            (temporary / name).mkdir()
+        job.broadcast_object(temporary.name)
+        _refuse_other_disks(temporary, target, job)
+        yield temporary
+        job.barrier()
+        put_in_place(temporary, target)
+
+
+def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
+    for process, sees in enumerate(job.all_gather_object(temporary.is_dir())):
+        if not sees:
+            raise ChunkplanError(
+                f"{job.layout.describe(process)} does not see what process 0 writes",
+                where=str(target),
+                hint="--output has to be the same folder for all, on a disk that all machines see",
+            )
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; a run killed meanwhile leaves nothing under its name."""
+    with temporary_folder(folder.parent, folder.name) as temporary:
+        folder.rename(temporary / folder.name)
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Append `rows` to a file of JSON lines, in one write.
+
+    Raises:
+        ChunkplanError: it cannot be written, for example because the disk is full.
+    """
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    with saving(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Leave the lines before the first whose `step` is `step` or later, or that is torn. No file: nothing to do."""
+    if not path.exists():
+        return
+    end = sum(map(len, _before(path, step)))
+    with path.open("rb+") as file:
+        file.truncate(end)
+        os.fsync(file.fileno())
+
+
+def lines_before(path: Path, step: int) -> list[Any]:
+    """The rows that `cut_back` would leave; none where there is no file."""
+    return [json.loads(line) for line in _before(path, step)] if path.exists() else []
+
+
+def _before(path: Path, step: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from takewhile(lambda line: _is_before(line, step), file)
+
+
+def _is_before(line: bytes, step: int) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n") and isinstance(row, dict) and row.get("step", step) < step

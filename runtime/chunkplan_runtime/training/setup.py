@@ -23,17 +23,16 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
+from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.freed_memory import freed_memory_given_back
 from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
-from chunkplan_runtime.models.hollow import hollow, hollow_model
 from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
+from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.sharing import Block, used_blocks
@@ -188,7 +187,7 @@ class Built(NamedTuple):
     Attributes:
         own: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
             sharding brings it there weight by weight.
-        whole: all of it; on several processes its weights are hollow.
+        whole: all of it; on several processes its weights have no numbers.
         identity: a hash that other weights do not have, the same on all processes; None on one alone.
         note: what to say of how it was loaded, if anything.
         fused: what of it calls fused kernels.
@@ -216,9 +215,9 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         own = _whole_model(config, model_config, plan)
         own = replace(own, model=own.model.to(config.device))
     else:
-        own, identity, note = _own_part(config, model_config, plan, job)
+        own, identity, note = _load_part(config, model_config, plan, job)
     fused = _fuse(config, own)
-    whole = own if is_alone else _hollow_whole(own, model_config, dtype_of(config), job)
+    whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         options = LoraOptions(
             rank=config.lora_rank,
@@ -240,7 +239,7 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     return Built(own, whole, identity, note, fused, compiled)
 
 
-def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
+def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
     """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
     dtype, device, layout, note = dtype_of(config), torch.device(config.device), job.layout, None
     layers = stage_layers(model_config, config, plan, layout)
@@ -248,8 +247,7 @@ def _own_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> t
         try:
             held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
             how: Any = {"kernels": _kernels(config, plan), "device": device, "held": held}
-            with freed_memory_given_back():
-                return *load_own_part(config.model, model_config, dtype, layers, layout, **how), None
+            return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"
     model = _whole_model(config, model_config, plan)
@@ -279,14 +277,14 @@ def _whole_model(config: TrainConfig, model_config: Any, plan: Plan) -> CausalLM
     return new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
 
 
-def _hollow_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) -> CausalLM:
-    """The whole of a model of which processes have their `own` part: hollow, with what is saved beside weights."""
-    model = hollow_model(model_config, dtype)
+def _meta_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) -> CausalLM:
+    """The whole of a model of which processes have their `own` part: no numbers, but what is saved beside weights."""
+    model = meta_model(model_config, dtype)
     dtypes = {name: weight.dtype for name, weight in own.model.named_parameters()}
     for found in job.all_gather_object({name: each for name, each in dtypes.items() if each != dtype}):
         for name, other in found.items():
             weight = model.get_parameter(name)
-            weight.data = hollow(weight.to(other)).data
+            weight.data = meta_weight(weight.to(other)).data
     model.generation_config = own.model.generation_config
     if hasattr(own.model, "_weight_conversions"):
         model._weight_conversions = own.model._weight_conversions
@@ -361,6 +359,6 @@ def _samples(own: CausalLM, weight: torch.nn.Parameter, job: Job) -> tuple[int, 
     every = max(1, weight.numel() // _SAMPLES)
     rows, begin = own.rows.get(weight, weight.detach()), 0
     if weight in own.rows:
-        begin = own_rows(len(weight), job.layout).start * weight[:1].numel()
+        begin = rows_of(len(weight), job.layout).start * weight[:1].numel()
     first = -(-begin // every) * every
     return first, rows.flatten()[first - begin :: every].double().cpu().numpy().tobytes()

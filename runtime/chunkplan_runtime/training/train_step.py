@@ -30,7 +30,7 @@ from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.profiling.timeline import ActionClock
-from chunkplan_runtime.training.checkpoint import CheckpointState, read_optimizer, read_weights
+from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import add_up
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer, optimizer_state, restore_optimizer
@@ -250,21 +250,8 @@ class TrainStep:
         weights = self._weights.tensors
         return {"weights": weights, "optimizer": optimizer_state(self.optimizer, weights)}
 
-    def all_tensors(self, *, with_frozen: bool) -> dict[str, torch.Tensor]:
-        """What a saved model is made of, by name: trained weights, and `with_frozen` all others that are saved."""
-        weights, model = self._weights.tensors, self.model.model
-        if not with_frozen:
-            return weights
-        others = {name: weight for name, weight in model.named_parameters() if name not in weights}
-        for path, module in model.named_modules():
-            for name, value in module.named_buffers(path, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    others[name] = value
-        return {**weights, **others}
-
-    def restore(self, checkpoint: Path, state: CheckpointState) -> None:
-        """Take weights and optimizer states from a checkpoint whose state.json holds `state`."""
+    def restore(self, checkpoint: Path) -> None:
+        """Take weights and optimizer states from a checkpoint."""
         weights = self._weights.tensors
-        read_weights(checkpoint, weights, state, self._job)
-        restore_optimizer(self.optimizer, weights, read_optimizer(checkpoint, weights, state, self._job))
+        restore_optimizer(self.optimizer, weights, read_tensors(checkpoint, weights, self._job))
         self._weights.publish()

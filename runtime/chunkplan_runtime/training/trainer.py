@@ -25,17 +25,19 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job, refuse_other_processes
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.models.merge import additions
 from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.proof.prove import exact_router_loss
-from chunkplan_runtime.training.best import BestLoss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
-from chunkplan_runtime.training.checkpoint import RunState, read_state, restore_random_states, write_checkpoint
+from chunkplan_runtime.training.checkpoint import (
+    BestLoss,
+    RunState,
+    read_state,
+    restore_random_states,
+    write_checkpoint,
+)
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
-from chunkplan_runtime.training.final import save_final
-from chunkplan_runtime.training.going_on import find_earlier, refuse_other_run
-from chunkplan_runtime.training.json_lines import append_lines, cut_back, lines_before
+from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
 from chunkplan_runtime.training.metrics import (
     EvaluationRow,
     FlopCounter,
@@ -48,8 +50,15 @@ from chunkplan_runtime.training.metrics import (
     source_losses,
     write_config,
 )
-from chunkplan_runtime.training.run_folder import RunFolder, RunLock
-from chunkplan_runtime.training.save import remove_folder
+from chunkplan_runtime.training.resume import find_earlier, refuse_other_run
+from chunkplan_runtime.training.run_folder import (
+    RunFolder,
+    RunLock,
+    append_lines,
+    cut_back,
+    lines_before,
+    remove_folder,
+)
 from chunkplan_runtime.training.screen import Screen, describe_run, other_kernels
 from chunkplan_runtime.training.setup import (
     TrainingData,
@@ -60,7 +69,6 @@ from chunkplan_runtime.training.setup import (
     open_data,
     read_model_config,
 )
-from chunkplan_runtime.training.tokenizer import check_tokenizer, find_tokenizer
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given, each with its value in plans that do not say it.
@@ -133,7 +141,7 @@ class TrainingRun:
             check_plan(model_config, plan, router_loss)
         model = build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
-            additions(model.whole.model)  # refused now if they cannot be merged
+            check_mergeable(model.whole.model)  # refused now if they cannot be merged
         refuse_other_processes({"weights": model.identity}, job)
         self.fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
         self.start = earlier.state["step"] if earlier is not None else 0
@@ -146,7 +154,7 @@ class TrainingRun:
         self.description = description + other_kernels(config, model.whole, job) + tokens_note
         self.train_step = TrainStep(model.own, config, self.num_steps, job)
         if earlier is not None:
-            self.train_step.restore(earlier.checkpoint, earlier.state)
+            self.train_step.restore(earlier.checkpoint)
             restore_random_states(earlier.state, self.train_step.model.device)
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
@@ -341,7 +349,8 @@ class TrainingRun:
         if not self.job.broadcast_object(checkpoint.is_dir()):  # of a run that did not keep it at first
             self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
             return
-        self.train_step.restore(checkpoint, read_state(checkpoint))
+        read_state(checkpoint)  # refused if it is damaged
+        self.train_step.restore(checkpoint)
         self.screen.say(f"best      {checkpoint}: {what}; final/ has its weights")
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:

@@ -18,7 +18,7 @@ from chunkplan_runtime.attention.interface import Mask, borders_from_plan, chunk
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.pages import DeviceMemory
+from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.sharing import Span
@@ -146,7 +146,7 @@ def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
     for unused in used.unused.values():  # so that what was there before cannot go unnoticed
         for tensor in unused:
             tensor.fill_(torch.nan)
-    memories = [DeviceMemory(), HostMemory(query.device), used]
+    memories = [PageMemory(), HostMemory(query.device), used]
     runs = [
         attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, window, softcap, shorts, tile)
         for memory in memories

@@ -24,7 +24,7 @@ from chunkplan_runtime.attention import flash_attn
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
-from chunkplan_runtime.kv.pages import DeviceMemory
+from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.comparison import Comparison
@@ -233,7 +233,7 @@ def test_attention_in_parts_is_that_of_the_whole_sequence_and_asks_for_no_query_
     query, grad_out = torch.randn(2, 4, cuts[-1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, cuts[-1], 8, dtype=torch.float64)
     layer = LayerAttention(kernel, 0, 0.3, window)
-    out, gradients, _ = attend_with(layer, query, key, value, grad_out, cuts, 4 * chunk_size, DeviceMemory())
+    out, gradients, _ = attend_with(layer, query, key, value, grad_out, cuts, 4 * chunk_size, PageMemory())
     exact = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     expected, _ = plain(*exact, Form(0.3, True, None if window is None else window - 1))
     expected.backward(grad_out)

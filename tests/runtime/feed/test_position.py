@@ -36,7 +36,7 @@ def steps(stream):
 
 
 def reading_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "chunkplan-read-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("chunkplan-read-ahead")]
 
 
 def test_it_is_a_torch_dataset_that_hands_out_all_steps_in_order(stream):

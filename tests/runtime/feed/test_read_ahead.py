@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from chunkplan_runtime.feed import stream
-from chunkplan_runtime.feed.read_ahead import ReadAhead
+from chunkplan_runtime.feed.stream import ReadAhead
 from tests.support.places import ROOT
 
 
@@ -52,7 +52,7 @@ def test_control_c_interrupts_the_wait_for_an_item():
     """In a process of its own: what others did to this one's signals does not matter."""
     program = """
 import os, signal, threading
-from chunkplan_runtime.feed.read_ahead import ReadAhead
+from chunkplan_runtime.feed.stream import ReadAhead
 signal.signal(signal.SIGINT, signal.default_int_handler)
 release = threading.Event()
 def items():
@@ -77,7 +77,7 @@ def test_the_interpreter_ends_with_an_iteration_left_open(left):
     """Without a hang, a message, or a thread killed at its work."""
     program = f"""
 import itertools
-from chunkplan_runtime.feed.read_ahead import ReadAhead
+from chunkplan_runtime.feed.stream import ReadAhead
 ahead = ReadAhead(itertools.count(), 2)
 left = {left}
 """

@@ -46,7 +46,7 @@ def record(tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypa
 
 
 HOW: list[Any] = [
-    ("qwen3", "none", None),
+    pytest.param("qwen3", "none", None, marks=pytest.mark.soak),  # less than the next but one
     ("qwen3", "offload", None),
     ("qwen3", "none", {0: "host", 1: "host", 2: "gpu", 3: "host"}),
     ("gemma3_text", "full", None),

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention import interface
 from chunkplan_runtime.attention.interface import Mask
-from chunkplan_runtime.models import dropout
 from chunkplan_runtime.models import model as models
+from chunkplan_runtime.models import parts
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.models.tiny import tiny_document, unknown_numbers
 from chunkplan_runtime.proof import prove as record
@@ -88,7 +88,7 @@ def test_a_head_without_the_scaling_that_the_model_has_would_be_found(monkeypatc
 def test_noise_that_is_drawn_anew_in_a_recompute_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = config_of("phimoe", router_jitter_noise=0.9)
     count = itertools.count()
-    monkeypatch.setattr(dropout, "set_seed", lambda _: torch.manual_seed(next(count)))
+    monkeypatch.setattr(parts, "set_seed", lambda _: torch.manual_seed(next(count)))
     proof = prove(noisy)
     assert proof.error > 1e-3 and "with noise" in proof.where
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.best import BestLoss
+from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.run_folder import RunFolder
 from tests.runtime.distributed.test_train import all_well
 from tests.support.process_pool import process_pool

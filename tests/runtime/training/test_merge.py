@@ -13,11 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.lora import LoraOptions, add_lora
-from chunkplan_runtime.models.merge import additions, merged, plain_name
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.tensor_file import Kind
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training.final import save_model
+from chunkplan_runtime.training.final import check_mergeable, merge_adapters
 from tests.runtime.distributed.test_train import all_well
 from tests.support.process_pool import process_pool
 from tests.support.training_checks import make_training, options
@@ -120,19 +118,15 @@ def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config,
     assert any("experts" in name and "lora_B" in name for name in held) is (kind == "qwen3_moe")
     how = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     plain = AutoModelForCausalLM.from_config(config, **how)
-    plain.load_state_dict({plain_name(name): held[name] for name in held if "lora_" not in name})
+    of_base = {name.removeprefix("base_model.model."): held[name] for name in held if "lora_" not in name}
+    plain.load_state_dict({name.replace("base_layer.", ""): value for name, value in of_base.items()})
     before = logits(plain)
     model.model.save_pretrained(tmp_path / "adapter")
     expected = logits(PeftModel.from_pretrained(plain, tmp_path / "adapter"))
     assert (expected - before).norm() > 0.01 * before.norm()
 
-    def read(some, first=0):
-        for name, tensor in some.items():
-            tensor.copy_(held[name][first : first + len(tensor)] if tensor.dim() else held[name])
-
     with torch.no_grad():
-        kinds = {name: Kind(value.dtype, tuple(value.shape)) for name, value in held.items()}
-        save_model(*merged(model.model, kinds, read), tmp_path / "final", "50KB")
+        merge_adapters(model.model, held).save_pretrained(tmp_path / "final", max_shard_size="50KB")
     assert len([*(tmp_path / "final").glob("*.safetensors")]) > 1
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "final", **how))
     assert (found - expected).norm() <= 1e-14 * expected.norm()
@@ -142,7 +136,7 @@ def test_an_adapter_of_a_weight_that_others_use_is_refused(tiny_config):
     config = AutoConfig.for_model(**tiny_config("qwen2", tie_word_embeddings=True))
     model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=2, alpha=3.0, targets=("lm_head",)))
     with pytest.raises(UsageError, match=r"lm_head.weight has an adapter, and another layer has the same weight"):
-        additions(model.model)
+        check_mergeable(model.model)
 
 
 @pytest.mark.parametrize(

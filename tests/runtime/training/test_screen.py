@@ -21,10 +21,10 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training import screen as screen_module
-from chunkplan_runtime.training.json_lines import append_lines, cut_back
+from chunkplan_runtime.training.final import check_tokenizer
 from chunkplan_runtime.training.metrics import SpikeWatch
+from chunkplan_runtime.training.run_folder import append_lines, cut_back
 from chunkplan_runtime.training.screen import Screen
-from chunkplan_runtime.training.tokenizer import check_tokenizer
 from tests.support.places import ROOT
 from tests.support.training_checks import SOURCES, after_step, learning, lines, make_training, options
 

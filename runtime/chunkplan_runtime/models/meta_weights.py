@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from chunkplan_runtime.models.model import make
 
 
-def hollow(weight: Tensor, shape: torch.Size | None = None) -> nn.Parameter:
+def meta_weight(weight: Tensor, shape: torch.Size | None = None) -> nn.Parameter:
     """A weight like another one, or of another `shape`, without numbers of its own, on the CPU."""
     number = torch.zeros((), dtype=weight.dtype).expand(weight.shape if shape is None else shape)
     return nn.Parameter(number, requires_grad=weight.requires_grad)
@@ -32,12 +32,12 @@ def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], nn.Paramete
                 module._parameters[name] = made[weight]
 
 
-def hollow_model(config: Any, dtype: torch.dtype) -> Any:
-    """A whole transformers model with hollow weights; what it computes of its config is on torch's meta device.
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """A whole transformers model without numbers; what it computes of its config is on torch's meta device.
 
     Raises:
         DataError: transformers cannot build it.
     """
     model = make(config, dtype, "meta")
-    replace_weights(model, hollow)
+    replace_weights(model, meta_weight)
     return model.train()

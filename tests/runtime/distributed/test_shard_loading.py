@@ -16,17 +16,16 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
-from chunkplan_runtime import tensor_file
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed import own_part
-from chunkplan_runtime.distributed.own_part import WholeOnlyError, load_own_part, own_rows
+from chunkplan_runtime.distributed import shard_loading
+from chunkplan_runtime.distributed.job import Job
+from chunkplan_runtime.distributed.shard_loading import StoredTensor, WholeOnlyError, load_shard, rows_of
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.hollow import hollow, hollow_model
+from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_pretrained_config
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.tensor_file import Kind, TensorFile, writing_tensors
-from chunkplan_runtime.training.final import save_model
+from chunkplan_runtime.training.final import save_parts
 from tests.support.places import ROOT
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def saved(model_type: str, folder: Path, **changes: Any) -> Any:
 
 def part(folder: Path, config: Any, layout: RankLayout, dtype: torch.dtype = torch.float32) -> CausalLM:
     layers = split_layers(config.num_hidden_layers, layout.pp)
-    return load_own_part(str(folder), config, dtype, layers, layout, kernels=Kernels(), device=CPU)[0]
+    return load_shard(str(folder), config, dtype, layers, layout, kernels=Kernels(), device=CPU)[0]
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
@@ -77,7 +76,7 @@ def test_a_part_is_what_is_cut_from_the_whole_model(model_type: str, tmp_path: P
             assert found.keys() == expected.keys()
             for name, weight in expected.items():
                 here = own.rows[found[name]] if dp > 1 else found[name]
-                mine = weight[own_rows(len(weight), layout)] if dp > 1 else weight
+                mine = weight[rows_of(len(weight), layout)] if dp > 1 else weight
                 assert torch.equal(here, mine) and here.dtype == mine.dtype, name
                 assert found[name].shape == weight.shape
                 assert here.untyped_storage().nbytes() == here.nbytes, "nothing else is held with it"
@@ -89,14 +88,14 @@ def test_a_part_is_what_is_cut_from_the_whole_model(model_type: str, tmp_path: P
 def test_a_process_reads_its_rows_of_its_layers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = saved("qwen2", tmp_path / "saved", tie_word_embeddings=False)
     read: dict[str, int] = {}
-    original = TensorFile.read
+    original = StoredTensor.__getitem__
 
-    def counted(file: TensorFile, name: str, where: Any = ...) -> torch.Tensor:
-        found = original(file, name, where)
-        read[name] = read.get(name, 0) + found.nbytes
+    def counted(stored: StoredTensor, where: Any) -> torch.Tensor:
+        found = original(stored, where)
+        read[stored.name] = read.get(stored.name, 0) + found.nbytes
         return found
 
-    monkeypatch.setattr(TensorFile, "read", counted)
+    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
     total: dict[str, int] = {}
     for rank in range(4):
         read.clear()
@@ -149,65 +148,38 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
     def identity(name: str) -> str:
         paths = (tmp_path / name).glob("*.safetensors")
-        return own_part._identity(own_part.open_files(paths, "hint"))
+        return shard_loading._identity(shard_loading.open_files(paths))
 
     assert len([*(tmp_path / "split").glob("*.safetensors")]) > 1
     assert identity("one") == identity("split") != identity("other")
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
-def test_what_is_saved_in_pieces_is_to_the_byte_what_transformers_saves(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights that a checkpoint has as they are some rows at a time, and others layer by layer."""
-    at_once = 1 << 10
-    monkeypatch.setattr(tensor_file, "_BYTES_AT_ONCE", at_once)
+def test_what_is_saved_in_parts_is_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+    """Tensors with their names and dtypes, config and generation config; in one file or in several with an index."""
     config = saved(model_type, tmp_path / "saved")
-    whole = load_model(str(tmp_path / "saved"), config, torch.bfloat16).model
-    model, tensors, read_at_once = hollow_model(config, torch.bfloat16), whole.state_dict(), []
-    largest: dict[str, int] = {}
-    for name, weight in whole.named_parameters():
-        model.get_parameter(name).data = hollow(weight).data
-    model.generation_config, model._weight_conversions = whole.generation_config, whole._weight_conversions
-
-    def read(some: dict[str, torch.Tensor], first: int = 0) -> None:
-        read_at_once.append(len(some))
-        for name, tensor in some.items():
-            largest[name] = max(largest.get(name, 0), tensor.nbytes)
-            tensor.copy_(tensors[name][first : first + len(tensor)] if tensor.dim() else tensors[name])
-
-    stored = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    half = f"{sum(tensor.nbytes for tensor in tensors.values()) // 2000}KB"
-    for folder, most in (("one", "50GB"), ("split", half)):
-        whole.save_pretrained(tmp_path / folder / "theirs", max_shard_size=most)
-        save_model(model, stored, read, tmp_path / folder / "ours", most)
-    theirs, ours = (
-        {path.name: path.read_bytes() for path in (tmp_path / "one" / who).iterdir()} for who in ("theirs", "ours")
-    )
-    assert ours == theirs
-    assert max(read_at_once) < len(tensors) / 1.5, "it goes layer by layer"
-    embeddings = model.get_input_embeddings().weight
-    [name] = [name for name, weight in model.named_parameters() if weight is embeddings]
-    assert at_once / 2 < largest[name] <= at_once < tensors[name].nbytes
-    again = load_model(str(tmp_path / "split" / "ours"), config, torch.bfloat16).model
-    assert len([*(tmp_path / "split" / "ours").glob("*.safetensors")]) > 1
-    assert all(torch.equal(each, tensors[name]) for name, each in again.state_dict().items())
-
-
-def test_a_file_that_is_written_tensor_by_tensor_is_that_of_safetensors(tmp_path: Path) -> None:
-    dtypes = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.float64)
-    tensors = {f"a {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in dtypes}
-    tensors |= {"none": torch.empty(0, 4), "number": torch.tensor(2.5), "b": torch.ones(3)}
-    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with writing_tensors(tmp_path / "ours", kinds, {"format": "pt"}) as file:
-        for name in reversed([*tensors]):
-            file.write(name, tensors[name])
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    found = TensorFile(tmp_path / "ours", "hint")
-    assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
-    assert torch.equal(found.read("b", slice(1, 3)), tensors["b"][1:3])
-    assert torch.equal(found.read("a torch.float32", (slice(1, 2), slice(0, 2))), tensors["a torch.float32"][1:, :2])
+    held = load_model(str(tmp_path / "saved"), config, torch.bfloat16).model
+    whole = meta_model(config, torch.bfloat16)
+    for name, weight in held.named_parameters():
+        whole.get_parameter(name).data = meta_weight(weight).data
+    whole.generation_config, whole._weight_conversions = held.generation_config, held._weight_conversions
+    for name, file_bytes in (("one", 1 << 30), ("several", 10_000)):
+        theirs, ours = tmp_path / name / "theirs", tmp_path / name / "ours"
+        held.save_pretrained(theirs, max_shard_size=file_bytes)
+        (ours / "parts").mkdir(parents=True)
+        save_parts(held, whole, ours, ours, Job(), file_bytes)
+        expected, found = (
+            {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+            for folder in (theirs, ours)
+        )
+        assert found.keys() == expected.keys()
+        assert all(found[key].dtype == each.dtype and torch.equal(found[key], each) for key, each in expected.items())
+        assert not (ours / "parts").exists()
+        assert (ours / "model.safetensors").exists() is (name == "one")
+        for path in theirs.glob("*config.json"):
+            assert (ours / path.name).read_bytes() == path.read_bytes()
+        again = load_model(str(ours), config, torch.bfloat16).model
+        assert all(torch.equal(each, held.state_dict()[key]) for key, each in again.state_dict().items())
 
 
 @pytest.mark.soak
