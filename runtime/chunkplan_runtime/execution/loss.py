@@ -51,11 +51,12 @@ def losses_and_gradient(
     """
     losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
     gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
+    compiled = compiled and _compiled()[0].why_not is None
     logit_bytes = 2 * hidden.itemsize if compiled else LOGIT_BYTES
     for rows, targets in _blocks(labels, vocab_size, hidden.device, logit_bytes):
         block = hidden[rows].detach().requires_grad_()  # [rows, hidden_size]
         logits = head(block)  # [rows, vocab_size]
-        with_gradient = _compiled() if compiled and len(targets) > 1 else _with_gradient
+        with_gradient = _compiled()[1] if compiled and len(targets) > 1 else _with_gradient
         losses[rows], of_logits = with_gradient(logits.detach(), targets, scale, label_smoothing)
         torch.autograd.backward(logits, of_logits)
         del logits, of_logits  # before there are others
@@ -101,9 +102,10 @@ def _with_gradient(logits: Tensor, targets: Tensor, scale: float, smoothing: flo
 
 
 @cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled() -> tuple[Refusable, Callable[..., tuple[Tensor, Tensor]]]:
     """`_as_formula` of any number of rows but one, which a compiler takes for another kind of tensor."""
-    return partial(Refusable("losses are made").run, torch.compile(_as_formula, dynamic=True), _with_gradient)
+    losses = Refusable("losses are made")
+    return losses, partial(losses.run, torch.compile(_as_formula, dynamic=True), _with_gradient)
 
 
 def _as_formula(logits: Tensor, targets: Tensor, scale: float, smoothing: float) -> tuple[Tensor, Tensor]:
