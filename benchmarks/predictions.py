@@ -199,6 +199,12 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     options = parser.parse_args()
     document = json.loads(options.measured.read_text())
+    if missing := {"calibrate", "steps"} - document.keys():
+        parser.error(
+            f"{options.measured} has no part {', '.join(sorted(missing))}: make gpu-report PARTS=calibrate,steps"
+        )
+    if others := {step.get("plan", "?") for step in document["steps"]} - PLANS.keys():
+        parser.error(f"{options.measured} has steps of plans that are not in {FOLDER}: {', '.join(sorted(others))}")
     if options.fit:
         profile = PROFILES / f"{options.hardware}.toml"
         profile.write_text(with_rates(profile.read_text(), fitted(document)))

@@ -154,7 +154,7 @@ def build_plans(
                 analysis,
                 target,
                 target_config,
-                cost or CostModel(),
+                (cost or CostModel()).on_stages(target_config.pp),
                 PlanWriter(folder, plan_schemas(target_config.entries())),
                 workers or os.cpu_count() or 1,
                 progress,

@@ -20,6 +20,9 @@ KERNELS = {
 #: Those that others stand in for where a chunk has several sequences, a layer a window, or heads are larger.
 WHOLE_ONLY = {"torch-cudnn": 128}
 
+#: Those that are left out on several pipeline stages (see `CostModel.on_stages`).
+MAKES_PLANS = ("torch-cudnn",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from chunkplan.cost import fused
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
 from chunkplan.cost.attention import with_attention
+from chunkplan.cost.attention_rates import MAKES_PLANS
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, Kernels, copied_elements, fewer_kernels
 from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
@@ -166,6 +167,15 @@ class CostModel(Options):
             raise UsageError(
                 f"the experts of {self.shape.name} cannot be kept in 4 bits", hint="leave --load-in-4bit out"
             )
+
+    def on_stages(self, pp: int) -> CostModel:
+        """This model as the runtime runs it on `pp` pipeline stages: of several none compiles, nor makes plans of
+        attention in a step, for which the others might wait."""
+        if pp == 1:
+            return self
+        attention = self.hardware.attention
+        others = tuple(each for each in attention if each.kernel not in MAKES_PLANS) or attention
+        return replace(self, compile=False, hardware=replace(self.hardware, attention=others))
 
     @property
     def levels(self) -> tuple[Checkpointing, ...]:

@@ -266,4 +266,4 @@ class TuneOptions(Options):
             optimizer=self.optimizer,
             fused_kernels=self.fused_kernels,
             compile=self.compile,
-        )
+        ).on_stages(layout.pp)

@@ -98,7 +98,8 @@ def build(
             _refuse_without_auto(tuning, options)
             cost = cost if options.like else CostModel(**machine)
             settings = _settings(values, cost)
-            _refuse_to_share_alone(machine, cost, settings)
+            _refuse_in_vain(machine, cost, settings)
+            cost = cost.on_stages(settings.pp)
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
             _warn_of_plan_only(machine, cost, settings)
@@ -133,8 +134,13 @@ def _settings(values: Given, cost: CostModel) -> PlanConfig:
     return settings
 
 
-def _refuse_to_share_alone(machine: Given, cost: CostModel, config: PlanConfig) -> None:
-    """Refuse what would do nothing, as the trainer does."""
+def _refuse_in_vain(machine: Given, cost: CostModel, config: PlanConfig) -> None:
+    """Refuse what would do nothing in the trainer."""
+    if machine.get("compile") and config.pp > 1:
+        raise UsageError(
+            f"--compile with {config.pp} pipeline stages, which are not compiled: a compiler waits for the device",
+            hint="leave it out, or build for one stage: --pp 1",
+        )
     if "sharding" in machine and cost.shares("gradients") and config.dp == 1:
         raise UsageError(
             f"--sharding {cost.sharding} with one data-parallel rank, which shares nothing with others",

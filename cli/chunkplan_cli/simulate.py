@@ -136,7 +136,7 @@ def simulate(
                 chunk_size=asked["chunk_size"],
                 k=asked.get("k"),
                 pp=asked.get("pp", 1),
-                cost="unit" if asked.get("cost") == "unit" else CostModel(**machine),
+                cost="unit" if asked.get("cost") == "unit" else CostModel(**machine).on_stages(asked.get("pp", 1)),
                 **changed,
             )
         compared = compare_schedules(found, names, **options) if names else []

@@ -192,3 +192,12 @@ def test_whatever_is_sharded_the_trainer_can_run(run: Run, tmp_path: Path) -> No
     shared = ("build", "lengths.npy", *BUILD_OPTIONS, "--dp", 2, "--cp", "off", "--sharding")
     for arguments in (("gradients",), ("weights",), ("weights", "--equal-chunks"), ("optimizer",)):
         assert "plan only" not in run(*shared, *arguments, width=200).err
+
+
+def test_layers_of_several_stages_are_not_to_be_compiled(run: Run, tmp_path: Path) -> None:
+    """The trainer would leave them as they are, and a plan that counts on it would be too fast."""
+    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
+    refused = run("build", "lengths.npy", *BUILD_OPTIONS, "--pp", 2, "--compile")
+    assert refused.code == 2 and "--compile with 2 pipeline stages" in refused.err
+    assert not (tmp_path / "chunkplan-out").exists()
+    assert run("build", "lengths.npy", *BUILD_OPTIONS, "--pp", 1, "--compile").code == 0

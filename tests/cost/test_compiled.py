@@ -77,7 +77,7 @@ def test_entries_name_compiled_layers_only_where_there_are_some() -> None:
     compiled = CostModel(compile=True)
     assert compiled.to_dict()["compile"] is True and "compile" not in CostModel().to_dict()
     assert CostModel.from_dict(compiled.to_dict(), where="a test") == compiled
-    plain, tuned = options_with(), options_with(compile=True)
+    plain, tuned = (options_with(pp=1, schedules=None, compile=each) for each in (False, True))
     assert _options_entry(tuned) == {**_options_entry(plain), "compile": True}
     [layout, *_] = tuned.layouts()
     assert [each.cost(layout, LADDER[0]).compile for each in (plain, tuned)] == [False, True]
@@ -112,3 +112,14 @@ def test_a_backward_launches_twice_the_kernels_of_a_forward() -> None:
     found, launched = times(cost, [1]), 28 * 38 * H200.launch_ns
     ops = ("forward_kv", "backward", "backward_input", "backward_weight")
     assert [found[op] / launched for op in ops] == pytest.approx([1, 2, 1, 1], rel=1e-3)
+
+
+def test_of_several_stages_none_is_compiled_or_attends_by_a_kernel_that_makes_plans() -> None:
+    """As the runtime leaves both out: a tuned layout and a built plan know it."""
+    cost = CostModel(hardware=H200, compile=True)
+    staged = cost.on_stages(2)
+    assert cost.on_stages(1) is cost
+    assert not staged.compile and staged.rates.pair == pytest.approx(cost.rates.pair * 1.89, rel=0.01)
+    assert {each.kernel for each in cost.hardware.attention} - {each.kernel for each in staged.hardware.attention} == {
+        "torch-cudnn"
+    }

@@ -44,18 +44,18 @@ class LogitLoss:
     """A loss of the logits of target tokens, whose labels lie on the CPU, so that nobody waits for a GPU to count them.
 
     `with_gradient`: of logits [rows, vocab_size], targets [rows] and weights [rows] the losses [rows] in at least
-    float32, and the gradient of their weighted sum for the logits; `compiled`: the same, made by a compiler as one
-    kernel that reads logits three times.
+    float32, and the gradient of their weighted sum for the logits; `compiled`: gives the same, made by a compiler as
+    one kernel that reads logits three times, or None where there is no compiler.
     """
 
     with_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    compiled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    compiled: Callable[[], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None] | None = None
 
     def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChunkLoss`; a position without a target has no loss."""
         losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
         gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
-        compiled = self.compiled if head.compiles and torch.is_grad_enabled() else None
+        compiled = self.compiled() if self.compiled and head.compiles and torch.is_grad_enabled() else None
         logit_bytes = LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
         for rows, targets in _blocks(labels, head.vocab_size, hidden.device, logit_bytes):
             block = hidden[rows].detach().requires_grad_(torch.is_grad_enabled())  # [rows, hidden_size]
@@ -117,14 +117,16 @@ def _entropy(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor)
     return losses, gradient
 
 
-def _compiled_entropy(smoothing: float, *given: Tensor) -> tuple[Tensor, Tensor]:
-    return _compiled()(smoothing, *given)
+def _compiled_entropy(smoothing: float) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    refusable, compiled = _compiled()
+    return partial(compiled, smoothing) if refusable.why_not is None else None
 
 
 @cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled() -> tuple[Refusable, Callable[..., tuple[Tensor, Tensor]]]:
     """`_as_formula` of any number of rows but one, which a compiler takes for another kind of tensor."""
-    return partial(Refusable("losses are made").run, torch.compile(_as_formula, dynamic=True), _entropy)
+    losses = Refusable("losses are made")
+    return losses, partial(losses.run, torch.compile(_as_formula, dynamic=True), _entropy)
 
 
 def _as_formula(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

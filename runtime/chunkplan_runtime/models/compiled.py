@@ -2,8 +2,8 @@
 
 What a graph is made for are tensors of a kind, not those of a chunk: there is one for forwards without gradients, one
 for those with, and one for backwards, each for any number of tokens. A layer that makes no whole graph runs as it is,
-and so does every layer where something has to see each function or operator: halves of backwards, and checkpoints that
-hold some results.
+and so does every layer in evaluations, which would need graphs of their own, and where something has to see each
+function or operator: halves of backwards, and checkpoints that hold some results.
 """
 
 from __future__ import annotations
@@ -43,9 +43,19 @@ class Refusable:
             try:
                 return compiled(*given, **how)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
-                self.why_not = one_line(str(error).strip().partition("\n")[0])
-                print(f"note: {self._what} as they are, not compiled: {self.why_not}", file=sys.stderr)
+                self.why_not = _words_of(error)
+                self.note(self.why_not)
         return own(*given, **how)
+
+    def note(self, why_not: str) -> None:
+        """Say why it runs as it is."""
+        print(f"note: {self._what} as they are, not compiled: {why_not}", file=sys.stderr)
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, FailOnRecompileLimitHit):
+        return "there are more kinds of layers than `torch._dynamo.config.recompile_limit` has graphs for"
+    return one_line(str(error).strip().partition("\n")[0])
 
 
 class CompiledLayers:
@@ -57,6 +67,7 @@ class CompiledLayers:
     def __init__(self, model: CausalLM) -> None:
         self._layers = Refusable("layers run", _why_not(model))
         self._num_layers = 0
+        self._noted: set[str] = set()
         model.current.compiles = not _has_links(model)  # as the loss of its head is in any other case
         if self.why_not is not None:
             return
@@ -75,22 +86,32 @@ class CompiledLayers:
         return self._layers.why_not
 
     def __str__(self) -> str:
-        return f"nothing: {self.why_not}" if self.why_not else f"{self._num_layers} layers"
+        if self.why_not:
+            return f"nothing: {self.why_not}"
+        return f"{self._num_layers} layers, once for all chunks: the first steps take minutes longer"
 
     def _run(self, layer: Any, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
-        if self._fits(layer.chunkplan, given[0].shape[1]):
-            return self._layers.run(compiled, own, *given, **how)
+        context = layer.chunkplan.context
+        is_shared = context is None or context.shared is not None
+        if layer.training and not is_shared and given[0].shape[1] > 1:
+            why_not = _why_not_now(layer.chunkplan)
+            if why_not is None:
+                return self._layers.run(compiled, own, *given, **how)
+            if why_not not in self._noted and self.why_not is None:
+                self._noted.add(why_not)
+                self._layers.note(why_not)
         return own(*given, **how)
 
-    def _fits(self, current: Any, num_tokens: int) -> bool:
-        """Whether graphs are for the chunk at work: not one that others share, or where routers are looked at."""
-        if current.context is None or current.context.shared is not None:
-            return False
-        if current.router_loss is not None and current.router_loss.scope != NO_ROUTER_LOSS:
-            return False
-        if is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack() > 0:
-            return False
-        return num_tokens > 1
+
+def _why_not_now(current: Any) -> str | None:
+    """Why layers do not run as graphs in this action, where something has to see what they call."""
+    if current.router_loss is not None and current.router_loss.scope != NO_ROUTER_LOSS:
+        return "the load-balancing loss looks at their routers"
+    if is_in_torch_dispatch_mode():
+        return "checkpoints hold results of their products, in forwards with gradients"
+    if torch._C._len_torch_function_stack() > 0:
+        return "functions that they call are replaced"
+    return None
 
 
 def _why_not(model: CausalLM) -> str | None:

@@ -216,6 +216,25 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     assert not graphs
 
 
+def test_an_evaluation_makes_no_graphs_and_what_looks_into_layers_is_named(
+    model_of: Any, graphs: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Graphs of evaluations would be counted among those that a kind of layers may have."""
+    model = model_of("qwen2", compiling=True)
+    work = work_of(random_sequences(97), 2)
+    gradients_of(model, work)
+    made = len(graphs)
+    model.model.eval()
+    gradients_of(model, work)
+    model.model.train()
+    gradients_of(model, work)
+    assert len(graphs) == made and not capsys.readouterr().err
+    model.set_checkpointing("keep-products")
+    gradients_of(model, work)
+    note = "note: layers run as they are, not compiled: checkpoints hold results of their products"
+    assert capsys.readouterr().err.count(note) == 1
+
+
 def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of: Any) -> None:
     """It would be in a step, while links are open, and a compiler waits for the device."""
     for stage in (0, 1):
@@ -234,7 +253,8 @@ def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(
     more = ("--device", "cpu", "--precision", "fp32", "--max-steps", 1)
     assert main(options(made, tmp_path / "planned", *more, plan="compiled")) == 0
     said = capfd.readouterr().err
-    assert "compiled  2 layers\n" in said and "predicts  no times" not in said and graphs
+    assert "compiled  2 layers, once for all chunks: the first steps take minutes longer\n" in said
+    assert "predicts  no times" not in said and graphs
     assert main(options(made, tmp_path / "not", *more, "--no-compile", plan="compiled")) == 0
     said = capfd.readouterr().err
     assert "compiled  " not in said
