@@ -68,8 +68,8 @@ FUNCTIONS = {
     "calibrate": ["chunkplan_runtime.calibration.calibrate.calibrate"],
     "export": ["chunkplan.export", "chunkplan.export_order"],
     "train": [
-        "chunkplan_runtime.distributed.launch.train_alone",
-        "chunkplan_runtime.distributed.launch.train_together",
+        "chunkplan_runtime.training.processes.train_alone",
+        "chunkplan_runtime.training.processes.train_together",
     ],
 }
 
@@ -180,7 +180,7 @@ The functions of `python -m chunkplan_runtime.train`, `chunkplan parity` and `ch
 #: Functions and classes of these, by module.
 TRAINER = {
     "chunkplan_runtime.training.config": ["TrainConfig"],
-    "chunkplan_runtime.distributed.launch": ["train_alone", "train_together"],
+    "chunkplan_runtime.training.processes": ["train_alone", "train_together"],
     "chunkplan_runtime.parity": ["parity"],
     "chunkplan_runtime.calibration.calibrate": ["CalibrationOptions", "calibrate"],
 }

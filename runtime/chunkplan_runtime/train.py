@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None, config: TrainConfig | None = None) 
     try:
         config = read_options(arguments) if config is None else config
         require_torch()
-        from chunkplan_runtime.distributed.launch import train_alone, train_together, world_size
+        from chunkplan_runtime.distributed.launch import world_size
+        from chunkplan_runtime.training.processes import train_alone, train_together
 
         (train_alone if world_size() == 1 else train_together)(config)
     except KeyboardInterrupt as interrupt:

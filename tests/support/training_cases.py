@@ -19,12 +19,12 @@ from transformers import TrainerCallback
 from chunkplan_runtime import devices
 from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.distributed import job
-from chunkplan_runtime.distributed.launch import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution import links
 from chunkplan_runtime.kv import host_memory
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main, read_options
+from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.alive import Alive
 

@@ -226,11 +226,10 @@ def _attend_to_range(
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
     here, part = slice(tokens.start, tokens.stop), tokens.part
-    query = rows((query,), here)[0]
     if part is None:
         form = attention.form(context.causal, tokens.borders)
-        block_key, block_value = rows((key, value), here)
-        return attention.kernel.forward(query, block_key, block_value, form)
+        return attention.kernel.forward(*rows((query, key, value), here), form)
+    query = rows((query,), here)[0]
     kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
     if not attention.borrows:
         context.store.write(part, attention.layer, kept, by_parts=bool(latents))

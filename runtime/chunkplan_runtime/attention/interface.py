@@ -256,7 +256,10 @@ def _cast(*tensors: Tensor) -> Sequence[Tensor]:
 
 def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: bool) -> list[str]:
     """What a model asks its attention for that is not known here, where chunks are `causal` or not."""
-    found = [name for name, given in asked.items() if name not in _IGNORED and _is_given(given)]
+    found = []
+    for name, given in asked.items():  # in every layer of every chunk, so without another call
+        if name not in _IGNORED and _is_given(given):
+            found.append(name)
     if not isinstance(mask, Mask):
         found += ["attention_mask"] if _is_given(mask) else []
     elif mask.unknown:

@@ -1,11 +1,9 @@
-"""Trains on one process, or on all that torchrun or another launcher has started."""
+"""Joins the processes that torchrun, or anything that sets the same environment, has started, and parts them again."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,24 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
 
-from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.planfile.load import load_plan
+from chunkplan.errors import UsageError
 from chunkplan_runtime.devices import local_device_index
-from chunkplan_runtime.distributed.job import Job, lost_peers, make_groups, refuse_other_versions
-from chunkplan_runtime.failures.watchdog import Watchdog
-from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.requirements import set_for_several_processes
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.setup import choose_device, sharing_blocks
-from chunkplan_runtime.training.trainer import train
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
 TIMEOUT = timedelta(hours=1)
-
-#: Seconds by which process 0 is the first to report what all processes find alike.
-_HEAD_START = 1.0
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -135,64 +122,3 @@ def joined(device: str) -> Iterator[None]:
         ) from error
     yield
     dist.destroy_process_group()
-
-
-def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Train on this process alone. `callbacks` are those of transformers; docs/training.md says when each is called.
-
-    Raises:
-        ChunkplanError: as `train` does.
-    """
-    choose_layout(load_plan(config.plan), 1, 0)  # refused here if it cannot be
-    train(choose_device(config), Job(), callbacks)
-
-
-def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Train on all processes that were started; all of them call this. `callbacks`: of this one, as in `train_alone`.
-
-    Raises:
-        ChunkplanError: as `train` does, on the one process that prints it for all.
-        SystemExit: another process prints it, with the same exit code.
-    """
-    with joined(config.device):
-        size, process = dist.get_world_size(), dist.get_rank()
-        watchdog = Watchdog(RankLayout(dp=size, process=process))
-        watchdog.start()
-        with _printed_by_one(watchdog, process), lost_peers(watchdog):
-            refuse_shared_gpus(find_own_gpu(config.device))
-            config = choose_device(config, alone=False)
-            plan = load_plan(config.plan)
-            refuse_other_versions(plan)
-            layout = choose_layout(plan, size, process)
-            watchdog.layout = layout
-            # Those of process 0: one that was given another evaluation plan is refused after groups are made.
-            blocks = [sharing_blocks(config, layout)]
-            dist.broadcast_object_list(blocks, src=0)
-            job = Job(layout, make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0]), watchdog)
-            train(config, job, callbacks)
-            job.barrier()
-        watchdog.stop()
-
-
-@contextmanager
-def _printed_by_one(watchdog: Watchdog, process: int) -> Iterator[None]:
-    """Within the block, the first process that fails ends the others and prints for them."""
-    try:
-        yield
-    except ChunkplanError as error:
-        if process > 0:
-            time.sleep(_HEAD_START)
-        if not watchdog.fail(error.exit_code):
-            sys.exit(error.exit_code)
-        if process > 0:
-            error.message += f" (on process {process})"
-        raise
-    except KeyboardInterrupt:
-        lost = watchdog.interrupted()
-        if lost is not None:
-            raise lost from None
-        raise
-    except Exception:  # a mistake of ours: with its traceback, once
-        if not watchdog.fail(1):
-            sys.exit(1)
-        raise

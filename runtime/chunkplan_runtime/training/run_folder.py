@@ -13,14 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.files.folder import MANIFEST, put_in_place, refuse_inside_ours, remove_left_behind, temporary_folder
 from chunkplan.files.lock import try_lock
-from chunkplan_runtime.distributed.job import Job
+
+if TYPE_CHECKING:  # it comes with torch, which options are checked without
+    from chunkplan_runtime.distributed.job import Job
 
 NO_ROOM = "check that the disk has room and may be written; --resume goes on from the last checkpoint"
 

@@ -119,7 +119,8 @@ def test_a_run_goes_on_in_an_epoch_with_a_plan_like_its_own_for_other_ranks(
     plan = made / first[0] if first == then else like
     run_on(pool, then[1], [*arguments, "--resume", "--plan", str(plan)])
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
-    assert state["step"] == 2 and state["processes"] == first[1], "a step of the first epoch, which has four"
+    assert state["step"] == 2, "a step of the first epoch, which has four"
+    assert len([name for name in state["files"] if name.startswith("weights/")]) == first[1]
     same_run(tmp_path / "run", tmp_path / "whole")
     ends = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("run", "whole")]
     for name, weight in ends[0].items():

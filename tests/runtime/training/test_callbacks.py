@@ -12,10 +12,10 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.distributed.launch import train_alone
 from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training import callbacks as module
 from chunkplan_runtime.training.callbacks import LOGGED, LOGGED_OF_EVALUATIONS
+from chunkplan_runtime.training.processes import train_alone
 from chunkplan_runtime.training.run_folder import RunFolder
 from tests.runtime.training.test_best import STOPPING, evaluations
 from tests.runtime.training.test_best import made as made  # a fixture

@@ -148,14 +148,3 @@ def test_the_optimizer_is_that_of_the_plan_unless_it_is_given(made, tmp_path, ca
     assert "--optimizer was sgd, is adamw" in capsys.readouterr().err
     assert main([*arguments, "--output", str(tmp_path / "other"), "--optimizer", "adamw"]) == 0
     assert "optimizer adamw: the plan's memory is that of sgd; it may not fit" in capsys.readouterr().err
-
-
-def test_checkpoints_from_before_there_was_a_choice_are_of_adamw(made, tmp_path):
-    arguments = options(made, tmp_path / "run", "--save-every", 2, "--max-steps", 4)
-    assert main(arguments) == 0
-    shutil.rmtree(tmp_path / "run" / "final")
-    for state in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
-        held = json.loads(state.read_text())
-        assert held["fixed"].pop("--optimizer") == "adamw"
-        state.write_text(json.dumps(held))
-    assert main([*arguments, "--resume"]) == 0
