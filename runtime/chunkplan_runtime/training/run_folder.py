@@ -15,8 +15,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.files.folder import MANIFEST, put_in_place, refuse_inside_ours, remove_left_behind, temporary_folder
 from chunkplan.files.lock import try_lock
@@ -152,6 +150,8 @@ def saving(target: Path) -> Iterator[None]:
     Raises:
         ChunkplanError: it cannot be written, for example because the disk is full.
     """
+    from safetensors import SafetensorError  # which comes with torch: options are checked without both
+
     try:
         yield
     except (OSError, SafetensorError) as error:
