@@ -14,7 +14,8 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from chunkplan_runtime.models.meta_weights import meta_model, meta_weight, repla
 from chunkplan_runtime.models.model import CausalLM, load_model
 
 _HINT = "the checkpoint is incomplete, or its config.json is not its own"
+
+#: By which transformers is told to read without threads.
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 #: How many numbers in the middle of each tensor tell a checkpoint from another one.
 _SAMPLE = 1024
@@ -72,7 +76,6 @@ def load_shard(
         WholeOnlyError: it can be loaded as a whole only.
         UsageError, DataError: as `load_model`; also for a weight of another shape.
     """
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else threads read all that transformers is given, at once
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
     stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
@@ -84,7 +87,8 @@ def load_shard(
     loader: Any = type(
         kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
     )
-    model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
+    with _without_threads():
+        model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
     model.model.__class__ = kind
     model = replace(model, rows=part.rows)
     if layout.pp > 1:
@@ -92,6 +96,18 @@ def load_shard(
     if layout.dp == 1:
         model.model.to(device)
     return model, part.identity
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """Within the block transformers reads a tensor when it takes it, and no threads read all that it is given."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NO_THREADS)
+        os.environ |= {} if before is None else {_NO_THREADS: before}
 
 
 class StoredTensor:
