@@ -36,7 +36,7 @@ from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import CausalLM, Head, new_model
 from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.sharing import Span
 
@@ -140,8 +140,7 @@ class Sleeper:
     is_first: bool
     is_last: bool
     parts: list[Sleeper]
-    head: nn.Module = field(default_factory=lambda: nn.Linear(1, 2))
-    vocab_size: int = 2
+    head: Head = field(default_factory=lambda: Head(nn.Linear(1, 2), 2))
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     current: Current = field(default_factory=Current)
