@@ -228,7 +228,8 @@ def _attend_to_range(
     here, part = slice(tokens.start, tokens.stop), tokens.part
     if part is None:
         form = attention.form(context.causal, tokens.borders)
-        return attention.kernel.forward(*rows((query, key, value), here), form)
+        own_query, own_key, own_value = rows((query, key, value), here)
+        return attention.kernel.forward(own_query, own_key, own_value, form)
     query = rows((query,), here)[0]
     kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
     if not attention.borrows:
