@@ -6,6 +6,7 @@ gives its backward the LSE of its own keys only and has no GQA in torch 2.11.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -55,7 +56,7 @@ class Runs:
         return self.queries, self.keys, self.longest_query, self.longest_key
 
 
-class FlashKernel:
+class FlashKernel(ABC):
     """A fused kernel on a GPU that takes tokens first, [num_tokens, heads, head_dim], and borders of runs.
 
     Deterministic where `torch.use_deterministic_algorithms` asks for it. See `kernel.AttentionKernel`.
@@ -91,13 +92,13 @@ class FlashKernel:
         grad_query, grad_key, grad_value = (each.transpose(0, 1)[None] for each in gradients)
         return grad_query, grad_key, grad_value
 
+    @abstractmethod
     def _forward(self, tensors: list[Tensor], runs: Runs, form: Form) -> tuple[Tensor, Tensor]:
         """Out [num_queries, heads, head_dim] and LSE [heads, num_queries] of query, key and value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _backward(self, tensors: list[Tensor], lse: Tensor, runs: Runs, form: Form) -> list[Tensor]:
         """Gradients of query, key and value from that of out, these three, and out."""
-        raise NotImplementedError
 
 
 class TorchCudaKernel(FlashKernel):

@@ -29,6 +29,7 @@ from chunkplan_runtime.exchange import (
     reduce_scatter,
 )
 from chunkplan_runtime.execution.links import Link, Links, Wire
+from chunkplan_runtime.failures.liveness import RESUME
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Block
@@ -229,7 +230,7 @@ def lost_peers(watchdog: Watchdog) -> Iterator[None]:
         raise ChunkplanError(
             f"the connection to another process broke: {first_line}",
             where=watchdog.heartbeat.activity().words or None,
-            hint="check the network between the machines; --resume continues from the last checkpoint",
+            hint=f"check the network between the machines; {RESUME}",
         ) from error
 
 

@@ -33,6 +33,15 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
         assert f"Default:{default}." in shown
 
 
+def set_exactly(names, given, monkeypatch):
+    """Set of the variables `names` what is given, the others not; what the test sets of them is taken back."""
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -45,11 +54,8 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
     ],
 )
 def test_several_processes_have_cuda_not_wait_for_devices_unless_it_is_set(given, expected, monkeypatch):
-    for name in {*(name for name in os.environ if name.startswith(("CUDA_", "WORLD_"))), *expected}:
-        monkeypatch.setenv(name, "")  # so that what is set here is taken back
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    names = {*(name for name in os.environ if name.startswith(("CUDA_", "WORLD_"))), *expected}
+    set_exactly(names, given, monkeypatch)
     with pytest.raises(SystemExit):
         main(["--help"])
     assert {name: value for name, value in os.environ.items() if name.startswith("CUDA_")} == expected
@@ -77,11 +83,7 @@ finally:
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "y:2"}])
 def test_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_its_allocator_is_set(given, monkeypatch):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # so that what is set here is taken back
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    set_exactly(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), given, monkeypatch)
     with pytest.raises(SystemExit):
         main(["--help"])
     names = [name for name in os.environ if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")]
