@@ -22,7 +22,7 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.run_local import Failed, Report, Task
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.flags import LayoutError
+from chunkplan.intake.schemas.fields import LayoutError
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile

@@ -8,8 +8,7 @@ from textwrap import shorten
 
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
-from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, line_of
-from chunkplan.intake.schemas.marks import hint_of_source
+from chunkplan.intake.schemas.fields import TRY, Flag, LayoutError, column_flags, hint_of_source, line_of
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
 from chunkplan.options import toml_name

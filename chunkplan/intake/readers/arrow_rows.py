@@ -15,8 +15,9 @@ from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, pla
 from chunkplan.intake.readers.parsing import Row
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.input_ids import HARMLESS, may_say
-from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
+from chunkplan.intake.schemas.keys import may_say
+from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
+from chunkplan.intake.schemas.tokens import HARMLESS
 from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 

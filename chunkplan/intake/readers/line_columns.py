@@ -11,9 +11,9 @@ from chunkplan.intake.readers.columns import COLUMN_ROLES, Lists, PlainRows, pla
 from chunkplan.intake.readers.plain_numbers import MAX_OTHERS, Keys, Strings, find_numbers, read_numbers
 from chunkplan.intake.readers.token_columns import plain_tokens
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.input_ids import may_say
-from chunkplan.intake.schemas.refused import SUSPECT
-from chunkplan.intake.schemas.token_marks import FOR_EACH, TOKEN_MARKS
+from chunkplan.intake.schemas.keys import may_say
+from chunkplan.intake.schemas.messages import SUSPECT
+from chunkplan.intake.schemas.tokens import FOR_EACH, TOKEN_MARKS
 from chunkplan.intake.schemas.unread import named
 
 #: Keys besides columns that `schemas.parse` may refuse a line for, whatever they have; or reads, of lines of tokens.

@@ -24,9 +24,8 @@ from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
-from chunkplan.intake.schemas.left_over import is_looked_at
-from chunkplan.intake.schemas.refused import SUSPECT
-from chunkplan.intake.schemas.unread import named
+from chunkplan.intake.schemas.messages import SUSPECT
+from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.arrow import to_arrow
 
