@@ -24,7 +24,7 @@ from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
 from chunkplan.planfile.likeness import refuse_to_replace, values_like
-from chunkplan.planfile.load import evaluation_folder, load_analysis, load_same_analysis, load_to_rebuild
+from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan, load_same_analysis
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
@@ -97,16 +97,15 @@ def build_like(
 ) -> Plan:
     """`build` of the steps that `plan` has, with the same samples in each: for other ranks, stages or chunks.
 
-    `changes` are fields of `PlanConfig`; all else is as in `plan`, which may be of an earlier schema version, but for
-    what cannot hold with them: such a schedule, virtual stages, layers of stages or `cp` fall back to their defaults. A
-    run of `plan` goes on with the new one from any of its checkpoints. `analysis`: where that of `plan` is, if it has
-    moved.
+    `changes` are fields of `PlanConfig`; all else is as in `plan`, but for what cannot hold with them: such a schedule,
+    virtual stages, layers of stages or `cp` fall back to their defaults. A run of `plan` goes on with the new one from
+    any of its checkpoints. `analysis`: where that of `plan` is, if it has moved.
 
     Raises:
         UsageError: as `build`, or `changes` would give steps other samples, or `output` is `plan`.
         DataError: as `build`, or `plan` or its analysis is damaged, or `analysis` another one.
     """
-    like = load_to_rebuild(plan)
+    like = load_plan(plan)
     refuse_to_replace(like.path, Path(output))
     loaded = load_same_analysis(like, analysis)
     cost = cost or like.cost
@@ -181,7 +180,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 def is_evaluation(folder: Path) -> bool:
     """Whether a folder is empty or holds a plan of held-out sequences."""
-    return not any(folder.iterdir()) or load_to_rebuild(folder).config.part == "eval"
+    return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
 
 
 def _build_one(

@@ -11,7 +11,8 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -19,57 +20,58 @@ from typing import Any, TypeVar
 from chunkplan.domains import Domain, or_null
 from chunkplan.errors import HELP_HINT, UsageError
 
-#: Letters of a value in an error.
-_LETTERS = 80
+#: Longest value shown in an error, in characters.
+_MAX_SHOWN = 80
 
 #: Stands for a default that follows from other options, until the configuration is made.
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
-    """What the field `name` of a configuration declares.
+    """The declaration of a field of a configuration.
 
     Attributes:
         help: what it does, in sentences that end with a point; the default is not among them.
         group: the panel of the help it stands in.
-        flag: how it is typed; "" for what is an entry of files only.
         default: MISSING where a value has to be given.
-        default_words: the default as the help says it, "" where it is not said.
-        depends: of a default of `UNSET`, the value for a configuration that has all fields before this one.
+        default_words: the default as the help says it, "" where it is not said; None: as it is typed.
+        depends: of a default of `UNSET`, computes it from a configuration that has all fields before this one.
+        flag: how it is typed; "" for an entry of files only; None: as the field is named.
         also: further flags, each with the value that it stands for.
-        fills: of a flag that says several fields, those.
+        fills: the fields that a flag for several fields sets.
+        name: the field's.
     """
 
-    name: str
     domain: Domain
     help: str
     group: str
-    flag: str
-    default: Any
-    default_words: str
-    depends: Callable[[Any], Any] | None
-    also: Mapping[str, Any]
-    fills: tuple[str, ...]
+    default: Any = field(default_factory=lambda: MISSING)
+    default_words: Any = None
+    depends: Callable[[Any], Any] | None = None
+    flag: Any = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+    fills: tuple[str, ...] = ()
+    name: str = ""
+
+    def of_field(self, name: str) -> Option:
+        """The declaration with all that follows from the field's name and the default."""
+        words, is_said = self.default_words, not any(self.default is value for value in (MISSING, None, False))
+        return replace(
+            self,
+            name=name,
+            flag="--" + name.replace("_", "-") if self.flag is None else self.flag,
+            default_words=(in_words(self.default) if is_said else "") if words is None else words,
+        )
 
     @property
     def is_required(self) -> bool:
         """Whether it has to be given, as it has no default."""
         return self.default is MISSING
 
-    @property
-    def may_be_none(self) -> bool:
-        """Whether None is a value, which only the default is."""
-        return self.default is None
-
-    def resolved(self, config: Any) -> Any:
-        """The default for a configuration that has all fields before this one."""
-        assert self.depends is not None
-        return self.depends(config)
-
     def check(self, value: Any) -> None:
         """Raises UsageError where `value` is not what it may be."""
-        if not (value is None and self.may_be_none) and not self.domain.holds(value):
+        if not (value is None is self.default) and not self.domain.holds(value):
             raise self.refusal(value)
 
     def refusal(self, value: Any) -> UsageError:
@@ -102,33 +104,23 @@ class Option:
         return f"for example {self.spelled} {self.domain.example}" if self.domain.example else HELP_HINT
 
 
-def option(
-    domain: Domain,
-    help: str,
-    *,
-    group: str,
-    default: Any = MISSING,
-    default_words: str | None = None,
-    depends: Callable[[Any], Any] | None = None,
-    flag: str | None = None,
-    also: Mapping[str, Any] | None = None,
-    fills: tuple[str, ...] = (),
-) -> Any:
-    """A field of a configuration, see `Option`; the flag is its name where none is given."""
-    declared = {
-        "domain": domain,
-        "help": help,
-        "group": group,
-        "flag": flag,
-        "default": UNSET if depends is not None else default,
-        "default_words": default_words,
-        "depends": depends,
-        "also": also or {},
-        "fills": fills,
-    }
+def option(domain: Domain, help: str, **declared: Any) -> Any:
+    """A field of a configuration; `declared` are further attributes of its `Option`."""
+    return _field(Option(domain=domain, help=help, **declared))
+
+
+def same(config: type[Options], name: str, **changed: Any) -> Any:
+    """A field that is declared as that of another configuration, but for what is `changed`."""
+    [declared] = [entry.metadata["option"] for entry in fields(config) if entry.name == name]
+    return _field(replace(declared, **changed))
+
+
+def _field(declared: Option) -> Any:
+    default = UNSET if declared.depends else declared.default
+    metadata = {"option": replace(declared, default=default)}
     if isinstance(default, Mapping):
-        return field(default_factory=lambda: default, metadata=declared)
-    return field(default=declared["default"], metadata=declared)
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 Config = TypeVar("Config", bound="Options")
@@ -139,32 +131,11 @@ _found: dict[type[Options], dict[str, Option]] = {}
 
 
 def options_of(config: type[Options]) -> dict[str, Option]:
-    """What the fields of a configuration declare, by name, in their order."""
+    """The options of a configuration by name, in the order of its fields."""
     if config not in _found:
-        _found[config] = {entry.name: _option(entry.name, entry.metadata) for entry in fields(config) if entry.metadata}
+        declared = {entry.name: entry.metadata["option"] for entry in fields(config) if entry.metadata}
+        _found[config] = {name: one.of_field(name) for name, one in declared.items()}
     return _found[config]
-
-
-def _option(name: str, declared: Mapping[str, Any]) -> Option:
-    values = {key: value for key, value in declared.items() if key not in ("flag", "default_words")}
-    flag, words = declared["flag"], declared["default_words"]
-    if words is None:
-        default = declared["default"]
-        words = "" if any(default is none for none in (MISSING, None, False)) else in_words(default)
-    return Option(name, flag="--" + name.replace("_", "-") if flag is None else flag, default_words=words, **values)
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Those of `values` that are not None: what is left takes its default."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def same(config: type[Options], name: str, **changed: Any) -> Any:
-    """A field that is declared as that of another configuration, but for what is `changed`."""
-    [declared] = [dict(entry.metadata) for entry in fields(config) if entry.name == name]
-    if declared["depends"] is not None:
-        declared.pop("default")
-    return option(**(declared | changed))
 
 
 def in_words(value: Any) -> str:
@@ -191,8 +162,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
             value = getattr(self, name)
-            if value is UNSET:
-                value = declared.resolved(self)
+            if value is UNSET and declared.depends is not None:
+                value = declared.depends(self)
             value = declared.domain.load(value)
             declared.check(value)
             object.__setattr__(self, name, value)
@@ -210,13 +181,16 @@ class Options:
         config = object.__new__(cls)
         for name, one in options_of(cls).items():
             value = entries.get(name, one.default)
-            object.__setattr__(config, name, one.resolved(config) if value is UNSET else one.domain.load(value))
+            value = one.depends(config) if value is UNSET and one.depends else one.domain.load(value)
+            object.__setattr__(config, name, value)
         return config
 
 
 def entries_of(config: type[Options]) -> dict[str, Domain]:
     """What the entries of a configuration may be in a manifest, by name."""
-    return {name: or_null(one.domain) if one.may_be_none else one.domain for name, one in options_of(config).items()}
+    return {
+        name: or_null(one.domain) if one.default is None else one.domain for name, one in options_of(config).items()
+    }
 
 
 def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
@@ -239,26 +213,24 @@ def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
     values = {}
     for entry, value in entries.items():
         name = entry.replace("_", "-")
-        found = declared.get(name)
-        if found is None:
+        if name not in declared:
             hint = f"it is one of {', '.join(declared)}; what else there is is given in the command, not in a file"
             for one in options:
-                if one.flag == f"--{name}":  # which says something else than a field of that name
-                    hint = (
-                        f"what {one.flag} says is {' or '.join(one.fills or (one.name,)).replace('_', '-')} in a file"
-                    )
+                if one.flag == f"--{name}":  # which stands for other fields
+                    named = " or ".join(one.fills or (one.name,)).replace("_", "-")
+                    hint = f"what {one.flag} says is {named} in a file"
             raise UsageError(f"unknown entry `{entry}`", where=str(path), hint=hint)
-        loaded = found.domain.load(value)
-        if found.domain.is_written_too and isinstance(value, str):
-            loaded = _read_written(found, value)
-        if not found.domain.holds(loaded):
-            name, wrong = _wrong_entry(found.domain, entry, value)
-            raise UsageError(
-                f"`{name}` is {_shown(wrong)}, expected {found.domain.expected}",
-                where=str(path),
-                hint="fix this entry",
-            )
-        values[found.name] = loaded
+        domain = declared[name].domain
+        loaded = domain.load(value)
+        if domain.is_written_too and isinstance(value, str):
+            with suppress(UsageError):
+                loaded = declared[name].read(value)
+        if not domain.holds(loaded):
+            entry, wrong = _wrong_entry(domain, entry, value)
+            shown = shorten(json.dumps(wrong, default=str, ensure_ascii=False), _MAX_SHOWN, placeholder=" ...")
+            found = f"`{entry}` is {shown}, expected {domain.expected}"
+            raise UsageError(found, where=str(path), hint="fix this entry")
+        values[declared[name].name] = loaded
     return values
 
 
@@ -269,14 +241,6 @@ def _example(declared: Mapping[str, Option]) -> str:
         if type(value) in (int, str):
             return f"{name} = {json.dumps(value)}"
     return ", ".join(declared)
-
-
-def _read_written(option: Option, value: str) -> Any:
-    """What is written as it is typed; where that is none, the text as it is."""
-    try:
-        return option.read(value)
-    except UsageError:
-        return value
 
 
 def _wrong_entry(domain: Domain, entry: str, value: Any) -> tuple[str, Any]:
@@ -302,8 +266,3 @@ def _nested(keys: list[str], value: Any) -> Any:
 def toml_name(*keys: str) -> str:
     """The name of an entry in tables of TOML: columns."a.jsonl".text."""
     return ".".join(key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in keys)
-
-
-def _shown(value: Any) -> str:
-    """A value for an error, as it is written: a long one is cut."""
-    return shorten(json.dumps(value, default=str, ensure_ascii=False), _LETTERS, placeholder=" ...")

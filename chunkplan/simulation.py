@@ -15,7 +15,7 @@ import numpy as np
 from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
-from chunkplan.options import given
+from chunkplan.options import UNSET
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import check_rank, find_step
@@ -149,7 +149,9 @@ def simulate_lengths(
         global_batch=len(lengths),
         pp=pp,
         keep_attention="off" if cost == "unit" else "auto",  # units do not tell attention from the rest
-        **given(schedule=schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens),
+        schedule=UNSET if schedule is None else schedule,
+        virtual_stages=UNSET if virtual_stages is None else virtual_stages,
+        memory_tokens=memory_tokens,
     )
     num_stages = pp * config.virtual_stages
     most_chunks = sum(-(-length // config.chunk_size) for length in lengths)
@@ -187,7 +189,8 @@ def reschedule(
         pp=simulation.pp,
         schedule=schedule,
         stage_layers=simulation.stage_layers if simulation.virtual_stages == 1 and schedule not in VIRTUAL else None,
-        **given(virtual_stages=virtual_stages, memory_tokens=memory_tokens),
+        virtual_stages=UNSET if virtual_stages is None else virtual_stages,
+        memory_tokens=memory_tokens,
     )
     if simulation.step is None:
         return _scheduled(simulation.title, simulation.table, simulation.cost, config)
@@ -225,7 +228,7 @@ def compare_schedules(
     for schedule in dict.fromkeys(schedules):
         name, value = options.get(schedule, ("", None))
         is_same = schedule == simulation.schedule and value is None
-        compared.append(simulation if is_same else reschedule(simulation, schedule, **given(**{name: value})))
+        compared.append(simulation if is_same else reschedule(simulation, schedule, **({name: value} if name else {})))
     return compared
 
 

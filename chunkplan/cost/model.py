@@ -341,16 +341,12 @@ class CostModel(Options):
         """
         hint = "make the file again with this version"
         plain = {name: one.domain for name, one in options_of(cls).items() if name not in ("shape", "hardware")}
-        if isinstance(values, dict) and "weight_shards" in values:  # as earlier plans of versions 3 to 5 have it
-            sharding = "optimizer" if values["weight_shards"] == 1 else "weights"
-            values = {"sharding": sharding} | {name: each for name, each in values.items() if name != "weight_shards"}
         entries = {f"{name}?" if name in _IF_SET else name: domain for name, domain in plain.items()}
         if found := find_mismatch(values, {"shape": {}, "hardware": {}, **entries}, "cost_model"):
             raise DataError(found, where=where, hint=hint)
-        shape = {"max_positions": None} | values["shape"]  # plans before version 5 do not have it
         try:
             return cls(
-                shape=shape_of_entries(shape, where=where, hint=hint),
+                shape=shape_of_entries(values["shape"], where=where, hint=hint),
                 hardware=hardware_of(values["hardware"], path="hardware", where=where, hint=hint),
                 **{name: values[name] for name in plain if name in values},
             )

@@ -12,10 +12,10 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import temporary_folder
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece
 from chunkplan.intake.probe import find_layout, look_ahead
 from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
-from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRecord
+from chunkplan.intake.records import JsonObject, LengthRecord, Record
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
@@ -166,8 +166,6 @@ def _record(batch: Batch) -> Record | RecordError:
     match batch.records:
         case LengthColumn(num_tokens):
             return LengthRecord(int(num_tokens[0]))
-        case TokenColumns(offsets, input_ids, target):
-            return TokensRecord(input_ids, target, offsets[:-1])
         case records:
             return records[0]
 

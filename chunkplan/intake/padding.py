@@ -42,5 +42,5 @@ def without_padded(
     )
     rejected = [Rejected(number, "schema", message, _HINT) for number in numbers[is_bad].tolist()]
     kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
-    columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept], np.ones_like(lengths))
+    columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept])
     return numbers[~is_bad], columns, rejected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+import numpy as np
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.intake.records import Record
 from chunkplan.intake.rejection import Rejected
 
@@ -57,16 +59,20 @@ class LengthColumn:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Records that are tokens already: ids and target masks of their m sequences, one after another.
+    """Ids and target masks of m sequences, one after another.
 
     `offsets` int64 [m + 1]; `input_ids` int32 and `target` bool [offsets[m]]; none is empty, first targets are false.
-    `counts` int64 [n] says how many sequences each of the n records has.
     """
 
     offsets: Int64Array
     input_ids: Int32Array
     target: BoolArray
-    counts: Int64Array
+
+
+def token_columns(sequences: Sequence[tuple[Int32Array, BoolArray]]) -> TokenColumns:
+    """Ids and targets of sequences, at least one, as columns."""
+    input_ids, target = (np.concatenate(arrays) for arrays in zip(*sequences, strict=True))
+    return TokenColumns(offsets_of([len(ids) for ids, _ in sequences]), input_ids, target)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Batch:
     """
 
     numbers: Int64Array
-    records: list[Record] | LengthColumn | TokenColumns
+    records: list[Record] | LengthColumn
     num_records: int
     num_rows: int
     num_bytes: int

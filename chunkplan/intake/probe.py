@@ -18,8 +18,7 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
-from chunkplan.intake.readers.json_files import contents
-from chunkplan.intake.readers.stream import Taken, chunks
+from chunkplan.intake.readers.streams import Taken, chunks, contents
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse

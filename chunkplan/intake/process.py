@@ -20,9 +20,8 @@ from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
 from chunkplan.intake.padding import without_padded
 from chunkplan.intake.piece_writer import PieceWriter
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns, token_columns
 from chunkplan.intake.readers import digest, read
-from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_left_out
@@ -135,9 +134,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
 
 def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
     """Load what most tasks of a run need, before the first is known; what cannot be loaded is reported by others."""
-    if tokenizer is None:
-        import chunkplan.intake.readers.line_columns  # noqa: F401 - lengths and tokens need it, which takes a while
-    elif Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
+    if tokenizer is not None and Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
         with suppress(ChunkplanError):
             _load(tokenizer, chat_template, today)
 
@@ -177,8 +174,6 @@ class _Task:
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
-            case TokenColumns():
-                self._documents(batch.numbers, batch.records)
             case records:
                 self._records(batch.numbers, records)
         counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
@@ -209,18 +204,18 @@ class _Task:
             lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
             self._lengths(numbers, np.array(lengths, np.int32))
         elif records and isinstance(records[0], TokensRecord):
-            found = [record for record in records if isinstance(record, TokensRecord)]
-            counts = np.array([len(record.begins) for record in found])
-            self._documents(numbers, token_columns([one for record in found for one in record.documents], counts))
+            self._documents(numbers, [record for record in records if isinstance(record, TokensRecord)])
         else:
             self._sequences(*self._by_turns(numbers, records))
 
-    def _documents(self, numbers: Int64Array, found: TokenColumns) -> None:
+    def _documents(self, numbers: Int64Array, records: list[TokensRecord]) -> None:
         """Add the sequences of records that are tokens, which are several of a packed row."""
-        self._result.num_more += len(found.offsets) - 1 - len(numbers)
-        numbers, found, rejected = without_padded(np.repeat(numbers, found.counts), found, self._encoder)
+        counts = [len(record.begins) for record in records]
+        self._result.num_more += sum(counts) - len(counts)
+        found = token_columns([document for record in records for document in record.documents])
+        numbers, found, rejected = without_padded(np.repeat(numbers, counts), found, self._encoder)
         self._rejected += rejected
-        self._tokens(numbers, found.offsets, found.input_ids, found.target)
+        self._tokens(numbers, found)
 
     def _by_turns(self, numbers: Int64Array, records: list[Record]) -> tuple[list[int], list[Record]]:
         """The records that become sequences, and of each the number of the record that it is of: conversations make
@@ -252,20 +247,16 @@ class _Task:
             else:
                 encoded.append(one)
                 kept.append(place)
-        numbers = np.array([owners[place] for place in kept], np.int64)
-        for place, is_in in zip(kept, self._encoded(numbers, encoded), strict=True):
-            if is_in and place in left_out:
+        if not encoded:
+            return
+        is_kept = self._tokens(np.array(owners, np.int64)[kept], token_columns(encoded))
+        for place in np.array(kept)[is_kept].tolist():
+            if place in left_out:
                 add_left_out(self._result, left_out[place], owners[place])
 
-    def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> BoolArray:
-        if not encoded:
-            return np.zeros(0, np.bool_)
-        offsets = offsets_of([len(ids) for ids, _ in encoded])
-        input_ids, target = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
-        return self._tokens(numbers, offsets, input_ids, target)
-
-    def _tokens(self, numbers: Int64Array, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> BoolArray:
+    def _tokens(self, numbers: Int64Array, found: TokenColumns) -> BoolArray:
         """Add sequences; which of them are kept, bool [n]."""
+        offsets, input_ids, target = found.offsets, found.input_ids, found.target
         lengths = np.diff(offsets)
         kept, cut = self._limit(numbers, lengths)
         if not kept.all() or not np.array_equal(cut, lengths):

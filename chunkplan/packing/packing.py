@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chunkplan.arrays import Int64Array, IntArray
+from chunkplan.config.plan import PACKERS as PACKER_NAMES
 from chunkplan.errors import UsageError
 from chunkplan.packing.auto import auto
 from chunkplan.packing.best_fit_decreasing import best_fit_decreasing
@@ -18,14 +19,10 @@ from chunkplan.packing.histogram import Histogram, histogram
 from chunkplan.packing.minimum_bin_slack import minimum_bin_slack
 from chunkplan.packing.solution import Solution
 
+_ALGORITHMS = (auto, best_fit_decreasing, minimum_bin_slack, column_generation, exact)
+
 #: The algorithms by name. Each packs items of lengths from 1 to a capacity.
-PACKERS: dict[str, Callable[[Histogram, int], Solution]] = {
-    "bfd": best_fit_decreasing,
-    "mbs": minimum_bin_slack,
-    "column-generation": column_generation,
-    "exact": exact,
-    "auto": auto,
-}
+PACKERS: dict[str, Callable[[Histogram, int], Solution]] = dict(zip(PACKER_NAMES, _ALGORITHMS, strict=True))
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def values_like(
     kept = {
         name: getattr(config, name)
         for name, one in options.items()
-        if getattr(config, name) != (one.resolved(config) if one.depends else one.default)
+        if getattr(config, name) != (one.depends(config) if one.depends else one.default)
     }
     tied = [name for name in _TIED if name in kept and name not in given]
     for fallen in chain.from_iterable(combinations(tied, number) for number in range(len(tied) + 1)):

@@ -159,16 +159,6 @@ def load_plan(path: str | Path) -> Plan:
     return Plan(path=path, manifest=manifest)
 
 
-def load_to_rebuild(path: str | Path) -> Plan:
-    """Open a plan of any schema version that says what it was built with: only its manifest is of use.
-
-    Raises:
-        UsageError: there is no plan at `path`.
-        DataError: what is there is not a plan, or says something else than a plan does.
-    """
-    return Plan(path=Path(path), manifest=read_manifest(Path(path), "plan", to_rebuild=True))
-
-
 def evaluation_folder(plan: Path) -> Path:
     """Where the plan of what a build to `plan` holds out goes."""
     return plan.with_name(f"{plan.name}-eval")

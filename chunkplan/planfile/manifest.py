@@ -20,12 +20,6 @@ from chunkplan.files.own_files import refuse_outside
 from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN
 from chunkplan.planfile.schema import SCHEMA_VERSION
 
-#: The oldest version of each kind that is still read.
-_OLDEST = {"analysis": 4, "plan": 6}
-
-#: The oldest version of a plan of which the manifest is still read, to build the plan again.
-_OLDEST_TO_REBUILD = 3
-
 _HINT = "write it again with `chunkplan analyze` or `chunkplan build`"
 
 
@@ -76,23 +70,13 @@ def how_to_build_beside(plan: Path, name: str, *words: str) -> str:
     return shlex.join(["chunkplan", "build", "--like", str(plan), *words, "--output", str(output)])
 
 
-def _how_to_renew(folder: Path, kind: str, version: int) -> str:
-    """What to do about an analysis or a plan of a schema version that is not read."""
-    if kind == "plan" and version >= _OLDEST_TO_REBUILD:
-        return f"build it again: `{how_to_build_beside(folder, str(SCHEMA_VERSION))}`"
-    anew = "analyze its data again with `chunkplan analyze`"
-    return anew if kind == "analysis" else f"{anew}, and give `chunkplan build` what is under `config` in this file"
-
-
-def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """Read the manifest of a folder that should be of `kind` ("analysis" or "plan").
-
-    `to_rebuild`: of a plan whose other files are not read, and may be of an older version.
 
     Raises:
         UsageError: there is no such folder, or it has no manifest.
         DataError: it is a link out of the folder, is not JSON (see `json_file.read_json`), is of the other kind, was
-            written by a newer or too old a schema, lacks an entry, or was replaced while it was read.
+            written by another schema version, lacks an entry, or was replaced while it was read.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -117,20 +101,13 @@ def read_manifest(folder: Path, kind: str, *, to_rebuild: bool = False) -> dict[
     version = manifest.get("schema_version")
     if type(version) is not int or version < 1:
         raise DataError(f"schema_version is {version!r}, expected a whole number from 1", where=str(path), hint=_HINT)
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
+        again = "analyze the data again" if kind == "analysis" else "analyze and build again"
         raise DataError(
             f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
-            f"this chunkplan reads up to version {SCHEMA_VERSION}",
+            f"this chunkplan reads version {SCHEMA_VERSION}",
             where=str(path),
-            hint="upgrade chunkplan, or analyze and build again with this version",
-        )
-    oldest = _OLDEST_TO_REBUILD if to_rebuild else _OLDEST[kind]
-    if version < oldest:
-        raise DataError(
-            f"written by schema version {version} (chunkplan {manifest.get('tool_version')}); "
-            f"this chunkplan reads {'plans' if kind == 'plan' else 'analyses'} from version {oldest} on",
-            where=str(path),
-            hint=_how_to_renew(folder, kind, version),
+            hint=again if version < SCHEMA_VERSION else f"upgrade chunkplan, or {again} with this version",
         )
     mismatch = find_mismatch(manifest, ANALYSIS if kind == "analysis" else PLAN)
     if mismatch:

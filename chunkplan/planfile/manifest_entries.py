@@ -56,7 +56,7 @@ class TokenFileEntry(TypedDict):
 
 
 class SourceEntry(TypedDict):
-    """A source of an analysis (docs/plan-format.md). This version writes all entries; earlier ones wrote fewer.
+    """A source of an analysis (docs/plan-format.md). `analyze` writes all entries.
 
     `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
     that nothing was made of, each with the number of records, or None where that is not known. `num_truncated`
@@ -149,7 +149,7 @@ ANALYSIS: Expected = {
     "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
-#: Missing where they say nothing, as in plans that were made before there were these.
+#: Missing where they are at their defaults.
 _NEW = ("cp", "stage_layers", "keep_attention")
 _PLAN_CONFIG = {f"{name}?" if name in _NEW else name: entry for name, entry in entries_of(PlanConfig).items()}
 _SELECTED: dict[str, Domain] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
@@ -172,7 +172,7 @@ PLAN: Expected = {
     },
     "predictions": {
         "cost_model": {
-            "shape": {"name": TEXT, "num_layers": whole(1), "max_positions?": or_null(whole(1))},
+            "shape": {"name": TEXT, "num_layers": whole(1), "max_positions": or_null(whole(1))},
             "hardware": {"name": TEXT},
             "tp": whole(1),
             "checkpointing": TEXT,

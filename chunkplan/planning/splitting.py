@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, IntArray, offsets_of, sum_runs
-from chunkplan.config.plan import PlanConfig, Split
-from chunkplan.config.plan_domains import KByLength
+from chunkplan.config.plan import KByLength, PlanConfig, Split
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, recompute_ns, seen_pairs, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL

@@ -82,10 +82,7 @@ def _check_sources(analysis: Analysis) -> Iterator[Violation]:
 
 
 def _check_reasons(manifest: dict[str, Any]) -> Iterator[Violation]:
-    """Yield where rejections by reason do not add up, or a key that was not read is in more records than were read.
-
-    Analyses of version 4 say neither of a source.
-    """
+    """Yield where rejections by reason do not add up, or a key that was not read is in more records than were read."""
     reasons: Counter[str] = Counter()
     for source in manifest["sources"]:
         path, found, rejected = source["path"], source.get("reasons", {}), source.get("rejected", 0)

@@ -37,8 +37,7 @@ class BuildOptions(Options):
 
     like: Path | None = option(
         path("PLAN"),
-        "Build a plan of the same steps and samples for other ranks: what is not given is as in PLAN, also one of an "
-        "earlier version.",
+        "Build a plan of the same steps and samples for other ranks: what is not given is as in PLAN.",
         group=OPTIONS,
         default=None,
     )
@@ -95,9 +94,9 @@ def open_like(
     """
     from chunkplan.building import with_sources
     from chunkplan.planfile.likeness import refuse_to_replace, values_like
-    from chunkplan.planfile.load import load_analysis, load_same_analysis, load_to_rebuild
+    from chunkplan.planfile.load import load_analysis, load_plan, load_same_analysis
 
-    like = load_to_rebuild(plan)
+    like = load_plan(plan)
     if output is not None:
         refuse_to_replace(plan, output)
     found = load_same_analysis(like, option="ANALYSIS") if analysis is None else load_analysis(analysis)

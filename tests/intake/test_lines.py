@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from chunkplan.errors import UsageError
-from chunkplan.intake.pieces import Batch, LengthColumn, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn
 from chunkplan.intake.readers import digest, first_records, read
-from chunkplan.intake.readers.decode import decode_lines
+from chunkplan.intake.readers.lines import decode_lines
 from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, parse
@@ -193,7 +193,8 @@ def _by_parse(lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], d
 def _check_columns(path: Path, lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     batches = _batches(path, layout)
-    assert all(isinstance(batch.records, (LengthColumn, TokenColumns)) for piece in batches for batch in piece)
+    is_column = layout is LENGTH
+    assert all(isinstance(batch.records, LengthColumn) == is_column for piece in batches for batch in piece)
     records, rejected = rows_of(batches)
     reference = _by_parse(lines, layout)
     assert (records, {row: one.message for row, one in rejected.items()}) == reference

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from chunkplan.intake.pieces import LengthColumn, TokenColumns
+from chunkplan.intake.pieces import LengthColumn
 from chunkplan.intake.readers import default_columns, digest, first_records
 from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
@@ -99,12 +99,12 @@ def test_tokens_are_columns(tmp_path: Path, kind: str, dtype: pa.DataType) -> No
     mask = [[0, 1, 1], [], None, [0], *([1] * number for number in range(1, 15))]
     labels = [[-100, 2, 3], [], None, None, *([-100] * number for number in range(1, 14)), [1, 2]]
     table = pa.table({"input_ids": pa.array(rows, dtype)})
-    records, rejected = _same_as_lines(tmp_path, table, kind, TOKENS, TokenColumns)
+    records, rejected = _same_as_lines(tmp_path, table, kind, TOKENS, list)
     assert records[0] == ([1, 2, 3], [False, True, True])
     assert set(rejected) == {1, 2}
     table = table.append_column("attention_mask", pa.array(mask, pa.list_(pa.int8())))
     table = table.append_column("labels", pa.array(labels, pa.list_(pa.int64())))
-    records, rejected = _same_as_lines(tmp_path, table, kind, TOKENS, TokenColumns)
+    records, rejected = _same_as_lines(tmp_path, table, kind, TOKENS, list)
     assert records[0] == ([2, 3], [False, True])
     assert set(rejected) == {1, 2, 3, 17}
 
