@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_render import Span
 
 
 def first_bytes(text: str, places: Iterable[int]) -> tuple[list[int], int]:

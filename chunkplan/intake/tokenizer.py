@@ -16,7 +16,7 @@ from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Recor
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import SHARED
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_render import Span
 
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]

@@ -17,7 +17,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.backends.text_parts import can_be_cut, parts
 from chunkplan.intake.byte_masks import mask_in
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_render import Span
 from chunkplan.intake.tokenizer import Masked, calls, size_of
 
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")

@@ -16,7 +16,7 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice
 from chunkplan.intake.byte_masks import mask_in
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_render import Span
 from chunkplan.intake.tokenizer import Masked, RecordTokenizer
 
 if TYPE_CHECKING:
