@@ -18,7 +18,6 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
-from chunkplan.intake.padding import without_padded
 from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns, token_columns
 from chunkplan.intake.readers import digest, read
@@ -27,8 +26,7 @@ from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import Store
-from chunkplan.intake.tokenizer import RecordTokenizer
-from chunkplan.intake.turns import by_turns
+from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
 from chunkplan.planfile.unread_keys import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.

@@ -1,19 +1,25 @@
-"""A tokenizer: records -> token ids and target masks, token by token what the model will be trained on."""
+"""A tokenizer: records -> token ids and target masks, token by token what the model will be trained on.
+
+A *turn* of the assistant is what it writes between two messages of others, tools aside: its messages, the calls in
+them, and the answers of tools that it went on from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.config.intake import Turns
 from chunkplan.errors import UsageError
-from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.pieces import TokenColumns
+from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord
+from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.result import SHARED
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_render import Span
@@ -27,6 +33,12 @@ Masked = tuple[Int32Array, BoolArray, bool]
 #: The most that is encoded in one call, in bytes: a tokenizer needs up to 130 bytes of memory for every byte of text,
 #: and is a little faster where these stay in the caches of the processor.
 CALL_BYTES = 1 << 16
+
+#: Words in the name of a token that may end a text, of which only what comes behind the first is padding.
+_END_WORDS = ("end", "eos", "eot", "/s")
+
+_PADDING_HINT = "give `attention_mask` with 0 at padding, or `labels` with -100 there; or leave the padding out"
+
 
 T = TypeVar("T")
 
@@ -81,14 +93,12 @@ class TokenizerEntry(TypedDict):
 class RecordTokenizer:
     """Encodes batches of records. Made by `load_tokenizer`.
 
-    `path` is what it was loaded from. `content_hash` is of what it encodes, `earlier_hash` what analyses of earlier
-    versions name it by. `eos`, `bos` and `pad` are the tokens that end, begin and pad a sequence, with their ids;
-    `ends_text` and `begins_text` say that plain text gets the first two.
+    `path` is what it was loaded from, `content_hash` is of what it encodes. `eos`, `bos` and `pad` are the tokens that
+    end, begin and pad a sequence, with their ids; `ends_text` and `begins_text` say that plain text gets the first two.
     """
 
     path: str
     content_hash: str
-    earlier_hash: str
     bos: tuple[str, int] | None
     eos: tuple[str, int] | None
     begins_text: bool
@@ -258,3 +268,84 @@ def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         total += num_bytes
     if call:
         yield call
+
+
+def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
+    """The conversations that become sequences, at least one; messages that are not trained have `loss` False.
+
+    - "rendered": the conversation as it is, in which all counts that the assistant said.
+    - "last": the same, in which only its last turn counts.
+    - "each": of every turn the conversation up to its end, in which only that turn counts. That is how a model meets it
+      when it answers: a template shows the thinking of this turn, and of earlier ones what it leaves of it.
+
+    Of a conversation that no message counts in, there is one sequence, without targets.
+    """
+    if turns == "rendered":
+        return [conversation]
+    messages = conversation.messages
+    spans = [(start, stop) for start, stop in turns_of(messages) if _counts(messages[start:stop])]
+    if not spans:
+        return [conversation]
+    if turns == "last":
+        start, stop = spans[-1]
+        rest = tuple(map(_silent, messages[stop:]))
+        return [replace(conversation, messages=(*map(_silent, messages[:start]), *messages[start:stop], *rest))]
+    return [
+        replace(conversation, messages=(*map(_silent, messages[:start]), *messages[start:stop]))
+        for start, stop in spans
+    ]
+
+
+def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
+    """The messages [start, stop) of every turn, with those of others that it answers.
+
+    Together they cover all but the rest behind the last turn.
+    """
+    start = stop = 0
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            stop = index + 1
+        elif stop > start and message.role != "tool":
+            yield start, stop
+            start = stop
+    if stop > start:
+        yield start, stop
+
+
+def _counts(messages: tuple[Message, ...]) -> bool:
+    return any(message.counts_in_loss for message in messages)
+
+
+def _silent(message: Message) -> Message:
+    return message._replace(loss=False)
+
+
+def without_padded(
+    numbers: Int64Array, found: TokenColumns, tokenizer: RecordTokenizer | None
+) -> tuple[Int64Array, TokenColumns, list[Rejected]]:
+    """The sequences, of the records `numbers` [m], without padding among their targets, and what is wrong with others.
+
+    Padding is a run of the tokenizer's padding token, or of its end token, at either end of a sequence.
+    """
+    if tokenizer is None or not len(numbers):
+        return numbers, found, []
+    first, last = found.offsets[:-1], found.offsets[1:] - 1
+    second, before = np.minimum(first + 1, last), np.maximum(last - 1, first)
+    pads = dict(pad for pad in (tokenizer.pad, tokenizer.eos) if pad is not None)
+    is_bad, names = np.zeros(len(first), np.bool_), list[str]()
+    for name, pad_id in pads.items():
+        is_pad = found.input_ids == pad_id
+        ends_text = (name, pad_id) == tokenizer.eos or any(word in name.lower() for word in _END_WORDS)
+        is_its = is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
+        is_its |= is_pad[first] & is_pad[second] & found.target[second]
+        names += [f"`{name}`"] if is_its.any() else []
+        is_bad |= is_its
+    if not is_bad.any():
+        return numbers, found, []
+    message = (
+        f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
+    )
+    rejected = [Rejected(number, "schema", message, _PADDING_HINT) for number in numbers[is_bad].tolist()]
+    kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
+    columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept])
+    return numbers[~is_bad], columns, rejected

@@ -15,7 +15,7 @@ from chunkplan.arrays import Int32Array
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice
-from chunkplan.intake.byte_masks import mask_in
+from chunkplan.intake.backends.fast import mask_in
 from chunkplan.intake.template_render import Span
 from chunkplan.intake.tokenizer import Masked, RecordTokenizer
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFIX = "tiktoken:"
 
 
-def takes(name: str) -> bool:
+def is_encoding(name: str) -> bool:
     """Whether a name says that it is one of tiktoken."""
     return name.startswith(PREFIX)
 
@@ -54,11 +54,9 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
     """A tokenizer of an encoding; raises DataError where the chat template is not one."""
     eos_id = encoding._special_tokens.get("<|endoftext|>")
     eos = None if eos_id is None else (encoding.decode([eos_id]), eos_id)
-    content_hash = _content_hash(encoding)
     return RecordTokenizer(
         path=name,
-        content_hash=content_hash,
-        earlier_hash=content_hash,
+        content_hash=_content_hash(encoding),
         bos=None,
         eos=eos,
         begins_text=False,
