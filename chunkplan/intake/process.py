@@ -14,7 +14,6 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.disk import MOST, check_room
 from chunkplan.intake.estimate import estimate_tokens
@@ -135,7 +134,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
 def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
     """Load what most tasks of a run need, before the first is known; what cannot be loaded is reported by others."""
     if tokenizer is not None and Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
-        with suppress(ChunkplanError):
+        with suppress(Exception):
             _load(tokenizer, chat_template, today)
 
 

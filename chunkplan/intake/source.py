@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from chunkplan.errors import DataError
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.rejection import Rejected
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import LINK, SourceFile
@@ -40,7 +40,7 @@ class Source:
     results: dict[int, PieceResult] = field(default_factory=dict)
     num_cut: int = 0
     num_pieces: int | None = None
-    broken: RecordError | None = None
+    broken: Rejected | None = None
     ends: str | None = None
     num_left: int = field(init=False)
 

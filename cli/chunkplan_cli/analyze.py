@@ -133,7 +133,7 @@ def analyze(
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
-    from chunkplan.intake.analyze import write_analysis
+    from chunkplan.intake.reading import write_analysis
     from chunkplan.workspace import Workspace, find_tokenizer
 
     place = Workspace.find(workspace)
