@@ -23,7 +23,6 @@ from chunkplan.files.writing import writing
 from chunkplan.intake import pieces
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.disk import LEAST, ROOM_HINT, check_room
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.process import IntakeSettings
 from chunkplan.intake.run import IntakeRun, Runner
@@ -31,7 +30,7 @@ from chunkplan.intake.runners import Workers, run_here, run_in_processes, run_on
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import suffixes_of, without_unused
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
-from chunkplan.intake.store import Store
+from chunkplan.intake.store import LEAST, ROOM_HINT, Store, check_room
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
@@ -235,5 +234,6 @@ def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, s
     tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
     workers = stack.enter_context(Workers(num_workers, tokenizer, template, date.today().isoformat()))
     new = [file.num_bytes for file in files if file.num_bytes is None or store.recall(Path(file.path)) is None]
-    workers.start(min(num_workers, sum(-(-(size or ONE_PROCESS_BYTES) // pieces.PIECE_BYTES) for size in new)))
+    if new:
+        workers.start(min(num_workers, sum(-(-(size or ONE_PROCESS_BYTES) // pieces.PIECE_BYTES) for size in new)))
     return partial(run_in_processes, workers=workers)

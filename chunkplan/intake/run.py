@@ -22,11 +22,10 @@ from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.runners import Failed, Outcomes, Report, Task
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.flags import LayoutError
-from chunkplan.intake.source import Source
+from chunkplan.intake.source import Source, hint_for, unreadable_sources
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
-from chunkplan.intake.unreadable import hint_for, unreadable_sources
 
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Outcomes]

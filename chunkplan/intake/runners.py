@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan.files.writing import writing
-from chunkplan.intake.disk import ROOM_HINT
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.process import IntakeSettings, prepare, process
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.store import ROOM_HINT
 
 #: Tasks that wait beside those that run: so many that nobody waits for one, so few that spooled pieces take little
 #: room. On a cluster it is as many for each CPU.

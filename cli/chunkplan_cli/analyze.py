@@ -174,7 +174,7 @@ def _reading(
     An error of sources that cannot be read gets the command that leaves them out.
     """
     from chunkplan.intake.reading import IntakeRequest
-    from chunkplan.intake.unreadable import UnreadableSourcesError
+    from chunkplan.intake.source import UnreadableSourcesError
 
     try:
         with reading_progress() as progress:
