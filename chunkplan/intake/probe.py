@@ -23,9 +23,8 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
-from chunkplan.intake.schemas.flags import TRY, LayoutError
-from chunkplan.intake.schemas.input_ids import marks_of
-from chunkplan.intake.schemas.marks import without_ignored
+from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
+from chunkplan.intake.schemas.tokens import marks_of
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
 from chunkplan.intake.unknown_suffix import kind_of

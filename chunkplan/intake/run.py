@@ -21,7 +21,7 @@ from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.runners import Failed, Outcomes, Report, Task
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.flags import LayoutError
+from chunkplan.intake.schemas.fields import LayoutError
 from chunkplan.intake.source import Source, hint_for, unreadable_sources
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile

@@ -16,8 +16,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.rejection import Rejected
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, line_of
-from chunkplan.intake.schemas.marks import hint_of_source
+from chunkplan.intake.schemas.fields import TRY, Flag, LayoutError, column_flags, hint_of_source, line_of
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.options import toml_name

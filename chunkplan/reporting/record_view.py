@@ -23,7 +23,7 @@ from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Recor
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.result import LEFT_OUT, SHARED
 from chunkplan.intake.schemas import SCHEMAS, count_unread
-from chunkplan.intake.schemas.marks import without_ignored
+from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
 from chunkplan.intake.turns import by_turns, turns_of
 from chunkplan.planfile.analysis import Analysis

@@ -167,7 +167,7 @@ def _why_lost(source: SourceEntry) -> str:
 
 def _warn_of_lost(sources: list[SourceEntry]) -> None:
     """Name the sources of which nothing could be read, a line each, and what to type to have them read."""
-    from chunkplan.intake.schemas.flags import CHOOSE, TRY
+    from chunkplan.intake.schemas.fields import CHOOSE, TRY
 
     if not sources:
         return

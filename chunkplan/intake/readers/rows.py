@@ -16,7 +16,7 @@ from chunkplan.intake.pieces import LengthColumn
 from chunkplan.intake.records import JsonObject, LengthRecord, Record
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, count_unread, parse
-from chunkplan.intake.schemas.refused import MEDIA, SUSPECT
+from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
 from chunkplan.intake.schemas.unread import named
 from chunkplan.planfile.arrow import to_numpy
 

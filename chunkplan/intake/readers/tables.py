@@ -35,10 +35,10 @@ from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
-from chunkplan.intake.schemas.input_ids import HARMLESS, may_say
-from chunkplan.intake.schemas.left_over import is_looked_at
-from chunkplan.intake.schemas.refused import SUSPECT
-from chunkplan.intake.schemas.unread import named
+from chunkplan.intake.schemas.keys import may_say
+from chunkplan.intake.schemas.messages import SUSPECT
+from chunkplan.intake.schemas.tokens import HARMLESS
+from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 
