@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.disk import check_room
-from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
 from chunkplan.intake.rejection import HINTS_OF_ALL
 from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source
+from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.manifest_entries import SourceEntry

@@ -10,22 +10,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.disk import MOST, check_room
-from chunkplan.intake.estimate import estimate_tokens
-from chunkplan.intake.piece_writer import PieceWriter
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns, token_columns
 from chunkplan.intake.readers import digest, read
-from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    LengthRecord,
+    PromptRecord,
+    Record,
+    TextRecord,
+    TokensRecord,
+)
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.store import Store
+from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
 from chunkplan.planfile.unread_keys import add_unread, most_unread
 
@@ -133,7 +138,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
 def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
     """Load what most tasks of a run need, before the first is known; what cannot be loaded is reported by others."""
     if tokenizer is not None and Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
-        with suppress(ChunkplanError):
+        with suppress(Exception):
             _load(tokenizer, chat_template, today)
 
 
@@ -291,6 +296,36 @@ class _Task:
         for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
             self._rejected.append(too_long(number, length, options.max_length))
         return ~is_long, lengths
+
+
+#: About right for English and for code.
+_BYTES_PER_TOKEN = 4
+
+
+def estimate_tokens(record: Record) -> int:
+    """About how many tokens `record` has, at least 1; those of a conversation include tool calls and reasoning.
+
+    Records that are tokens or a length say it exactly.
+    """
+    match record:
+        case TextRecord(text):
+            num_bytes = len(text.encode())
+        case PromptRecord(prompt, completion):
+            num_bytes = len(prompt.encode()) + len(completion.encode())
+        case Exchange(system, prompt, completion):
+            num_bytes = len((system or "").encode()) + len(prompt.encode()) + len(completion.encode())
+        case Conversation(messages):
+            num_bytes = 0
+            for message in messages:
+                num_bytes += len((message.content or "").encode())
+                for key in ("tool_calls", "reasoning_content"):
+                    if value := message.fields.get(key):
+                        num_bytes += len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
+        case TokensRecord(input_ids):
+            return len(input_ids)
+        case LengthRecord(num_tokens):
+            return num_tokens
+    return max(1, -(-num_bytes // _BYTES_PER_TOKEN))
 
 
 def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:

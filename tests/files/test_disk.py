@@ -25,7 +25,7 @@ from chunkplan.errors import UsageError
 from chunkplan.exporting.export import FORMATS, export
 from chunkplan.files.folder import replace_folder
 from chunkplan.files.json_file import write_json
-from chunkplan.intake import disk, process, reading
+from chunkplan.intake import process, reading, store
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.schedule.trace import write_trace
@@ -41,7 +41,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 8 MiB, which is written until it is full: nothing asks before whether there is room."""
-    monkeypatch.setattr(disk, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(store, "RESERVE_BYTES", 0)
     monkeypatch.setattr(reading, "LEAST", 0)
     monkeypatch.setattr(process, "MOST", 0)
     place = tmp_path / "disk"
@@ -66,10 +66,10 @@ def test_as_much_is_left_free_as_is_written_and_no_more_than_a_reserve(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     if says is None:
-        disk.check_room(tmp_path, num_bytes, "it")
+        store.check_room(tmp_path, num_bytes, "it")
         return
     with pytest.raises(UsageError, match=says) as refused:
-        disk.check_room(tmp_path, num_bytes, "it")
+        store.check_room(tmp_path, num_bytes, "it")
     assert str(refused.value).endswith(f"{tmp_path} has 1.0 MB left")
 
 

@@ -20,7 +20,6 @@ import pyarrow as pa
 from chunkplan.arrays import Int64Array
 from chunkplan.errors import ChunkplanError
 from chunkplan.intake import pieces
-from chunkplan.intake.disk import check_room
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Batch, Piece
 from chunkplan.intake.readers import lines
@@ -29,6 +28,7 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.store import check_room
 
 #: What git leaves in place of a file that Git LFS has not fetched.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
