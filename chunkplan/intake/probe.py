@@ -182,11 +182,7 @@ def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path
 def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
-    """Refuse a source of whose first records none can be read, or that begins with a part of one, with the first bad.
-
-    Raises:
-        RecordError: of that record, with its place.
-    """
+    """Refuse a source of whose first records none can be read, or that begins with a part of one."""
     goes_on = _goes_on(piece)
     if not goes_on and any(_is_readable(layout, record) for record in records):
         return

@@ -183,11 +183,7 @@ class TurnFinder:
         return any(written.endswith(end.rstrip()) for end in self._frame(tools).ends)
 
     def _from_beginnings(self, messages: list[JsonObject], tools: Tools, full: str, index: int) -> Span:
-        """The characters of a message in `full`: for the assistant what follows the generation prompt, else all.
-
-        Raises:
-            RecordError: the template raises, or renders a message otherwise when others follow it.
-        """
+        """The characters of a message in `full`: for the assistant what follows the generation prompt, else all."""
 
         def length(count: int, *, prompt: bool) -> int:
             beginning = self._render(messages[:count], tools, prompt).text

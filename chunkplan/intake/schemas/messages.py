@@ -237,11 +237,7 @@ def _turn(message: JsonObject, path: str) -> Message:
 
 
 def _role_of(name: str, path: str, loss: bool | None) -> str:
-    """The role that a chat template knows for `name`; upper and lower case are the same.
-
-    Raises:
-        RecordError: it is not known, and the message does not say by its `loss` whether it counts.
-    """
+    """The role that a chat template knows for `name`; upper and lower case are the same."""
     role = ROLES.get(name) or ROLES.get(name.lower())
     if role is None and loss is None:
         wrong(
@@ -361,11 +357,7 @@ def _call(value: Any, path: str) -> JsonObject:
 
 
 def _stated_loss(message: JsonObject, path: str) -> bool | None:
-    """Whether the message at `path` counts in the loss, as its flags say; None where they say nothing.
-
-    Raises:
-        RecordError: what they say is neither yes nor no, means either, or they disagree.
-    """
+    """Whether the message at `path` counts in the loss, as its flags say; None where they say nothing."""
     if FLAGS.isdisjoint(message):
         return None
     if message.get("train_detail"):

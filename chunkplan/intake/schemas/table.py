@@ -203,12 +203,7 @@ def _conversation_in(role: str) -> Callable[[JsonObject, dict[str, str]], Conver
 
 
 def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Conversation:
-    """The prompt and its completion, or the messages of both; a `system` beside messages comes first.
-
-    Raises:
-        RecordError: the two are neither strings nor lists of messages, or both blank; strings have a `system` or
-            `tools` beside them, which only chat templates know the place of; or `system` contradicts the messages.
-    """
+    """The prompt and its completion, or the messages of both; a `system` beside messages comes first."""
     _refuse_history(record, columns)
     prompt_key, completion_key = columns["prompt"], columns["completion"]
     given, answer = record.get(prompt_key), record.get(completion_key)
@@ -266,9 +261,6 @@ def _exchange(
     """A question and its answer, behind the system text and the `history` that `record` has beside them, if any.
 
     Answers in the history count in the loss like the last one.
-
-    Raises:
-        RecordError: both are blank, the system is no text, or the history no list of pairs of texts.
     """
     if is_blank(prompt) and is_blank(answer):
         empty(f"`{keys[0]}` and `{keys[1]}` are blank")
@@ -301,9 +293,6 @@ def _begun(conversation: Conversation, record: JsonObject, columns: dict[str, st
     """The conversation, found at `path`, behind the system text that `record` has beside it, if it has one.
 
     Gemini's is a message, with `parts`.
-
-    Raises:
-        RecordError: that is no text, or the messages begin with another.
     """
     key = system_key(record, columns)
     value = record.get(key)
@@ -331,9 +320,6 @@ def _tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | No
     """The tools that a chat template may describe to the model: `tools`, or `functions` as OpenAI had them before.
 
     Each is a list, or one written as JSON. None if there are none.
-
-    Raises:
-        RecordError: they are something else, a tool is no object, or both are there.
     """
     key, functions_key = columns["tools"], columns["functions"]
     found, functions = objects(record.get(key), key), objects(record.get(functions_key), functions_key)

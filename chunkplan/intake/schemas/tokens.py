@@ -214,11 +214,7 @@ def _inside(kept: BoolArray, extent: range, name: str) -> range:
 
 
 def _begins(role: str, numbers: Int32Array, stops: tuple[int, int], name: str, key: str) -> Int64Array:
-    """Where documents begin that have these lengths, ends or begins, and together are all tokens, with padding or not.
-
-    Raises:
-        RecordError: that is not so.
-    """
+    """Where documents begin that have these lengths, ends or begins, which are all tokens, with padding or not."""
     ends: Int64Array | Int32Array = numbers
     if role == "seq_lengths":
         ends = np.append(0, np.cumsum(numbers, dtype=np.int64))
