@@ -150,7 +150,7 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
         marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
         return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:
-        raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
+        raise LayoutError(error.message, hint=error.hint, where=source.name, missing=error.missing) from error
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 

@@ -14,13 +14,12 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import (
     MOST_LISTED,
     TRY,
-    Flag,
     LayoutError,
+    column_flags,
     listed,
     messages_in,
     quoted,
     shortened,
-    spaced,
 )
 from chunkplan.intake.schemas.messages import refuse
 from chunkplan.intake.schemas.readings import (
@@ -76,7 +75,7 @@ def detect(
     if len(wanted) > 1:
         several = ", ".join(f"{number} {name}" for name, number in wanted.items())
         message = f"the records are of different schemas: {several}; found: {_found(readable)}"
-        raise LayoutError(message, ["put them into different files, or ", *SAY])
+        raise LayoutError(message, hint=f"put them into different files, or {SAY}")
     if not readable:
         raise DataError("no record can be read", hint="give files with at least one record")
     raise _no_schema(schema, columns, candidates, readable)
@@ -190,12 +189,12 @@ def _no_key(missing: list[str], columns: Said, candidates: list[str], records: l
     """The error of keys that the user has named for the roles `missing`, and that no record has."""
     found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
     role, place = missing[0], columns.place(missing[0], "--column")
-    words: Sequence[str | Flag] = ["name a key that the records have"]
+    hint = "name a key that the records have"
     if found and set(missing) <= found[1].keys():
         is_typed = place.startswith("--column")
-        words = ["in place of it, ", TRY, *spaced(found[1])] if is_typed else [f"is it `{found[1][role]}`?"]
+        hint = f"in place of it, {TRY}{column_flags(found[1])}" if is_typed else f"is it `{found[1][role]}`?"
     message = f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}"
-    return LayoutError(message, words, missing=missing)
+    return LayoutError(message, hint=hint, missing=missing)
 
 
 def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
@@ -205,14 +204,14 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
     if schema is not None:
         message += f"; --format {schema} expects {_needs(schema)}"
         if (other := _other_schema(columns, records)) is not None:
-            return LayoutError(message, ["in place of it, ", TRY, Flag("--format", other)])
+            return LayoutError(message, hint=f"in place of it, {TRY}--format {other}")
     elif found is not None:
         message += f"; closest is {found[0]} ({_all_of(SCHEMAS[found[0]].choices({})[0])})"
     elif closest := _closest(candidates, columns, records):
         message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
     if found is not None:
-        return LayoutError(message, [TRY, *spaced(found[1])])
-    return LayoutError(message, what_else(records, candidates, columns))
+        return LayoutError(message, hint=TRY + column_flags(found[1]))
+    return LayoutError(message, hint=what_else(records, candidates, columns))
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message, Record
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import CHOOSE, Flag, LayoutError, messages_in, quoted, shortened, spaced, words_of
+from chunkplan.intake.schemas.fields import CHOOSE, LayoutError, column_flags, messages_in, quoted, shortened, words_of
 from chunkplan.intake.schemas.keys import holds_content, keys_of_content, words
 from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, parse_messages
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, has_all
@@ -22,8 +22,8 @@ from chunkplan.intake.schemas.unread import count_unread, with_left_over
 from chunkplan.quantities import counted
 
 #: How the user may say how records are laid out.
-SAY = ("say which with ", Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
-_SAY_LISTED = (*SAY, "; `chunkplan analyze --help` lists the schemas")
+SAY = "say which with --format NAME, or name the keys with --column ROLE=KEY"
+_SAY_LISTED = f"{SAY}; `chunkplan analyze --help` lists the schemas"
 
 #: What a record that has all of its content where it is read looks like.
 _SHAPES = (
@@ -150,11 +150,11 @@ def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) ->
             first = reading, parsed, set(schema.keys_of(record, columns).values())
         elif parsed != first[1] and not first[2].issuperset(reading.keys.values()):
             # Of numbers nothing is trained; of all else a flag would lose what is read in the other way alone.
-            words = [CHOOSE, *spaced(first[0].keys), ", or ", *spaced(reading.keys)]
+            hint = f"{CHOOSE}{column_flags(first[0].keys)}, or {column_flags(reading.keys)}"
             if reading.schema != "length":
-                words = ["they are two sequences: write a record for each, or take away the key that is not trained"]
+                hint = "they are two sequences: write a record for each, or take away the key that is not trained"
             ways = f"{first[0].words}, or {reading.words}"
-            raise LayoutError(f"a record can be read in two ways that differ: {ways}", words)
+            raise LayoutError(f"a record can be read in two ways that differ: {ways}", hint=hint)
     return found[0] if first is None else first[0]
 
 
@@ -195,15 +195,15 @@ def are_messages_each(records: Sequence[JsonObject]) -> bool:
     return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
-def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> list[str | Flag]:
-    """What to do with records that no keys are suggested for, as parts of a hint that names all that holds content."""
+def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> str:
+    """The hint of records that no keys are suggested for, which names all that holds content."""
     if are_messages_each(records):
         if tree := next((key for key in ("parent_id", "message_tree_id") if any(key in one for one in records)), None):
-            return [
+            return (
                 f"a record is one message of a tree (`{tree}`): write the messages from a root to each answer that is "
                 "to be trained as one record with `messages`; --format text reads each as a text of its own"
-            ]
-        return ["a record is one message: write all messages of a conversation as one record with `messages`"]
+            )
+        return "a record is one message: write all messages of a conversation as one record with `messages`"
     content = keys_of_content(records)
     lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _objects_in(records[0], key))}
     for key, messages in lists.items():
@@ -212,20 +212,20 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
         if advice and others:
             advice += f"; what {quoted(others)} {'has' if len(others) == 1 else 'have'} goes into its messages too"
         if advice:
-            return [advice]
+            return advice
     if len(records) == len(lists) == 1 and content == [*lists]:
         [(key, objects)] = lists.items()
-        return [f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"]
+        return f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"
     if len(content) == 2 and not named and "prompt+completion" in names and all(map(_is_plain, content)):
         pairs = [{"prompt": one, "completion": other} for one, other in permutations(content)]
         if _can_be_read(records, "prompt+completion", pairs[0]):
-            ways = [*spaced(pairs[0]), ", or ", *spaced(pairs[1])]
-            return [f"{quoted(content)} are two texts: write both as one `text`, or ", CHOOSE, *ways]
+            ways = f"{column_flags(pairs[0])}, or {column_flags(pairs[1])}"
+            return f"{quoted(content)} are two texts: write both as one `text`, or {CHOOSE}{ways}"
     if len(content) > 1:
-        return [f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or ", *_SAY_LISTED]
+        return f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or {_SAY_LISTED}"
     if any(type(record.get(key)) in (list, dict) for record in records for key in content):
-        return [f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or ", *_SAY_LISTED]
-    return [*_SAY_LISTED]
+        return f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or {_SAY_LISTED}"
+    return _SAY_LISTED
 
 
 def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:

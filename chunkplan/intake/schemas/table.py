@@ -27,7 +27,6 @@ from chunkplan.intake.schemas.fields import (
     field,
     is_blank,
     json_type,
-    line_of,
     messages_in,
     objects,
     optional_text,
@@ -220,7 +219,7 @@ def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord |
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
     system = system_key(record, columns)
     if optional_text(record, system) is not None:
-        flags = line_of(column_flags({"question": prompt_key, "answer": completion_key}))
+        flags = column_flags({"question": prompt_key, "answer": completion_key})
         reads_all = {*columns.values(), system}.issuperset(keys_of_content([record]))
         hint = f"{flags} reads all three as a conversation" if reads_all else "write the record as `messages`"
         _refuse_beside_prompt(system, hint)

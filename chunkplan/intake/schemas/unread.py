@@ -16,7 +16,6 @@ from chunkplan.intake.schemas.fields import (
     column_flags,
     ignoring,
     is_blank,
-    line_of,
     messages_in,
     quoted,
     refuse_unread,
@@ -214,7 +213,7 @@ def _way_on(key: str, schema: str, roles: Mapping[str, str], record: JsonObject)
     if type(record[key]) is not str:
         return None
     if schema == "text":
-        return f"{line_of(column_flags({'prompt': roles['text'], 'completion': key}))} reads both"
+        return f"{column_flags({'prompt': roles['text'], 'completion': key})} reads both"
     if kind_of(key) not in ("given", "asked"):
         return None
     required = [roles[role] for role in SCHEMAS[schema].required]
@@ -222,8 +221,8 @@ def _way_on(key: str, schema: str, roles: Mapping[str, str], record: JsonObject)
     if not SYSTEM.isdisjoint(words_of(key)):
         # Beside a prompt that is a text no system is read.
         columns = {"question": required[0], "answer": required[1]} if schema == "prompt+completion" and is_text else {}
-        return None if roles["system"] in record else f"{line_of(column_flags({'system': key, **columns}))} reads it"
+        return None if roles["system"] in record else f"{column_flags({'system': key, **columns})} reads it"
     if schema not in _PAIRS or record.get(roles.get("input", "")) or not is_text:
         return None
     columns = {"instruction": required[0], "input": key, "output": required[1]}
-    return f"{line_of(column_flags({role: one for role, one in columns.items() if role != one}))} reads it too"
+    return f"{column_flags({role: one for role, one in columns.items() if role != one})} reads it too"
