@@ -40,6 +40,8 @@ _END_WORDS = ("end", "eos", "eot", "/s")
 _PADDING_HINT = "give `attention_mask` with 0 at padding, or `labels` with -100 there; or leave the padding out"
 
 
+_NOTHING_LEFT = RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
+
 T = TypeVar("T")
 
 
@@ -148,86 +150,66 @@ class RecordTokenizer:
         Raises:
             UsageError: some are conversations and the tokenizer has no chat template.
         """
-        encoded: list[Encoded | RecordError] = [_empty()] * len(records)
-        texts: list[tuple[int, TextRecord]] = []
-        prompts: list[tuple[int, PromptRecord]] = []
-        conversations: list[tuple[int, Conversation]] = []
+        left_out = {} if left_out is None else left_out
+        encoded: list[Encoded | RecordError] = [_NOTHING_LEFT] * len(records)
+        by_kind: dict[str, list[tuple[int, str, list[Span]]]] = {"text": [], "prompt": [], "chat": []}
         for index, record in enumerate(records):
+            if isinstance(record, Exchange):
+                record = record.plain if self.template is None else record.conversation
             match record:
-                case TextRecord():
-                    texts.append((index, record))
-                case PromptRecord():
-                    prompts.append((index, record))
+                case TextRecord(text):
+                    by_kind["text"].append((index, text, []))
+                case PromptRecord(prompt, completion):
+                    text = prompt + completion
+                    by_kind["prompt"].append((index, text, [(len(prompt), len(text))]))
                 case Conversation():
-                    conversations.append((index, record))
-                case Exchange() if self.template is None:
-                    prompts.append((index, record.plain))
-                case Exchange():
-                    conversations.append((index, record.conversation))
+                    try:
+                        by_kind["chat"].append((index, *self._render(record, left_out, index)))
+                    except RecordError as error:
+                        encoded[index] = error
                 case _:
                     raise AssertionError("it has tokens, or a length, already")
-        left_out = {} if left_out is None else left_out
-        for index, one in (
-            *self._texts(texts),
-            *self._prompts(prompts, left_out),
-            *self._conversations(conversations, left_out),
-        ):
-            if isinstance(one, RecordError):
-                encoded[index] = one
-            elif len(one[0]):
-                one[1][0] = False  # nothing predicts the first token
-                encoded[index] = one
+        for kind, texts in by_kind.items():
+            for call in calls(texts, lambda item: size_of(item[1])):
+                for (index, _, _), (input_ids, target, shares) in zip(call, self._masked(kind, call), strict=True):
+                    if shares:
+                        left_out.setdefault(index, set()).add(SHARED)
+                    if len(input_ids):
+                        target[0] = False  # nothing predicts the first token
+                        encoded[index] = input_ids, target
         return encoded
 
-    def _texts(self, records: list[tuple[int, TextRecord]]) -> Iterator[tuple[int, Encoded]]:
-        """Every token but the first is a target."""
-        for call in calls(records, lambda item: size_of(item[1].text)):
-            found = self.library.texts([record.text for _, record in call])
-            for (index, _), input_ids in zip(call, found, strict=True):
-                yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
-
-    def _prompts(
-        self, records: list[tuple[int, PromptRecord]], left_out: dict[int, set[str]]
-    ) -> Iterator[tuple[int, Encoded]]:
-        """Prompt and completion are encoded as one string; targets hold a character of the completion."""
-        for call in calls(records, lambda item: size_of(item[1].prompt) + size_of(item[1].completion)):
-            texts = [record.prompt + record.completion for _, record in call]
-            found = self.library.prompts(texts, [len(record.prompt) for _, record in call])
-            for (index, _), (input_ids, target, shares) in zip(call, found, strict=True):
-                if shares:
-                    left_out.setdefault(index, set()).add(SHARED)
-                input_ids, target = self._framed(input_ids, target, ends=True)
-                if self.eos:
-                    target[-1:] = True
-                yield index, (input_ids, target)
-
-    def _conversations(
-        self, records: list[tuple[int, Conversation]], left_out: dict[int, set[str]]
-    ) -> Iterator[tuple[int, Encoded | RecordError]]:
-        """The rendered conversation is encoded as one string; targets hold a character of a span that counts."""
-        if not records:
-            return
+    def _render(self, conversation: Conversation, left_out: dict[int, set[str]], index: int) -> tuple[str, list[Span]]:
         if self.template is None:
             raise UsageError(
                 f"there are conversations and the tokenizer {self.path} has no chat template",
                 hint="give one with --chat-template, or another tokenizer",
             )
-        rendered: list[tuple[int, str, list[Span]]] = []
-        for index, record in records:
-            kinds: set[str] = set()
-            try:
-                rendered.append((index, *self.template.render(record, kinds)))
-            except RecordError as error:
-                yield index, error
+        kinds: set[str] = set()
+        try:
+            text, spans = self.template.render(conversation, kinds)
+        finally:
             if kinds:
                 left_out[index] = kinds
-        for call in calls(rendered, lambda item: size_of(item[1])):
-            spans = [[span for span in spans if span[0] < span[1]] for _, _, spans in call]
-            found = self.library.rendered([text for _, text, _ in call], spans)
-            for (index, _, _), (input_ids, target, shares) in zip(call, found, strict=True):
-                if shares:
-                    left_out.setdefault(index, set()).add(SHARED)
-                yield index, (input_ids, target)
+        return text, [span for span in spans if span[0] < span[1]]
+
+    def _masked(self, kind: str, call: list[tuple[int, str, list[Span]]]) -> Iterator[Masked]:
+        """The tokens of texts, prompts with their completions, or rendered conversations, each encoded as one string.
+
+        Of a text all are targets, of others those that hold a character of a span.
+        """
+        texts, spans = [text for _, text, _ in call], [spans for _, _, spans in call]
+        if kind == "chat":
+            yield from self.library.rendered(texts, spans)
+        elif kind == "text":
+            for input_ids in self.library.texts(texts):
+                yield *self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text), False
+        else:
+            for input_ids, target, shares in self.library.prompts(texts, [start for [(start, _)] in spans]):
+                input_ids, target = self._framed(input_ids, target, ends=True)
+                if self.eos:
+                    target[-1:] = True
+                yield input_ids, target, shares
 
     def _framed(self, input_ids: Int32Array, target: BoolArray, *, ends: bool) -> Encoded:
         """A text with the tokens that begin and end it, once: as the tokenizer put them there, or else as it says.
@@ -244,10 +226,6 @@ class RecordTokenizer:
         if ends and self.eos and (not len(input_ids) or input_ids[-1] != self.eos[1]):
             input_ids, target = np.append(input_ids, np.int32(self.eos[1])), np.append(target, True)
         return input_ids, target
-
-
-def _empty() -> RecordError:
-    return RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
 
 
 def size_of(text: str) -> int:
@@ -283,17 +261,18 @@ def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
     if turns == "rendered":
         return [conversation]
     messages = conversation.messages
-    spans = [(start, stop) for start, stop in turns_of(messages) if _counts(messages[start:stop])]
+    silent = tuple(message._replace(loss=False) for message in messages)
+    spans = [
+        (start, stop)
+        for start, stop in turns_of(messages)
+        if any(message.counts_in_loss for message in messages[start:stop])
+    ]
     if not spans:
         return [conversation]
     if turns == "last":
         start, stop = spans[-1]
-        rest = tuple(map(_silent, messages[stop:]))
-        return [replace(conversation, messages=(*map(_silent, messages[:start]), *messages[start:stop], *rest))]
-    return [
-        replace(conversation, messages=(*map(_silent, messages[:start]), *messages[start:stop]))
-        for start, stop in spans
-    ]
+        return [replace(conversation, messages=(*silent[:start], *messages[start:stop], *silent[stop:]))]
+    return [replace(conversation, messages=(*silent[:start], *messages[start:stop])) for start, stop in spans]
 
 
 def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
@@ -310,14 +289,6 @@ def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
             start = stop
     if stop > start:
         yield start, stop
-
-
-def _counts(messages: tuple[Message, ...]) -> bool:
-    return any(message.counts_in_loss for message in messages)
-
-
-def _silent(message: Message) -> Message:
-    return message._replace(loss=False)
 
 
 def without_padded(
