@@ -112,16 +112,15 @@ class ChatTemplate:
         return [self.content_hash, self._special_tokens, self.today]
 
     def render(self, conversation: Conversation, left_out: set[str] | None = None) -> tuple[str, list[Span]]:
-        """The conversation as a string, and the spans of characters that count in the loss, in order and disjoint.
+        """Render a conversation, and find the spans of characters that count in the loss, in order and disjoint.
 
-        An assistant message counts where it stands in generation blocks; without such blocks from the end of the
-        generation prompt to the token that ends it. Any other message counts as a whole. Calls of tools are in the form
-        that the template takes; where it raises, in the other one, and tools that are bare functions are written as
-        tools. To `left_out` is added what of the conversation is not there: see `LEFT_OUT`.
+        An assistant message counts where it stands in generation blocks, else from the end of the generation prompt to
+        the token that ends it; any other message as a whole. Calls and tools are given in the first form at which the
+        template does not raise. What of the conversation is missing, see `LEFT_OUT`, is added to `left_out`.
 
         Raises:
-            RecordError: the template raises, leaves out what counts, or makes the word None of a null that counts; or
-                where in the rendering a message begins is not known.
+            RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or
+                the place of a message is not known.
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation, left_out)
@@ -139,11 +138,7 @@ class ChatTemplate:
         return full, spans
 
     def text(self, conversation: Conversation) -> str:
-        """The conversation as a string, also where what counts in it is not known.
-
-        Raises:
-            RecordError: the template raises.
-        """
+        """Render a conversation, also where the counting spans are unknown; raises RecordError as the template does."""
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.text(conversation)
         text, _, _ = self._in_some_form(self._with_calls(conversation), self._render_text)
@@ -152,10 +147,7 @@ class ChatTemplate:
     def _in_some_form(
         self, conversation: Conversation, render: Callable[[list[JsonObject], Tools], T]
     ) -> tuple[T, list[JsonObject], Tools]:
-        """What `render` makes of the messages and tools as the template gets them, and these.
-
-        They are in the first of their forms at which the template does not raise.
-        """
+        """Call `render` with messages and tools in the first form at which the template does not raise."""
         shown, tools = [self._shown(message) for message in conversation.messages], conversation.tools
         takes = self._takes_calls if any("tool_calls" in message for message in shown) else None
         raised: TemplateRaisedError | None = None
@@ -191,7 +183,7 @@ class ChatTemplate:
     def _left_out(
         self, conversation: Conversation, full: str, spans: list[Span], messages: list[JsonObject], tools: Tools
     ) -> set[str]:
-        """What of `LEFT_OUT` is not in a rendering. Raises RecordError where an answer that counts is not."""
+        """Return the kinds of `LEFT_OUT` that a rendering lacks; raises RecordError for an answer that counts."""
         kinds = set()
         proof = self._turns.proof(messages, tools)
         for index, thinks, is_all in find_left_out(

@@ -41,10 +41,7 @@ _LEAST_TEXT = 6
 
 
 class LeftOut(NamedTuple):
-    """A message of which something is left out or changed: of what it thinks, or else of what it says.
-
-    With `is_all`, so little of what it says is left that the rendering has another answer.
-    """
+    """A message that lacks some of its thought or text; with `is_all`, so much that it is another answer."""
 
     message: int
     thinks: bool
@@ -52,10 +49,7 @@ class LeftOut(NamedTuple):
 
 
 def takes_calls(render: RenderText) -> str | None:
-    """In which form a template puts out arguments of calls: as an "object", or else as "json"; None: it has no calls.
-
-    As a text it takes JSON that stands in the rendering as it is.
-    """
+    """Return the form in which a template takes arguments of calls, "object" or "json"; None if it has no calls."""
     tool = {"type": "function", "function": {"name": _NAME, "description": "d", "parameters": {"type": "object"}}}
     as_json = json.dumps({_KEY: _VALUE})
     forms = (("object", {_KEY: _VALUE}, (_KEY, _VALUE)), ("json", as_json, (as_json,)))
@@ -70,10 +64,7 @@ def takes_calls(render: RenderText) -> str | None:
 
 
 def reads_parts(render: RenderText, role: str, num_parts: int) -> bool:
-    """Whether the rendering has the text of `num_parts` parts, one or two, of a message of `role`.
-
-    Parts that are printed as Python or JSON writes them are not read.
-    """
+    """Return whether a template puts out the text of one or two parts, and does not print them as Python does."""
     words = (_KEY, _VALUE)[:num_parts]
     message: JsonObject = {"role": role, "content": [{"type": "text", "text": word} for word in words]}
     user: JsonObject = {"role": "user", "content": "a"}
@@ -94,10 +85,9 @@ def _rendered(render: RenderText, messages: list[JsonObject], tools: Tools) -> s
 
 
 def with_calls(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages whose calls were text in the data, as chat templates take them: in `tool_calls`.
+    """Move calls that were text in the data to `tool_calls`, as chat templates take them.
 
-    Those with no text or thought of their own go on in the assistant's message before them, if both count in the loss
-    or neither.
+    Those without text or thought go on in the assistant's message before them, if both count or neither.
     """
     found: list[Message] = []
     for message in messages:
@@ -116,10 +106,10 @@ def with_calls(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def forms_of(messages: list[JsonObject], tools: Tools, takes: str | None) -> Iterator[tuple[list[JsonObject], Tools]]:
-    """Messages and tools in the forms that templates take, of which `takes` says the first; others where they raise.
+    """Yield messages and tools in the forms that templates take, beginning with the form `takes`.
 
     Arguments of calls are objects, or JSON; a text that is no JSON stays one. Some templates take the `function` of a
-    tool, where data have the function alone.
+    tool.
     """
     changes = [_as_json, _as_object] if takes == "json" else [_as_object, _as_json]
     has_calls = any("tool_calls" in message for message in messages)
@@ -144,7 +134,7 @@ def _with_arguments(message: JsonObject, change: Callable[[Any], Any]) -> JsonOb
 
 
 def _as_object(arguments: Any) -> Any:
-    """What JSON says, which may be quoted more than once; nothing but spaces says no arguments."""
+    """Decode JSON, which may be quoted more than once; nothing but spaces is no arguments."""
     value = arguments
     while isinstance(value, str):
         if not value.strip():
@@ -161,10 +151,7 @@ def _as_json(arguments: Any) -> Any:
 
 
 def calls_put_out(render: RenderText, messages: list[JsonObject], tools: Tools) -> frozenset[tuple[int, int]] | None:
-    """The calls of tools in the rendering, by message and place in it.
-
-    Each is seen by a name of its own for the tool. None where there are no calls, or the template raises at such names.
-    """
+    """Return message and place of the calls that are put out, each seen by a name of its own; None if unknown."""
     words: dict[str, tuple[int, int]] = {}
     others = []
     for index, message in enumerate(messages):
@@ -188,11 +175,10 @@ def calls_put_out(render: RenderText, messages: list[JsonObject], tools: Tools) 
 
 
 def refuse_missing_calls(conversation: Conversation, counted: str, put_out: Collection[tuple[int, int]] | None) -> None:
-    """Raises RecordError where a call of a tool is left out of what counts: silence would be trained.
+    """Raise RecordError where a call of a tool is left out of what counts: silence would be trained.
 
-    `counted` is the text that counts; the rest of a rendering may name the tool as well, in a list of tools or in a
-    question. `put_out` has the calls that the template puts out, by message and place in it, where that is known: some
-    put out the first call of a message alone, and what else is said may name the tool.
+    `counted` is the text that counts. `put_out`, where known, has message and place of the calls that are put out: what
+    else is said may name the tool.
     """
     for index, message in enumerate(conversation.messages):
         for place, call in enumerate(_calls_of(message.fields) if message.counts_in_loss else ()):
@@ -215,7 +201,7 @@ def _calls_of(message: JsonObject) -> list[Any]:
 def find_left_out(
     messages: list[JsonObject], text: str, proof: Proof, fragments: Callable[[], dict[int, str]]
 ) -> Iterator[LeftOut]:
-    """What is left out of `messages` in `text`, their rendering; `fragments` gives what was put out for each."""
+    """Yield what the rendering `text` leaves out; `fragments` gives what was put out for each message."""
     if not proof.left_out and _stands_in_order(messages, text):
         return
     own = fragments()
@@ -231,7 +217,7 @@ def find_left_out(
 
 
 def _stands_in_order(messages: list[JsonObject], text: str) -> bool:
-    """Whether all that was thought and said stands in `text` as it is, one message behind the other."""
+    """Return whether all that was thought and said stands in `text` as it is, one message behind the other."""
     position = 0
     find = text.find
     for message in messages:
@@ -260,7 +246,7 @@ def _texts(content: object) -> list[str]:
 
 
 def _missing(index: int, said: str, place: str, *, thinks: bool) -> Iterator[LeftOut]:
-    """What is missing of one text in `place`, where it would stand."""
+    """Yield what is missing of one text in `place`, where it would stand."""
     if _stands(said, place):
         return
     thoughts = [] if thinks else [thought for thought in _THOUGHT.findall(said) if thought.strip()]
@@ -274,7 +260,7 @@ def _missing(index: int, said: str, place: str, *, thinks: bool) -> Iterator[Lef
 
 
 def _stands(said: str, place: str) -> bool:
-    """Whether a text stands in `place`, as it is, as JSON, or as Jinja escapes it, whatever its case and spaces."""
+    """Return whether a text stands in `place`, as it is, as JSON or as HTML, whatever its case and spaces."""
     said = said.strip()
     if said in place:
         return True

@@ -23,7 +23,7 @@ MOST_SHAPES = 1 << 12
 
 
 def shape_of(messages: list[JsonObject], tools: Tools) -> Any:
-    """What of messages templates look at to decide how conversations are rendered, besides texts."""
+    """Return all that templates decide by how to render a conversation, besides texts."""
     return bool(tools), *map(_shape, messages)
 
 
@@ -40,14 +40,11 @@ def _shape(message: JsonObject) -> Any:
 class Prompts:
     """The generation prompts of a template: what it puts out behind messages where the model is to answer them.
 
-    A prompt is found from two renderings of the messages before it. In a long conversation that would be renderings
-    without end, so messages of the assistant are grouped by all that a template may decide the prompt before them from:
-    the messages from the last one on that is no tool's, by their shapes, and which of the words that the template looks
-    for was said last. The first and the last message of a group are asked for their prompts. Where these are the same,
-    and a message agrees with it as far as those two do, it is the prompt of that message too; else the message is asked
-    itself.
-
-    `end_of_text` is the token that ends a text, `asked` are the words that the template looks for in texts.
+    A prompt takes two renderings of the messages before it. In long conversations messages of the assistant are grouped
+    by all that a template may decide the prompt from: the shapes of messages from the last one on that is no tool's,
+    and which of the words `asked`, that the template looks for, was said last. Where the first and the last of a group
+    have the same prompt, and a message agrees with it as far as they do, it is that message's too. `end_of_text` is a
+    token.
     """
 
     def __init__(self, render: Render, end_of_text: str, asked: Collection[str]) -> None:
@@ -64,7 +61,7 @@ class Prompts:
         self._messages, self._rendered, self._groups = messages, rendered, None
 
     def after(self, messages: list[JsonObject], tools: Tools) -> str | None:
-        """What follows `messages` where the model is to answer them; None where they are rendered otherwise then."""
+        """Return what follows `messages` where the model is to answer; None where they are rendered otherwise then."""
         without, with_prompt = self._render(messages, tools, False), self._render(messages, tools, True)
         stop = without.stop_of_messages
         if with_prompt.text[:stop] != without.text[:stop]:
@@ -122,5 +119,5 @@ class Prompts:
 
 
 def common_start(first: str, second: str) -> str:
-    """What both begin with."""
+    """Return the beginning that both texts share."""
     return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -158,10 +158,7 @@ def _raise_exception(message: str) -> None:
 
 
 class Null:
-    """A null that is None to everything a template asks, `tojson` and `is none` among them, and prints as a mark.
-
-    A template may print `null` as the word None; the mark tells that from the same word in the data.
-    """
+    """A null that is None to everything a template asks, and prints as a mark, not as the word None."""
 
     def __init__(self, number: int) -> None:
         self._mark = _NULL % number
@@ -219,12 +216,12 @@ class _Generation(Extension):
 
 
 def num_generation_blocks(tree: nodes.Template) -> int:
-    """How many generation blocks a template has."""
+    """Count the generation blocks of a template."""
     return sum(data.data == _GENERATION_START for data in tree.find_all(nodes.TemplateData))
 
 
 def num_direct_blocks(node: nodes.Node) -> int:
-    """How many generation blocks under `node` are put out as they are rendered, not kept in a variable or a macro."""
+    """Count the blocks under `node` that are put out as they are rendered, not kept in a variable or a macro."""
     if isinstance(node, nodes.Output):
         return sum(isinstance(child, nodes.TemplateData) and child.data == _GENERATION_START for child in node.nodes)
     if not isinstance(node, _DIRECT) or (isinstance(node, nodes.For) and node.recursive):
@@ -233,7 +230,7 @@ def num_direct_blocks(node: nodes.Node) -> int:
 
 
 def split_blocks(marked: str) -> tuple[str, list[Span]]:
-    """What was rendered, and [start, stop) of every generation block in it, in the order in which they begin."""
+    """Return the rendering without marks, and [start, stop) of every generation block, in order of their begin."""
     texts: list[str] = []
     spans: list[Span] = []
     open_spans: list[int] = []
@@ -268,7 +265,7 @@ class Rendered(NamedTuple):
 
     @property
     def stop_of_messages(self) -> int:
-        """Where the last fragment of any message ends."""
+        """The end of the last fragment of any message."""
         return max((fragment.stop for fragment in self.fragments if fragment.message != NOBODY), default=0)
 
     def of_message(self, index: int) -> list[Span]:
@@ -276,23 +273,22 @@ class Rendered(NamedTuple):
         return [(start, stop) for message, start, stop in self.fragments if message == index]
 
     def by_message(self) -> dict[int, str]:
-        """What was put out for each message, by its index."""
+        """Return the text that was put out for each message, by its index."""
         found: dict[int, str] = {}
         for message, start, stop in self.fragments:
             found[message] = found.get(message, "") + self.text[start:stop]
         return found
 
     def joined(self, spans: Iterable[Span]) -> str:
-        """What stands in `spans`."""
+        """Return the texts of `spans` as one."""
         return "".join(self.text[start:stop] for start, stop in spans)
 
 
 class WatchedTemplate:
-    """A template whose loops over messages are watched, without generation blocks. It takes `tree` for itself.
+    """A template whose loops over messages are watched, without generation blocks; it takes over `tree`.
 
-    `has_fixed_prompt`: nothing before the end of its last loop asks for the generation prompt, and nothing behind it
-    reads what the template has set or what a conversation can reach: what is put out behind it is always the same.
-    `asked`: the words that it looks for in texts.
+    `has_fixed_prompt` says that what is put out behind its last loop is the same for every conversation, and that
+    nothing before asks for the generation prompt. `asked` are the words that it looks for in texts.
     """
 
     def __init__(self, environment: TemplateEnvironment, tree: nodes.Template) -> None:
@@ -366,7 +362,7 @@ class _Watch:
     """The message at hand while a template runs.
 
     In a loop within that of a message only a later message that is not of the assistant comes to hand, such as the
-    answer of a tool that is rendered with the call: what else such a loop puts out is part of the message around it.
+    answer of a tool that is rendered with the call.
     """
 
     def begin(self, messages: Sequence[JsonObject]) -> None:

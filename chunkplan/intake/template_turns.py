@@ -68,11 +68,7 @@ Text = tuple[int, bool]
 
 
 class Proof(NamedTuple):
-    """What is known of a shape.
-
-    `holds` says whether fragments are told apart. Of its texts, `own` are put out in fragments of their messages, and
-    `left_out` nowhere.
-    """
+    """Whether fragments of a shape `holds` apart; its texts put out in their `own` fragments, and those `left_out`."""
 
     holds: bool
     own: frozenset[Text]
@@ -80,11 +76,7 @@ class Proof(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """What a template puts around messages of the assistant.
-
-    `headers`, the longest first, are what the model does not write; `beginnings` and `ends` are what messages begin and
-    end with, whatever they say.
-    """
+    """What a template puts around answers: `headers`, longest first, and how all answers begin and end."""
 
     headers: list[str]
     beginnings: list[str]
@@ -94,11 +86,8 @@ class _Frame(NamedTuple):
 class TurnFinder:
     """Finds the spans of messages in renderings of one template.
 
-    Args:
-        render: renders messages.
-        ends: the tokens that end a turn or a text, among them those that begin a turn of somebody else.
-        prompts: the template's generation prompts.
-        has_fixed_prompt: whether the generation prompt is the same behind every conversation.
+    `ends` are the tokens that end a turn or a text, or begin a turn of somebody else; `has_fixed_prompt` says that the
+    generation prompt is the same behind every conversation.
     """
 
     def __init__(self, render: Render, ends: Collection[str], prompts: Prompts, *, has_fixed_prompt: bool) -> None:
@@ -111,7 +100,7 @@ class TurnFinder:
         self._last: tuple[object, object, Proof | None] = None, None, None
 
     def proof(self, messages: list[JsonObject], tools: Tools) -> Proof:
-        """What is known of the shape of `messages`, which is asked for several times in a row."""
+        """Return the proof of the shape of `messages`, which is asked for several times in a row."""
         last_messages, last_tools, last = self._last
         if last is None or last_messages is not messages or last_tools is not tools:
             shape = shape_of(messages, tools)
@@ -147,12 +136,10 @@ class TurnFinder:
     def spans(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, counting: Sequence[int]
     ) -> list[Span]:
-        """The characters of messages that count, by their indices: of the assistant's what it wrote, of others' all.
+        """Return the characters of the messages `counting`: of the assistant's what it wrote, of others' all.
 
-        They are known from the fragments of messages where these are proved, else from the renderings of beginnings.
-
-        Raises:
-            RecordError: where a message or its header ends is not known, or the text of one is left out.
+        They are known from fragments where these are proved, else from renderings of beginnings. Raises RecordError
+        where a message or its header is not known, or its text is left out.
         """
         proof = self.proof(messages, tools)
         if not proof.holds:
@@ -176,7 +163,7 @@ class TurnFinder:
         return found
 
     def ends_turn(self, written: str, tools: Tools) -> bool:
-        """Whether what the model writes of a message ends with what ends a turn, whatever the message says."""
+        """Return whether an answer ends with what ends a turn, whatever the message says."""
         written = written.rstrip()
         if written.endswith(self._ends):
             return True
@@ -218,7 +205,7 @@ class TurnFinder:
         return start, self._stop(full, start, stop, tools) if is_assistant else stop
 
     def _stop(self, text: str, start: int, stop: int, tools: Tools) -> int:
-        """Where what the model writes of [start, stop) ends: behind the token that ends the turn, not a line end."""
+        """Return where the answer in [start, stop) ends: behind the token that ends the turn, not a line end."""
         written = text[start:stop]
         for end in self._frame(tools).ends:
             if written.endswith(end):
@@ -229,7 +216,7 @@ class TurnFinder:
     def _written(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, fragments: list[Span]
     ) -> list[Span]:
-        """What the model writes of a message whose fragments these are."""
+        """Return the spans of a message, given its fragments, that the model writes."""
         spans = []
         for place, (start, stop) in enumerate(fragments):
             text = rendered.text[start:stop]
@@ -252,10 +239,7 @@ class TurnFinder:
     def _refuse_text_of_others(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, spans: list[Span]
     ) -> None:
-        """Raises RecordError where what a message beside message `index` says stands in what it wrote, its `spans`.
-
-        Not where the message says it, too, nor where it stands there as often if those beside it say something else.
-        """
+        """Raise RecordError where a neighbour's text stands in message `index`, which does not say it itself."""
         written = rendered.joined(spans).lower()
         own = otherwise = None
         for other in range(max(index - 1, 0), min(index + 3, len(messages))):
@@ -276,7 +260,7 @@ class TurnFinder:
                 raise RecordError(message, reason="template", hint=_BLOCKS_HINT)
 
     def _written_beside_words(self, messages: list[JsonObject], tools: Tools, index: int) -> str:
-        """What the model writes of message `index` if those beside it say other words; "" where that is not known."""
+        """Return the answer `index` rendered with other words around it; "" where that is not known."""
         beside = range(max(index - 1, 0), min(index + 3, len(messages)))
         changed = [
             _with_text(message, _word(other), _word(other)) if other in beside and other != index else message
@@ -290,7 +274,7 @@ class TurnFinder:
             return ""
 
     def _header(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
-        """How many characters of `text`, what was put out for a message of the assistant first, are its header."""
+        """Return the length of the header of `text`, which was put out for a message of the assistant first."""
         prompt = None
         if not self._has_fixed_prompt:
             prompt = self._prompts.before(messages, tools, index, text)
@@ -323,11 +307,7 @@ class TurnFinder:
         )
 
     def _header_of_fields(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
-        """How many characters of `text` are a header that is due to what a message has beside its texts and calls.
-
-        Such as its `name`. It is one if the message begins with a known header without these, and goes on as it does
-        with them. 0 if that is not so.
-        """
+        """Return the length of a header that is due to fields such as `name`; 0 for none."""
         plain = {key: value for key, value in messages[index].items() if key in _SAID}
         if len(plain) == len(messages[index]):
             return 0
@@ -341,7 +321,7 @@ class TurnFinder:
         return len(text) - len(rest) if is_one else 0
 
     def _known_header(self, text: str, tools: Tools) -> int:
-        """How many characters of `text` are a header of the template; 0 if it begins with none."""
+        """Return the length of the header that `text` begins with; 0 for none."""
         return next((len(header) for header in self._frame(tools).headers if text.startswith(header)), 0)
 
     def _frame(self, tools: Tools) -> _Frame:
@@ -388,11 +368,7 @@ def left_out_error(index: int, role: str) -> RecordError:
 
 
 def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
-    """How many characters of `text` are the generation prompt but for the thought that it begins.
-
-    0 if that is not so. A message that is no thought, but has the end of one in its text, may be put out like that:
-    the header, and then what it says as it is.
-    """
+    """Return the length of a header that is the generation prompt less the thought it begins; 0 for none."""
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else ""
     if not prompt or not said or said in prompt or said not in text:

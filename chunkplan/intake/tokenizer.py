@@ -46,36 +46,30 @@ T = TypeVar("T")
 
 
 class TokenizerLibrary(Protocol):
-    """What a library knows of a tokenizer: its tokens, as int32 [n], and masks of them, bool [n]."""
+    """Encodes and decodes by the library of a tokenizer: tokens int32 [n], masks of them bool [n]."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
 
     @property
     def num_added(self) -> tuple[int, int]:
-        """How many tokens the tokenizer puts in front of a text and behind it."""
+        """The number of tokens that the tokenizer puts in front of a text and behind it."""
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
         """The tokens of texts, with what the tokenizer adds to a text."""
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
-        """As `texts`, and which tokens hold a character behind the border, in characters.
-
-        A token of half a character holds that character; one that is added behind goes with the last.
-        """
+        """Encode texts, with a mask of tokens behind the border, in characters, and a token of half a character."""
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
-        """The tokens of rendered conversations, with nothing added, and which of them hold a character of a span.
-
-        No span is empty.
-        """
+        """Encode rendered conversations, with a mask of tokens that hold a character of a span; no span is empty."""
 
     def knows(self, input_id: int) -> bool:
-        """Whether this is the id of a token."""
+        """Return whether this is the id of a token."""
 
     def is_special(self, input_id: int) -> bool:
-        """Whether this is the id of a token that was added to those of text, such as one that ends a turn."""
+        """Return whether this is the id of a token added to those of text, such as one that ends a turn."""
 
     def decode(self, input_ids: list[int]) -> str:
         """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
@@ -93,10 +87,10 @@ class TokenizerEntry(TypedDict):
 
 @dataclass(frozen=True)
 class RecordTokenizer:
-    """Encodes batches of records. Made by `load_tokenizer`.
+    """Encodes batches of records; made by `load_tokenizer`.
 
-    `path` is what it was loaded from, `content_hash` is of what it encodes. `eos`, `bos` and `pad` are the tokens that
-    end, begin and pad a sequence, with their ids; `ends_text` and `begins_text` say that plain text gets the first two.
+    `content_hash` is of what it encodes; `eos`, `bos` and `pad` end, begin and pad a sequence, with their ids;
+    `ends_text` and `begins_text` say that plain text gets the first two.
     """
 
     path: str
@@ -111,7 +105,7 @@ class RecordTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
         return self.library.vocab_size
 
     def describe(self) -> TokenizerEntry:
@@ -142,13 +136,11 @@ class RecordTokenizer:
     def encode(
         self, records: Sequence[Record], left_out: dict[int, set[str]] | None = None
     ) -> list[Encoded | RecordError]:
-        """Token ids and target masks of `records` in order, and the error of each that has none.
+        """Encode `records` in order: token ids and target masks, or the error of each that has none.
 
-        To `left_out` is added, by place in `records`, what the chat template leaves out of each: see `LEFT_OUT`; and
-        `SHARED`, where a token that counts begins in what does not.
-
-        Raises:
-            UsageError: some are conversations and the tokenizer has no chat template.
+        What the chat template leaves out of each, see `LEFT_OUT`, is added to `left_out`, by place in `records`, and
+        `SHARED` where a token that counts begins in what does not. Raises UsageError for conversations without a chat
+        template.
         """
         left_out = {} if left_out is None else left_out
         encoded: list[Encoded | RecordError] = [_NOTHING_LEFT] * len(records)
@@ -194,10 +186,7 @@ class RecordTokenizer:
         return text, [span for span in spans if span[0] < span[1]]
 
     def _masked(self, kind: str, call: list[tuple[int, str, list[Span]]]) -> Iterator[Masked]:
-        """The tokens of texts, prompts with their completions, or rendered conversations, each encoded as one string.
-
-        Of a text all are targets, of others those that hold a character of a span.
-        """
+        """Encode texts, of which all tokens are targets, or prompts and conversations, of which those in spans are."""
         texts, spans = [text for _, text, _ in call], [spans for _, _, spans in call]
         if kind == "chat":
             yield from self.library.rendered(texts, spans)
@@ -212,10 +201,7 @@ class RecordTokenizer:
                 yield input_ids, target, shares
 
     def _framed(self, input_ids: Int32Array, target: BoolArray, *, ends: bool) -> Encoded:
-        """A text with the tokens that begin and end it, once: as the tokenizer put them there, or else as it says.
-
-        A text may say itself what the tokenizer has added; an end that is there already is not repeated.
-        """
+        """Add the tokens that begin and end a text, once, whether the text or the tokenizer has them already."""
         num_front, num_behind = self.library.num_added
         if num_front and self.bos and input_ids[:2].tolist() == [self.bos[1]] * 2 and num_front == 1:
             input_ids, target = input_ids[1:], target[1:]
@@ -249,14 +235,12 @@ def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
-    """The conversations that become sequences, at least one; messages that are not trained have `loss` False.
+    """Return the conversations that become sequences, at least one; messages that are not trained have `loss` False.
 
     - "rendered": the conversation as it is, in which all counts that the assistant said.
     - "last": the same, in which only its last turn counts.
-    - "each": of every turn the conversation up to its end, in which only that turn counts. That is how a model meets it
-      when it answers: a template shows the thinking of this turn, and of earlier ones what it leaves of it.
-
-    Of a conversation that no message counts in, there is one sequence, without targets.
+    - "each": of every turn the conversation up to its end, in which only that turn counts, as a model meets it when it
+      answers: a template shows the thinking of this turn, and of earlier ones what it leaves of it.
     """
     if turns == "rendered":
         return [conversation]
@@ -276,10 +260,7 @@ def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
 
 
 def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
-    """The messages [start, stop) of every turn, with those of others that it answers.
-
-    Together they cover all but the rest behind the last turn.
-    """
+    """Yield the messages [start, stop) of every turn, with those of others that it answers."""
     start = stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
@@ -294,9 +275,9 @@ def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
 def without_padded(
     numbers: Int64Array, found: TokenColumns, tokenizer: RecordTokenizer | None
 ) -> tuple[Int64Array, TokenColumns, list[Rejected]]:
-    """The sequences, of the records `numbers` [m], without padding among their targets, and what is wrong with others.
+    """Reject the sequences, of the records `numbers` [m], that begin or end with padding that counts.
 
-    Padding is a run of the tokenizer's padding token, or of its end token, at either end of a sequence.
+    Padding is a run of the tokenizer's padding token, or of its end token.
     """
     if tokenizer is None or not len(numbers):
         return numbers, found, []

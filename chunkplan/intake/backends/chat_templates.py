@@ -44,11 +44,9 @@ class TemplateChoice:
 
 
 def read_template(path: Path) -> TemplateSource:
-    """A file that the user named: Jinja, or JSON with a `chat_template`.
+    """Read a template file that the user named: Jinja, or JSON with a `chat_template`.
 
-    Raises:
-        UsageError: there is no such file.
-        DataError: it is not UTF-8, or JSON without a template.
+    Raises UsageError where there is no such file, DataError where it is not UTF-8, or JSON without a template.
     """
     try:
         content = path.read_bytes()
@@ -73,11 +71,7 @@ def decode_template(content: bytes, path: Path) -> str:
 
 
 def choose_template(value: Any, where: str) -> TemplateSource | None:
-    """A configuration's `chat_template`: one, or of several, as a list or by name, "default" and "tool_use".
-
-    Raises:
-        DataError: it is something else.
-    """
+    """Choose from a `chat_template`: one, or several by name, "default" and "tool_use"; raises DataError else."""
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
     for_tools = None

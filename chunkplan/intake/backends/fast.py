@@ -63,10 +63,10 @@ _WHOLE = {
 
 
 class FastTokenizer:
-    """A tokenizer as its JSON describes it; raises ValueError where that is none. `content` is the same as text.
+    """A tokenizer as its JSON, `content`, describes it; raises ValueError where that is none.
 
-    Lengths must be those of the data, so a truncation or padding stored with it is switched off, and so is the trimming
-    of spaces from offsets, under which a token of nothing but spaces has no place in the text.
+    Stored truncation and padding are switched off, and the trimming of spaces from offsets, under which a token of
+    spaces has no place in the text.
     """
 
     def __init__(self, description: JsonObject, content: str) -> None:
@@ -173,7 +173,7 @@ class FastTokenizer:
             raise DataError(message, hint="give a tokenizer that has a token for what it does not know") from error
 
     def _keeps(self, text: str) -> bool:
-        """Whether the normalizer leaves `text` as it is."""
+        """Return whether the normalizer leaves `text` as it is."""
         if self._form is None or text.isascii():
             return True
         return unicodedata.is_normalized(cast(Literal["NFC"], self._form), text)
@@ -187,10 +187,7 @@ def _steps(description: JsonObject) -> list[JsonObject]:
 
 
 def _is_byte_level(description: JsonObject) -> bool:
-    """Whether tokens are the bytes of the text, one after another, wherever they are as many bytes as it.
-
-    All that such a tokenizer can do besides is leave bytes out.
-    """
+    """Return whether tokens are the bytes of the text in order, or leave some out."""
     model, steps = description["model"], _steps(description)
     return (
         model.get("type") == "BPE"
@@ -202,7 +199,7 @@ def _is_byte_level(description: JsonObject) -> bool:
 
 
 def _byte_lengths(description: JsonObject) -> Int64Array:
-    """How many bytes each token stands for, int64 [largest id + 1]; a byte-level token has one letter a byte."""
+    """Return the bytes of each token, int64 [largest id + 1]; a byte-level token has one letter a byte."""
     vocabulary, added = description["model"]["vocab"], description.get("added_tokens") or []
     ids = list(vocabulary.values())
     lengths = np.zeros(max([*ids, *(token["id"] for token in added)]) + 1, np.int64)
@@ -213,10 +210,7 @@ def _byte_lengths(description: JsonObject) -> Int64Array:
 
 
 def _without_normalizer(tokenizer: Tokenizer, form: Any) -> Tokenizer | None:
-    """A tokenizer that gives the same tokens, sooner, for texts that the normalizer leaves as they are; None: none.
-
-    It has no post-processor.
-    """
+    """Return a faster tokenizer, without post-processor, for texts that the normalizer leaves as they are."""
     added = tokenizer.get_added_tokens_decoder()
     if form is None or not all(unicodedata.is_normalized(form, token.content) for token in added.values()):
         return None
@@ -244,7 +238,7 @@ def _leading(flags: list[int]) -> int:
 
 
 def can_be_cut(description: JsonObject) -> bool:
-    """Whether a byte-level tokenizer with this description, a tokenizer.json, gives a text the tokens of its parts."""
+    """Return whether a byte-level tokenizer of this description gives a text the tokens of its parts."""
     steps, added = _steps(description), description.get("added_tokens") or []
     return (
         not description["model"].get("dropout")
@@ -256,7 +250,7 @@ def can_be_cut(description: JsonObject) -> bool:
 
 
 def _cuts_at_borders(step: JsonObject) -> bool:
-    """Whether a step of the pre-tokenizer cuts at every border."""
+    """Return whether a step of the pre-tokenizer cuts at every border."""
     if step.get("type") == "ByteLevel":
         return step.get("use_regex", True) is True  # that of GPT-2
     pattern = (step.get("pattern") or {}).get("Regex")
@@ -285,10 +279,9 @@ def parts(text: str) -> Iterator[str]:
 def mask_in(
     input_ids: Int32Array, num_bytes: Int64Array, text: str, spans: list[Span]
 ) -> tuple[BoolArray, bool] | None:
-    """Which tokens of `text` hold a character of one of `spans`, ordered, disjoint and not empty.
+    """Return which tokens of `text` hold a character of `spans`, ordered and disjoint, and whether one is shared.
 
-    And whether one of them begins before its span. `num_bytes` is how many each token of the vocabulary is; None where
-    the tokens are not the bytes of the text together.
+    `num_bytes` is the length of each token of the vocabulary; None where the tokens are not the bytes of the text.
     """
     places = [place for span in spans for place in span]
     borders, total = (places, len(text)) if text.isascii() else _in_bytes(text, places)
@@ -320,10 +313,7 @@ def _in_bytes(text: str, places: list[int]) -> tuple[list[int], int]:
 
 
 def _mask_by_offsets(encoding: Encoding, spans: list[Span], front: int, behind: int) -> Masked:
-    """The tokens, with a mask of those between `front` and `behind` that are added, and whether one is shared.
-
-    A token of half a character covers all of it.
-    """
+    """Return the tokens, the mask of those between `front` and `behind` added ones, and whether one is shared."""
     offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding)).reshape(-1, 2)
     starts, stops = offsets[front : len(encoding) - behind].T
     borders = np.array(spans, dtype=np.int64).reshape(-1, 2)

@@ -36,17 +36,12 @@ _SECONDS_TO_ANSWER = 5.0
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is a path: one that exists here, or looks as if it should."""
+    """Return whether a name is a path: one that exists here, or looks as if it should."""
     return Path(name).exists() or name.endswith(".json") or name[:1] in (".", "/", "~") or name.count("/") > 1
 
 
 def load_files(name: str, choice: TemplateChoice) -> RecordTokenizer:
-    """Load a tokenizer.json or a folder with one.
-
-    Raises:
-        UsageError: there is no such file.
-        DataError: one of the files is not what it should be.
-    """
+    """Load a tokenizer.json or a folder with one; raises UsageError for a missing, DataError for a damaged one."""
     path = Path(name)
     file = path / _FILE if path.is_dir() else path
     if not file.is_file():
@@ -91,11 +86,9 @@ def _special_tokens(config: JsonObject, file: Path) -> dict[str, str]:
 
 
 def load_from_hub(name: str, choice: TemplateChoice) -> RecordTokenizer:
-    """Load what transformers loads under `name`, from its cache or the hub.
+    """Load a tokenizer through transformers, from its cache or the hub.
 
-    Raises:
-        UsageError: transformers is not installed, there is no such tokenizer, or it is not one of `tokenizers`.
-        DataError: its chat template is not one.
+    Raises UsageError where there is no such tokenizer or no transformers, DataError where its chat template is not one.
     """
     if len(Path(name).parts) > 1 and Path(name).parent.is_dir():  # a path with a slip of the pen
         raise UsageError(f"there is no tokenizer at {name}", hint="give a tokenizer.json or a folder with one")
@@ -131,10 +124,7 @@ def load_from_hub(name: str, choice: TemplateChoice) -> RecordTokenizer:
 
 
 def _silent_hub() -> str | None:
-    """The address of the hub if it does not answer: transformers would try again for a minute, for each of its files.
-
-    None also where HF_HUB_OFFLINE says that it is not to be asked.
-    """
+    """Return the address of a hub that does not answer, which transformers would retry for a minute; else None."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

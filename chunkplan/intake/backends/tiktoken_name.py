@@ -26,16 +26,14 @@ PREFIX = "tiktoken:"
 
 
 def is_encoding(name: str) -> bool:
-    """Whether a name says that it is one of tiktoken."""
+    """Return whether a name says that it is one of tiktoken."""
     return name.startswith(PREFIX)
 
 
 def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     """Load an encoding; its own end of text is the end-of-sequence token.
 
-    Raises:
-        UsageError: tiktoken is not installed, has no such encoding, or cannot fetch it.
-        DataError: the chat template is not one.
+    Raises UsageError where tiktoken is missing or cannot load it, DataError where the chat template is not one.
     """
     try:
         import tiktoken

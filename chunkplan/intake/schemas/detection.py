@@ -37,20 +37,16 @@ from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, has_all, is_la
 def detect(
     records: Sequence[JsonObject], *, schema: str | None = None, columns: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """The layout of a source that begins with `records`.
-
-    It is the schema that all records fit best; single ones that fit none are left to be rejected. Roles that `columns`
-    names leave only the schemas that have them.
+    """Choose the schema that fits all of a source's first records best; single ones that fit none are rejected later.
 
     Args:
-        records: the first that can be read.
-        schema: the name of the schema, where the user says it.
-        columns: role -> key, where the user says it.
+        records: the first readable records.
+        schema: the name of the schema, where the user names it.
+        columns: role -> key, where the user names some; they leave only the schemas that have these roles.
 
     Raises:
         UsageError: there is no such schema or role.
-        LayoutError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
-            has a key that the user named.
+        LayoutError: no schema fits, records fit different ones, one can be read in two ways, or a named key is missing.
         DataError: there is no record.
     """
     columns = Said.of(columns or {})
@@ -82,11 +78,7 @@ def detect(
 
 
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
-    """Whether `record` fits no schema, or not the one that the user has named, only as what it would have is null.
-
-    Raises:
-        UsageError: there is no such schema or role.
-    """
+    """Return whether `record` fits no schema only as keys are null; raises UsageError for an unknown schema or role."""
     said = Said.of(columns)
     return None in record.values() and _is_null(record, _candidates(schema, said), said)
 
@@ -180,7 +172,7 @@ def _messages_under(record: JsonObject, role: str, key: str) -> list[Any]:
 
 
 def _is_said(role: str, key: str, record: JsonObject) -> bool:
-    """Whether `record` says something for an optional role; a label that is false does."""
+    """Return whether `record` has a value for an optional role; a label that is false is one."""
     value = record.get(key)
     return value is not None and is_label(value, key) if role == "label" else bool(value)
 
@@ -215,7 +207,7 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
-    """The schema that reads all content of these records, where the user has named another."""
+    """Return the schema that reads all content of these records, where the user has named another."""
     with suppress(DataError, UsageError):
         layout = detect(records, columns=columns)
         return None if unread_content(layout, records) else layout.schema
@@ -233,7 +225,7 @@ def _found(records: list[JsonObject]) -> str:
 
 
 def _closest(names: list[str], columns: Said, records: list[JsonObject]) -> tuple[str, dict[str, str]] | None:
-    """The schema most of whose keys the records have, the first of equals, and these keys; None for none."""
+    """Return the schema most of whose keys the records have, the first of equals, with these keys; None for none."""
     found = Counter(key for record in records for key, value in record.items() if value is not None)
 
     def share(choice: tuple[str, dict[str, str]]) -> float:

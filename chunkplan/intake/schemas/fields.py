@@ -46,10 +46,7 @@ _EXPECTED = {bool: "true or false", str: "a string", list: "a list", dict: "an o
 
 
 class LayoutError(DataError):
-    """How the records of a source are laid out is not known.
-
-    `missing` are roles for which the user has named keys that no record has.
-    """
+    """Nobody knows how a source is laid out; `missing` are roles whose keys the user named and no record has."""
 
     def __init__(self, message: str, *, hint: str, where: str | None = None, missing: Sequence[str] = ()) -> None:
         super().__init__(message, where=where, hint=hint)
@@ -62,7 +59,7 @@ class LayoutError(DataError):
 
     @property
     def is_definite(self) -> bool:
-        """Whether the hint has flags that work as they are: to be pasted, or to choose from."""
+        """Return whether the hint has flags that work as they are: to be pasted, or to choose from."""
         return TRY in self.hint or CHOOSE in self.hint
 
 
@@ -103,10 +100,7 @@ def empty(message: str) -> NoReturn:
 
 
 def refuse_unread(*keys: str, says: str, ways: str = "") -> NoReturn:
-    """Raises RecordError for the first of some keys that nothing reads and that may say what is learnt.
-
-    `says` are words for what is in it and what that may mean; `ways` are other ways on than to ignore it, for the hint.
-    """
+    """Raise RecordError for unread `keys` that may say what is learnt; `ways` are hints besides ignoring them."""
     hint = f"{ways}if it does not matter here: {ignoring(*keys)}"
     unsupported(f"`{shortened(keys[0])}` is not read, and has {says}", hint)
 
@@ -122,11 +116,7 @@ def json_type(value: object) -> str:
 
 
 def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
-    """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the source's record.
-
-    Raises:
-        RecordError: it is missing or of another type.
-    """
+    """Return `record[key]`; raises RecordError where it is missing or not of `kind`. `inside` is its path."""
     value = record.get(key)
     if type(value) is kind:
         return value
@@ -151,11 +141,7 @@ def optional_text(record: JsonObject, key: str) -> str | None:
 
 
 def messages_in(record: JsonObject, key: str) -> list[Any]:
-    """The list in `record[key]`, or the one that is written there as JSON.
-
-    Raises:
-        RecordError: it is missing, or neither.
-    """
+    """Return the list in `record[key]`, or the one written there as JSON; raises RecordError for anything else."""
     value = record.get(key)
     if type(value) is not str:
         return field(record, key, list)
@@ -221,5 +207,5 @@ def words_of(key: str) -> list[str]:
 
 
 def is_blank(text: str | None) -> bool:
-    """Whether there is nothing in it but whitespace."""
+    """Return whether a text has nothing in it but whitespace."""
     return not text or text.isspace()

@@ -92,13 +92,11 @@ class Reading(NamedTuple):
 def choose_reading(
     record: JsonObject, names: Sequence[str], named: Mapping[str, str], *, is_chosen: bool
 ) -> Reading | None:
-    """How `record` is read by one of the schemas `names`, where the user has `named` the keys of some roles, or None.
+    """Return how `record` is read by one of the schemas `names`, or None.
 
-    Of the schemas that say most about the record, the first that it fits. Another that says as much has to make the
-    same of it, or to read only a part of what the first reads. `is_chosen` says that the user has named the schema.
-
-    Raises:
-        LayoutError: two schemas, or two keys, make different things of it.
+    Of the schemas that say most about the record it is the first that fits. Another that says as much must make the
+    same of it, or read only a part of what the first reads; else LayoutError is raised. `named` are keys that the user
+    gave, and `is_chosen` says that the user named the schema.
     """
     for group in GROUPS:
         found = [
@@ -114,10 +112,7 @@ def choose_reading(
 
 
 def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
-    """Whether what `record` has under these keys may be what the schema `name` means.
-
-    That is asked of names that mean other things as well; and of a length, beside which nothing may look like text.
-    """
+    """Return whether ambiguous keys have the values that the schema `name` means; beside a length no text may stand."""
     if name == "length":
         return not any(
             isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
@@ -161,10 +156,7 @@ def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) ->
 def suggest(
     records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
-    """The schema of `names` that reads `records`, and the keys to name for it, role -> key; None where none is good.
-
-    Those that the user has `named` are among them.
-    """
+    """Return the schema of `names` that reads `records` with suggested keys, role -> key, including those `named`."""
     found = {kind: _only_key(records, named, kind) for kind in _KINDS}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
     said = {*words_of(ask or ""), *words_of(answer or "")}
@@ -191,7 +183,7 @@ def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[
 
 
 def are_messages_each(records: Sequence[JsonObject]) -> bool:
-    """Whether each record is one message of a conversation."""
+    """Return whether each record is one message of a conversation."""
     return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
@@ -229,7 +221,7 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
 
 
 def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
-    """What to do with a conversation under `key`, "" where it is none, and what else with content its messages have."""
+    """Return advice for a conversation under `key`, "" where it is none, and its other keys with content."""
     texts = {name: text for name, text in messages[0].items() if type(text) is str}
     said = next((name for name in _CONTENTS if name in texts), None)
     speaker = next((name for name in texts if name in SPEAKER_KEYS or texts[name].lower() in ROLES), said)
@@ -246,7 +238,7 @@ def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObj
 
 
 def _unanswered(records: Sequence[JsonObject], key: str) -> str:
-    """What to do with messages under `key` that no key alone makes records of a schema."""
+    """Return advice for messages under `key` that no key alone makes records of a schema."""
     with suppress(RecordError):
         if any(map(_may_count, parse_messages(messages_in(records[0], key), key))):
             return f"`{key}` is a conversation: name the list `messages`"
@@ -267,10 +259,7 @@ def _objects_in(record: JsonObject, key: str) -> list[JsonObject]:
 
 
 def _only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str) -> str | None:
-    """The key of this kind, by words in its name and its values, if one is closest: has fewest other words.
-
-    Of messages, and of texts where no name says that they are, it is the only key that has some.
-    """
+    """Return the one key of this kind whose name and values fit best: has fewest other words; None for several."""
     named_so, is_value = _KINDS[kind]
     barred = _BARRED.get(kind, frozenset())
     fitting = [
@@ -292,12 +281,12 @@ def _only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str
 
 
 def _is_plain(key: str) -> bool:
-    """Whether `key` can be shown and pasted."""
+    """Return whether `key` can be shown and pasted."""
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
 
 
 def _have_values(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool], *, is_beside: bool) -> bool:
-    """Whether half of the records, or more, have such a value; of what stands beside some, and no record another."""
+    """Return whether half of the records have such a value; for optional roles, whether all non-empty ones are such."""
     if not is_beside:
         return 2 * sum(is_value(record.get(key)) for record in records) >= len(records)
     said = [record[key] for record in records if holds_content(key, record.get(key))]
@@ -305,7 +294,7 @@ def _have_values(records: Sequence[JsonObject], key: str, is_value: Callable[[An
 
 
 def _are_messages(value: Any) -> bool:
-    """Whether it is a list of messages in a layout that is known, which may be written as JSON."""
+    """Return whether it is a list of messages in a known layout, which may be written as JSON."""
     if type(value) is str:
         with suppress(RecordError):
             value = messages_in({"": value}, "")
@@ -315,7 +304,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _are_exchanges(value: Any) -> bool:
-    """Whether it is a list of questions with their answers, perhaps none."""
+    """Return whether it is a list of questions with their answers, perhaps none."""
     return type(value) is list and all(type(one) is list and [*map(type, one)] == [str, str] for one in value)
 
 
@@ -324,7 +313,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_said(value: Any) -> bool:
-    """Whether it may be what somebody asked or answered."""
+    """Return whether it may be a question or an answer."""
     return _is_text(value) or _are_messages(value)
 
 
@@ -349,10 +338,7 @@ def _may_count(message: Message) -> bool:
 
 
 def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
-    """Whether half of the records, or more, become something to train by the schema `name` with these keys.
-
-    Of what these have no content may be left unread.
-    """
+    """Return whether half of the records, or more, can be trained by this schema with no content left unread."""
     schema, read = SCHEMAS[name], list[JsonObject]()
     usual = {role: keys[0] for role, keys in schema.roles.items()}
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]
