@@ -29,11 +29,7 @@ _COMPRESSED = {
 }
 
 #: How tables and arrays begin.
-_TABLES = {
-    "parquet": re.compile(rb"PAR1\x15"),
-    "arrow": re.compile(rb"ARROW1\0\0"),
-    "npy": re.compile(rb"\x93NUMPY"),
-}
+_TABLES = {"parquet": re.compile(rb"PAR1\x15"), "arrow": re.compile(rb"ARROW1\0\0"), "npy": re.compile(rb"\x93NUMPY")}
 
 #: How much of a file is looked at: as it is stored, of its content, and of the members of an archive.
 _STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
