@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import HINTS_OF_ALL
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source
 from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry

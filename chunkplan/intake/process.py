@@ -17,7 +17,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.padding import without_padded
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns, token_columns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
     Conversation,
@@ -29,7 +29,6 @@ from chunkplan.intake.records import (
     TokensRecord,
 )
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer

@@ -13,8 +13,8 @@ from textwrap import shorten
 
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import Rejected
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import TRY, Flag, LayoutError, column_flags, hint_of_source, line_of
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import jinja2
 
 from chunkplan.errors import DataError
+from chunkplan.intake.pieces import LEFT_OUT
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.template_blocks import num_direct_marks, num_marks, split_marks, without_marks
 from chunkplan.intake.template_calls import calls_put_out, forms_of, takes_calls, with_calls
 from chunkplan.intake.template_fragments import NOBODY, Rendered, WatchedTemplate

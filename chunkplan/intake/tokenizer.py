@@ -12,9 +12,9 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import UsageError
+from chunkplan.intake.pieces import SHARED
 from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import SHARED
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_spans import Span
 
