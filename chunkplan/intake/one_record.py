@@ -44,9 +44,8 @@ class TypedPlace:
 class FoundRecord:
     """One record as the intake reads it.
 
-    `place` is as messages name it, `row` its line or row from 0, `layout` how the records of its source are laid out.
-    `keys` are what the record has as it is stored, None where it is no object; then `line` is how its line begins,
-    where it has one, and `num_line_bytes` how many bytes of it follow. `read` is its neutral form, or why it has none.
+    `row` is its line or row from 0. `keys` are what it has as it is stored, None where it is no object; then `line` is
+    how its line begins, and `num_line_bytes` how many bytes follow. `read` is its neutral form, or why it has none.
     """
 
     place: str
@@ -59,7 +58,7 @@ class FoundRecord:
 
 
 def read_place(typed: str) -> TypedPlace:
-    """What was typed for the place of a record, which may be pasted from a message with the colon behind it."""
+    """Parse the place of a record, which may be pasted from a message with the colon behind it."""
     if Path(typed).is_file():
         return TypedPlace(typed, "file", 0)
     if found := _RECORD.fullmatch(typed):
@@ -72,10 +71,10 @@ def read_place(typed: str) -> TypedPlace:
 def find_record(
     place: TypedPlace, options: IntakeOptions, *, sources: Sequence[str] = (), named: int | None = None
 ) -> FoundRecord:
-    """The record at `place`, read with `options`; what these say of a sample, and of errors, is of no account.
+    """Read the record at `place` with `options`, less what these say of a sample and of errors.
 
-    `sources` are the paths that the columns of `options` may name beside this one, which is the one with the index
-    `named` among them, or none.
+    `sources` are the paths that the columns of `options` may name, and `named` the index of this one among them, or
+    None.
 
     Raises:
         UsageError: there is no such file or record, or nobody can tell which one is meant.

@@ -46,11 +46,10 @@ _OF_RECORDS = ("empty", "undesirable")
 
 
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
-    """How the records of the source with this index are laid out, where its file shows that before it is read.
+    """Find the layout of a source, where its file shows it before it is read.
 
     Raises:
-        DataError: the source cannot be read at all. Where errors stop the run, that none of its first records can be
-            is one as well.
+        DataError: the source cannot be read; where errors stop the run, also that none of its first records can be.
         UsageError: as `find_layout`, or the file cannot be opened.
     """
     file = source.file
@@ -82,16 +81,11 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
 def look_ahead(
     found: Iterator[Piece], source: Source, options: IntakeOptions
 ) -> tuple[Iterator[Piece], list[JsonObject]]:
-    """All pieces of `found`, from the first of `source`, and the first records of it that can be read.
+    """Return all pieces of `found`, and the first records of `source` that can be read.
 
-    Pieces of lines are taken, and temporary ones written, up to the one with the first record: those before it may be
-    too large, or no records, or null where they would say something. Where errors stop the run, they are taken up to
-    the first that does.
-    An error that ends `found` meanwhile comes behind the pieces before it.
-
-    Raises:
-        RecordError: unreadable, before there is any piece.
-        UsageError: as `cut`.
+    Pieces of lines are taken up to the one with the first record that is not null, or, where errors stop the run, the
+    first bad one. An error that ends `found` meanwhile comes behind the pieces before it; before any piece it is
+    raised.
     """
     held: list[Piece] = []
     records: list[JsonObject] = []
@@ -116,7 +110,7 @@ def look_ahead(
 
 
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
-    """Whether these records say nothing of how those of `source` are laid out, as they are null."""
+    """Return whether these records say nothing of how those of `source` are laid out, as they are null."""
     return all(is_null(record, source.asked_schema, source.asked_columns) for record in records)
 
 
@@ -133,12 +127,11 @@ def _raising(error: RecordError) -> Iterator[Piece]:
 
 
 def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
-    """How the records of a source are laid out that begins with `records`.
+    """Return the layout of a source that begins with `records`.
 
     Raises:
-        RecordError: unreadable.
         LayoutError: no schema is known that fits, or several do.
-        DataError: there is no record.
+        DataError: the source is unreadable.
         UsageError: there is no such schema or role.
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
@@ -150,7 +143,7 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
         marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
         return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:
-        raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
+        raise LayoutError(error.message, hint=error.hint, where=source.name, missing=error.missing) from error
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 
@@ -182,11 +175,7 @@ def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path
 def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
-    """Refuse a source of whose first records none can be read, or that begins with a part of one, with the first bad.
-
-    Raises:
-        RecordError: of that record, with its place.
-    """
+    """Refuse a source of whose first records none can be read, or that begins with a part of one."""
     goes_on = _goes_on(piece)
     if not goes_on and any(_is_readable(layout, record) for record in records):
         return
@@ -203,14 +192,14 @@ def _check_records(
 
 
 def _goes_on(piece: Piece) -> bool:
-    """Whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
+    """Return whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
     if piece.reader != "lines":
         return False
     return _head(piece).split(b"\n")[0].strip() in (b"{", b"[")
 
 
 def _head(piece: Piece) -> bytes:
-    """How a piece of lines begins."""
+    """Read the beginning of a piece of lines."""
     with Path(piece.path).open("rb") as file:
         file.seek(piece.start)
         return file.read(pieces.LOOK_BYTES)

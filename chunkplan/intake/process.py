@@ -16,7 +16,6 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.padding import without_padded
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
@@ -30,8 +29,7 @@ from chunkplan.intake.records import (
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
-from chunkplan.intake.tokenizer import RecordTokenizer
-from chunkplan.intake.turns import by_turns
+from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
 from chunkplan.planfile.unread_keys import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.

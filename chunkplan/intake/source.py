@@ -16,7 +16,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import Rejected
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.fields import TRY, Flag, LayoutError, column_flags, hint_of_source, line_of
+from chunkplan.intake.schemas.fields import TRY, LayoutError, column_flags, hint_of_source
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.options import toml_name
@@ -226,11 +226,9 @@ def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
     if {*paths} == {source.file.path}:
         return error.hint
     name = name_of_source(source.file.path, paths)
-    if not isinstance(error, LayoutError):
-        return hint_of_source(error.hint, name)
-    if name is None:
+    if name is None and isinstance(error, LayoutError):
         return "rename this file, which no flag can name without naming another"
-    return error.hint_for(name)
+    return hint_of_source(error.hint, name)
 
 
 def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns: Mapping[str, str]) -> str | None:
@@ -253,7 +251,7 @@ def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns:
     place = said.places.get(error.missing[0])
     if place is None:
         return f"in place of what is said of all,{some.removeprefix(',')} {TRY}" + " ".join(
-            line_of(column_flags(keys), name) for name in names
+            hint_of_source(column_flags(keys), name) for name in names
         )
     entries = " and ".join(f"`{role} = {json.dumps(key, ensure_ascii=False)}`" for role, key in keys.items())
     tables = " and ".join(f"`[{toml_name('columns', name)}]`" for name in names)
@@ -273,7 +271,7 @@ def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[s
     Sources of the same keys are named by a pattern where there is one, else each if they are few. Of keys that only
     sources have which the error does not name there is nothing in it.
     """
-    groups: dict[tuple[Flag, ...], list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for number, (source, error) in enumerate(problems):
         if isinstance(error, LayoutError) and error.line and (error.line in groups or number < _NAMED):
             groups.setdefault(error.line, []).append(source.file.path)
@@ -283,7 +281,7 @@ def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[s
         names = _names(group, paths)
         if len(names) > _FEW:
             names = dict([next(iter(names.items()))])
-        typed = " ".join(line_of(line, name) for name in names)
+        typed = " ".join(hint_of_source(line, name) for name in names)
         if names and (not flags or len(" ".join([*flags, typed])) <= _LONGEST_LINE):
             flags.append(typed)
             num_read += sum(names.values())

@@ -16,15 +16,13 @@ from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
-from chunkplan.intake.padding import without_padded
 from chunkplan.intake.pieces import LEFT_OUT, SHARED, token_columns
 from chunkplan.intake.process import too_long
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.schemas.fields import without_ignored
-from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
-from chunkplan.intake.turns import by_turns, turns_of
+from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.reporting.analyzed_file import AnalyzedFile, find_analyzed, options_for
 from chunkplan.reporting.token_text import SequenceText, decode_sequence

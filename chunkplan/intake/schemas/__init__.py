@@ -15,11 +15,7 @@ __all__ = ["SCHEMAS", "RecordLayout", "count_unread", "detect", "parse"]
 
 
 def parse(layout: RecordLayout, record: JsonObject) -> Record:
-    """The neutral form of a record of a source that is laid out so.
-
-    Raises:
-        RecordError: the record does not fit, or has nothing to train on.
-    """
+    """Convert one source record to its neutral form; raises RecordError where it does not fit or is empty."""
     record = without_ignored(record, layout.ignored)
     if not SUSPECT.isdisjoint(record):
         refuse(record)

@@ -14,13 +14,12 @@ from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import (
     MOST_LISTED,
     TRY,
-    Flag,
     LayoutError,
+    column_flags,
     listed,
     messages_in,
     quoted,
     shortened,
-    spaced,
 )
 from chunkplan.intake.schemas.messages import refuse
 from chunkplan.intake.schemas.readings import (
@@ -38,20 +37,16 @@ from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, has_all, is_la
 def detect(
     records: Sequence[JsonObject], *, schema: str | None = None, columns: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """The layout of a source that begins with `records`.
-
-    It is the schema that all records fit best; single ones that fit none are left to be rejected. Roles that `columns`
-    names leave only the schemas that have them.
+    """Choose the schema that fits all of a source's first records best; single ones that fit none are rejected later.
 
     Args:
-        records: the first that can be read.
-        schema: the name of the schema, where the user says it.
-        columns: role -> key, where the user says it.
+        records: the first readable records.
+        schema: the name of the schema, where the user names it.
+        columns: role -> key, where the user names some; they leave only the schemas that have these roles.
 
     Raises:
         UsageError: there is no such schema or role.
-        LayoutError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
-            has a key that the user named.
+        LayoutError: no schema fits, records fit different ones, one can be read in two ways, or a named key is missing.
         DataError: there is no record.
     """
     columns = Said.of(columns or {})
@@ -76,18 +71,14 @@ def detect(
     if len(wanted) > 1:
         several = ", ".join(f"{number} {name}" for name, number in wanted.items())
         message = f"the records are of different schemas: {several}; found: {_found(readable)}"
-        raise LayoutError(message, ["put them into different files, or ", *SAY])
+        raise LayoutError(message, hint=f"put them into different files, or {SAY}")
     if not readable:
         raise DataError("no record can be read", hint="give files with at least one record")
     raise _no_schema(schema, columns, candidates, readable)
 
 
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
-    """Whether `record` fits no schema, or not the one that the user has named, only as what it would have is null.
-
-    Raises:
-        UsageError: there is no such schema or role.
-    """
+    """Return whether `record` fits no schema only as keys are null; raises UsageError for an unknown schema or role."""
     said = Said.of(columns)
     return None in record.values() and _is_null(record, _candidates(schema, said), said)
 
@@ -181,7 +172,7 @@ def _messages_under(record: JsonObject, role: str, key: str) -> list[Any]:
 
 
 def _is_said(role: str, key: str, record: JsonObject) -> bool:
-    """Whether `record` says something for an optional role; a label that is false does."""
+    """Return whether `record` has a value for an optional role; a label that is false is one."""
     value = record.get(key)
     return value is not None and is_label(value, key) if role == "label" else bool(value)
 
@@ -190,12 +181,12 @@ def _no_key(missing: list[str], columns: Said, candidates: list[str], records: l
     """The error of keys that the user has named for the roles `missing`, and that no record has."""
     found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
     role, place = missing[0], columns.place(missing[0], "--column")
-    words: Sequence[str | Flag] = ["name a key that the records have"]
+    hint = "name a key that the records have"
     if found and set(missing) <= found[1].keys():
         is_typed = place.startswith("--column")
-        words = ["in place of it, ", TRY, *spaced(found[1])] if is_typed else [f"is it `{found[1][role]}`?"]
+        hint = f"in place of it, {TRY}{column_flags(found[1])}" if is_typed else f"is it `{found[1][role]}`?"
     message = f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}"
-    return LayoutError(message, words, missing=missing)
+    return LayoutError(message, hint=hint, missing=missing)
 
 
 def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
@@ -205,18 +196,18 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
     if schema is not None:
         message += f"; --format {schema} expects {_needs(schema)}"
         if (other := _other_schema(columns, records)) is not None:
-            return LayoutError(message, ["in place of it, ", TRY, Flag("--format", other)])
+            return LayoutError(message, hint=f"in place of it, {TRY}--format {other}")
     elif found is not None:
         message += f"; closest is {found[0]} ({_all_of(SCHEMAS[found[0]].choices({})[0])})"
     elif closest := _closest(candidates, columns, records):
         message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
     if found is not None:
-        return LayoutError(message, [TRY, *spaced(found[1])])
-    return LayoutError(message, what_else(records, candidates, columns))
+        return LayoutError(message, hint=TRY + column_flags(found[1]))
+    return LayoutError(message, hint=what_else(records, candidates, columns))
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
-    """The schema that reads all content of these records, where the user has named another."""
+    """Return the schema that reads all content of these records, where the user has named another."""
     with suppress(DataError, UsageError):
         layout = detect(records, columns=columns)
         return None if unread_content(layout, records) else layout.schema
@@ -234,7 +225,7 @@ def _found(records: list[JsonObject]) -> str:
 
 
 def _closest(names: list[str], columns: Said, records: list[JsonObject]) -> tuple[str, dict[str, str]] | None:
-    """The schema most of whose keys the records have, the first of equals, and these keys; None for none."""
+    """Return the schema most of whose keys the records have, the first of equals, with these keys; None for none."""
     found = Counter(key for record in records for key, value in record.items() if value is not None)
 
     def share(choice: tuple[str, dict[str, str]]) -> float:

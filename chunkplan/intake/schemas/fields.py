@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -28,6 +28,11 @@ OF_EACH = "[]."
 #: The most keys that a message lists, and the most characters of each.
 MOST_LISTED, _LONGEST = 10, 60
 
+#: A flag in a hint that is for all sources, and the first word of its value, as it is typed.
+_FLAG = re.compile(
+    r"(--column |--ignore-column |--format (?=[\w+]+(?:[ ,;]|$)))('[^']*'|[\w@%+=:,./-]*[\w@%+=:/-])", re.ASCII
+)
+
 _TYPES = {
     type(None): "null",
     bool: "a boolean",
@@ -40,59 +45,27 @@ _TYPES = {
 _EXPECTED = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
-class Flag(NamedTuple):
-    """An option and its value: `--column` with ROLE=KEY, or `--format` with NAME."""
-
-    option: str
-    value: str
-
-    def typed(self, source: str | None) -> str:
-        """The words to paste into a shell, for the sources that `source` names, or for all."""
-        sign = ":" if self.option == "--column" else "="
-        return f"{self.option} {shlex.quote(self.value if source is None else f'{source}{sign}{self.value}')}"
-
-
 class LayoutError(DataError):
-    """How the records of a source are laid out is not known; `words` are the parts of the hint, flags among them.
+    """Nobody knows how a source is laid out; `missing` are roles whose keys the user named and no record has."""
 
-    `missing` are roles for which the user has named keys that no record has.
-    """
-
-    def __init__(
-        self, message: str, words: Sequence[str | Flag], *, where: str | None = None, missing: Sequence[str] = ()
-    ) -> None:
-        self.words = tuple(words)
+    def __init__(self, message: str, *, hint: str, where: str | None = None, missing: Sequence[str] = ()) -> None:
+        super().__init__(message, where=where, hint=hint)
         self.missing = tuple(missing)
-        super().__init__(message, where=where, hint=self.hint_for(None))
-
-    def hint_for(self, source: str | None) -> str:
-        """The hint, where its flags are for the sources that `source` names, or for all."""
-        return "".join(word.typed(source) if isinstance(word, Flag) else word for word in self.words)
 
     @property
-    def line(self) -> tuple[Flag, ...]:
-        """The flags to be pasted, all together, for the source to be read; none where they are not known."""
-        return tuple(word for word in self.words if isinstance(word, Flag)) if TRY in self.words else ()
+    def line(self) -> str:
+        """The flags to be pasted, all together, for the source to be read; "" where they are not known."""
+        return self.hint.partition(TRY)[2]
 
     @property
     def is_definite(self) -> bool:
-        """Whether the hint has flags that work as they are: to be pasted, or to choose from."""
-        return TRY in self.words or CHOOSE in self.words
+        """Return whether the hint has flags that work as they are: to be pasted, or to choose from."""
+        return TRY in self.hint or CHOOSE in self.hint
 
 
-def column_flags(keys: Mapping[str, str]) -> list[Flag]:
-    """The options that name the keys of these roles."""
-    return [Flag("--column", f"{role}={key}") for role, key in keys.items()]
-
-
-def line_of(flags: Sequence[Flag], source: str | None = None) -> str:
-    """All of `flags`, as they are typed for the sources that `source` names, or for all."""
-    return " ".join(flag.typed(source) for flag in flags)
-
-
-def spaced(keys: Mapping[str, str]) -> list[str | Flag]:
-    """The options that name these keys as parts of a hint, with spaces between."""
-    return [part for flag in column_flags(keys) for part in (" ", flag)][1:]
+def column_flags(keys: Mapping[str, str]) -> str:
+    """The options that name the keys of these roles, as they are typed."""
+    return " ".join(f"--column {shlex.quote(f'{role}={key}')}" for role, key in keys.items())
 
 
 def ignoring(*keys: str) -> str:
@@ -102,10 +75,13 @@ def ignoring(*keys: str) -> str:
 
 
 def hint_of_source(hint: str, source: str | None) -> str:
-    """`hint`, whose flags are for the sources that `source` names, or for all."""
-    for flag in () if source is None else ("--column ", "--ignore-column "):
-        hint = hint.replace(flag, f"{flag}{shlex.quote(f'{source}:')}")
-    return hint
+    """`hint`, whose flags of all sources are for those that `source` names."""
+
+    def of_source(found: re.Match[str]) -> str:
+        sign = "=" if found[1] == "--format " else ":"
+        return found[1] + shlex.quote(f"{source}{sign}{found[2].strip(chr(39))}")
+
+    return hint if source is None else _FLAG.sub(of_source, hint)
 
 
 def wrong(message: str, hint: str = HINT) -> NoReturn:
@@ -124,10 +100,7 @@ def empty(message: str) -> NoReturn:
 
 
 def refuse_unread(*keys: str, says: str, ways: str = "") -> NoReturn:
-    """Raises RecordError for the first of some keys that nothing reads and that may say what is learnt.
-
-    `says` are words for what is in it and what that may mean; `ways` are other ways on than to ignore it, for the hint.
-    """
+    """Raise RecordError for unread `keys` that may say what is learnt; `ways` are hints besides ignoring them."""
     hint = f"{ways}if it does not matter here: {ignoring(*keys)}"
     unsupported(f"`{shortened(keys[0])}` is not read, and has {says}", hint)
 
@@ -143,11 +116,7 @@ def json_type(value: object) -> str:
 
 
 def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
-    """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the source's record.
-
-    Raises:
-        RecordError: it is missing or of another type.
-    """
+    """Return `record[key]`; raises RecordError where it is missing or not of `kind`. `inside` is its path."""
     value = record.get(key)
     if type(value) is kind:
         return value
@@ -172,11 +141,7 @@ def optional_text(record: JsonObject, key: str) -> str | None:
 
 
 def messages_in(record: JsonObject, key: str) -> list[Any]:
-    """The list in `record[key]`, or the one that is written there as JSON.
-
-    Raises:
-        RecordError: it is missing, or neither.
-    """
+    """Return the list in `record[key]`, or the one written there as JSON; raises RecordError for anything else."""
     value = record.get(key)
     if type(value) is not str:
         return field(record, key, list)
@@ -242,5 +207,5 @@ def words_of(key: str) -> list[str]:
 
 
 def is_blank(text: str | None) -> bool:
-    """Whether there is nothing in it but whitespace."""
+    """Return whether a text has nothing in it but whitespace."""
     return not text or text.isspace()

@@ -111,7 +111,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+|true|false)\s*", re.IGNORECASE)
 
 @lru_cache(maxsize=1 << 12)
 def kind_of(key: str) -> Kind:
-    """What a key may be, by its name."""
+    """Classify a key by its name."""
     found = {*words_of(key), *words_of(key.lower())}  # `Complex_CoT` is two words to one of the two
     if not _ABOUT.isdisjoint(_ends(key)) or words_of(key)[:1] == ["original"]:
         return "about"
@@ -120,28 +120,25 @@ def kind_of(key: str) -> Kind:
 
 @lru_cache(maxsize=1 << 12)
 def may_mark(key: str) -> bool:
-    """Whether a number under a key may say what counts in the loss, by its name."""
+    """Return whether a number under a key may say what counts in the loss, by its name."""
     words = words_of(key)
     return not _MARKS.isdisjoint((*words, *words_of(key.lower()))) and _NUMBERED.isdisjoint(words[-1:])
 
 
 @lru_cache(maxsize=1 << 12)
 def may_split(key: str) -> bool:
-    """Whether a number under a key may say which tokens are a prompt."""
+    """Return whether a number under a key may say which tokens are a prompt."""
     words = {*words_of(key)}
     return not words.isdisjoint(_PARTS) and not words.isdisjoint(_PLACES)
 
 
 def may_say(key: str) -> bool:
-    """Whether a number under a key that nothing reads may say what is learnt of a record's tokens."""
+    """Return whether a number under an unread key may say what is learnt of a record's tokens."""
     return may_mark(key) or may_split(key)
 
 
 def is_flag(key: str, value: Any) -> bool:
-    """Whether a value in a message may say what counts: numbers or truth values that nobody is known to mean else.
-
-    Of an object it is those whose names say so.
-    """
+    """Return whether a value in a message may say what counts; of an object, whether one of its keys does."""
     values = value if type(value) is list else [value]
     kinds = set(map(type, values))
     if dict in kinds:
@@ -156,7 +153,7 @@ def is_flag(key: str, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number or a truth value, perhaps written as a string."""
+    """Return whether a value is a number or a truth value, perhaps written as a string."""
     return isinstance(value, (bool, int, float)) or (type(value) is str and _NUMBER.fullmatch(value) is not None)
 
 
@@ -166,7 +163,7 @@ def keys_of_content(records: Iterable[JsonObject]) -> list[str]:
 
 
 def holds_content(key: str, value: Any) -> bool:
-    """Whether `value`, found under `key`, may be trained or said to the model, or says what of that is."""
+    """Return whether `value`, found under `key`, may be trained, shown to the model, or mark what is."""
     if isinstance(value, dict):
         return any(holds_content(inner, one) for inner, one in value.items())
     if isinstance(value, (list, tuple)):

@@ -90,10 +90,7 @@ _LIKE_NUMBERS = re.compile(r"\s*([\[0-9]|(true|false)\s*$)", re.IGNORECASE)
 
 
 def refuse(record: JsonObject) -> None:
-    """Raises RecordError where `record`, which has some of the `SUSPECT` keys, is more than text.
-
-    Keys that are null or empty say nothing: tables have them in every row.
-    """
+    """Raise RecordError for preference pairs and media; keys that are null or empty, as in tables, say nothing."""
     for better, worse in _PREFERENCES:
         if record.get(better) is not None and record.get(worse) is not None:
             unsupported(
@@ -117,12 +114,10 @@ def _refuse_media(fields: JsonObject, path: str = "") -> None:
 
 
 def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -> list[Message]:
-    """The messages of a list found at `path`. `is_sharegpt` says what is expected of one that has neither layout.
+    """Parse the list of messages found at `path`; turns that call tools get their `calls` beside the text.
 
-    A turn whose role says that it calls tools has its `calls` beside the text.
-
-    Raises:
-        RecordError: a message is in neither layout, or is more than text.
+    `is_sharegpt` selects the expected layout of a message that has neither. Raises RecordError for a message that is in
+    no known layout, or is more than text.
     """
     messages = []
     for index, value in enumerate(values):
@@ -157,10 +152,7 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
 
 
 def exchange_of(value: JsonObject) -> dict[str, str] | None:
-    """Role -> text of what a user asked and the assistant answered, perhaps behind a system text, in one object.
-
-    Flags beside them are those of the answer.
-    """
+    """Return role -> text of a question and its answer in one object, perhaps with a system text; else None."""
     roles = {
         key: _EXCHANGE_ROLES.get(key) or ROLES.get(key, key)
         for key, text in value.items()
@@ -187,7 +179,7 @@ def unread_of_turn(turn: JsonObject) -> list[str]:
 
 
 def is_message(record: JsonObject) -> bool:
-    """Whether a whole record is one message of a conversation: somebody who is known says a `text` or `content`."""
+    """Return whether a whole record is one message of a conversation: a known speaker with `text` or `content`."""
     speaks = any(str(record.get(key)).lower() in ROLES for key in SPEAKER_KEYS)
     return speaks and ("text" in record or "content" in record)
 
@@ -237,11 +229,7 @@ def _turn(message: JsonObject, path: str) -> Message:
 
 
 def _role_of(name: str, path: str, loss: bool | None) -> str:
-    """The role that a chat template knows for `name`; upper and lower case are the same.
-
-    Raises:
-        RecordError: it is not known, and the message does not say by its `loss` whether it counts.
-    """
+    """The role that a chat template knows for `name`; upper and lower case are the same."""
     role = ROLES.get(name) or ROLES.get(name.lower())
     if role is None and loss is None:
         wrong(
@@ -344,10 +332,7 @@ def _with_calls(message: Message, path: str) -> Message:
 
 
 def _call(value: Any, path: str) -> JsonObject:
-    """A call of a tool as chat templates expect it, from a JSON string or object with `name` and `arguments`.
-
-    Swift's may have `parameters` in their place, and any may be in a `function`, as OpenAI has them.
-    """
+    """Convert a call, JSON or an object, perhaps with `parameters` or in a `function`, to that of chat templates."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -361,11 +346,7 @@ def _call(value: Any, path: str) -> JsonObject:
 
 
 def _stated_loss(message: JsonObject, path: str) -> bool | None:
-    """Whether the message at `path` counts in the loss, as its flags say; None where they say nothing.
-
-    Raises:
-        RecordError: what they say is neither yes nor no, means either, or they disagree.
-    """
+    """Return whether the flags of the message at `path` say that it counts; None where it has none."""
     if FLAGS.isdisjoint(message):
         return None
     if message.get("train_detail"):
@@ -386,13 +367,10 @@ def _stated_loss(message: JsonObject, path: str) -> bool | None:
 
 
 def with_flags_of_record(parsed: Record, record: JsonObject, read: Collection[str]) -> Record:
-    """`parsed`, as the flags of the whole `record` say, but for those among the keys that are `read` otherwise.
+    """Apply the loss flags of a whole `record` to `parsed`; keys that are `read` otherwise are none.
 
-    A list of them has an entry for each message (LLaMA-Factory: `loss_mask`), and takes answers away.
-
-    Raises:
-        RecordError: nothing of the record counts; what they say is neither yes nor no, or means either; or a list does
-            not fit the messages.
+    A list of flags has an entry for each message (LLaMA-Factory: `loss_mask`), and takes answers away. Raises
+    RecordError where nothing counts, or a flag is ambiguous or does not fit.
     """
     for key, counts in COUNTS.items():
         value = record.get(key)
@@ -425,7 +403,7 @@ def _by_message(parsed: Record, counts: list[bool], key: str) -> Record:
 
 
 def _flag(value: Any, path: str, key: str) -> bool:
-    """Whether a flag is 1 or true; raises RecordError where it is not 0 or false either."""
+    """Return whether a flag is 1 or true; raises RecordError where it is not 0 or false either."""
     if not isinstance(value, (bool, int, float)):
         wrong(f"`{path}` is {json_type(value)}, expected 0 or 1", hint=_unless(key))
     if value not in (0, 1):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message, Record
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.fields import CHOOSE, Flag, LayoutError, messages_in, quoted, shortened, spaced, words_of
+from chunkplan.intake.schemas.fields import CHOOSE, LayoutError, column_flags, messages_in, quoted, shortened, words_of
 from chunkplan.intake.schemas.keys import holds_content, keys_of_content, words
 from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, parse_messages
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, has_all
@@ -22,8 +22,8 @@ from chunkplan.intake.schemas.unread import count_unread, with_left_over
 from chunkplan.quantities import counted
 
 #: How the user may say how records are laid out.
-SAY = ("say which with ", Flag("--format", "NAME"), ", or name the keys with ", Flag("--column", "ROLE=KEY"))
-_SAY_LISTED = (*SAY, "; `chunkplan analyze --help` lists the schemas")
+SAY = "say which with --format NAME, or name the keys with --column ROLE=KEY"
+_SAY_LISTED = f"{SAY}; `chunkplan analyze --help` lists the schemas"
 
 #: What a record that has all of its content where it is read looks like.
 _SHAPES = (
@@ -92,13 +92,11 @@ class Reading(NamedTuple):
 def choose_reading(
     record: JsonObject, names: Sequence[str], named: Mapping[str, str], *, is_chosen: bool
 ) -> Reading | None:
-    """How `record` is read by one of the schemas `names`, where the user has `named` the keys of some roles, or None.
+    """Return how `record` is read by one of the schemas `names`, or None.
 
-    Of the schemas that say most about the record, the first that it fits. Another that says as much has to make the
-    same of it, or to read only a part of what the first reads. `is_chosen` says that the user has named the schema.
-
-    Raises:
-        LayoutError: two schemas, or two keys, make different things of it.
+    Of the schemas that say most about the record it is the first that fits. Another that says as much must make the
+    same of it, or read only a part of what the first reads; else LayoutError is raised. `named` are keys that the user
+    gave, and `is_chosen` says that the user named the schema.
     """
     for group in GROUPS:
         found = [
@@ -114,10 +112,7 @@ def choose_reading(
 
 
 def _may_be(name: str, keys: Mapping[str, str], record: JsonObject) -> bool:
-    """Whether what `record` has under these keys may be what the schema `name` means.
-
-    That is asked of names that mean other things as well; and of a length, beside which nothing may look like text.
-    """
+    """Return whether ambiguous keys have the values that the schema `name` means; beside a length no text may stand."""
     if name == "length":
         return not any(
             isinstance(value, (list, dict)) or (isinstance(value, str) and len(value.split(maxsplit=1)) > 1)
@@ -150,21 +145,18 @@ def _only(record: JsonObject, found: list[Reading], named: Mapping[str, str]) ->
             first = reading, parsed, set(schema.keys_of(record, columns).values())
         elif parsed != first[1] and not first[2].issuperset(reading.keys.values()):
             # Of numbers nothing is trained; of all else a flag would lose what is read in the other way alone.
-            words = [CHOOSE, *spaced(first[0].keys), ", or ", *spaced(reading.keys)]
+            hint = f"{CHOOSE}{column_flags(first[0].keys)}, or {column_flags(reading.keys)}"
             if reading.schema != "length":
-                words = ["they are two sequences: write a record for each, or take away the key that is not trained"]
+                hint = "they are two sequences: write a record for each, or take away the key that is not trained"
             ways = f"{first[0].words}, or {reading.words}"
-            raise LayoutError(f"a record can be read in two ways that differ: {ways}", words)
+            raise LayoutError(f"a record can be read in two ways that differ: {ways}", hint=hint)
     return found[0] if first is None else first[0]
 
 
 def suggest(
     records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
-    """The schema of `names` that reads `records`, and the keys to name for it, role -> key; None where none is good.
-
-    Those that the user has `named` are among them.
-    """
+    """Return the schema of `names` that reads `records` with suggested keys, role -> key, including those `named`."""
     found = {kind: _only_key(records, named, kind) for kind in _KINDS}
     ask, answer = (named.get(role) or found[kind] for role, kind in (("prompt", "ask"), ("completion", "answer")))
     said = {*words_of(ask or ""), *words_of(answer or "")}
@@ -191,19 +183,19 @@ def unread_content(layout: RecordLayout, records: Sequence[JsonObject]) -> list[
 
 
 def are_messages_each(records: Sequence[JsonObject]) -> bool:
-    """Whether each record is one message of a conversation."""
+    """Return whether each record is one message of a conversation."""
     return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
-def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> list[str | Flag]:
-    """What to do with records that no keys are suggested for, as parts of a hint that names all that holds content."""
+def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> str:
+    """The hint of records that no keys are suggested for, which names all that holds content."""
     if are_messages_each(records):
         if tree := next((key for key in ("parent_id", "message_tree_id") if any(key in one for one in records)), None):
-            return [
+            return (
                 f"a record is one message of a tree (`{tree}`): write the messages from a root to each answer that is "
                 "to be trained as one record with `messages`; --format text reads each as a text of its own"
-            ]
-        return ["a record is one message: write all messages of a conversation as one record with `messages`"]
+            )
+        return "a record is one message: write all messages of a conversation as one record with `messages`"
     content = keys_of_content(records)
     lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _objects_in(records[0], key))}
     for key, messages in lists.items():
@@ -212,24 +204,24 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
         if advice and others:
             advice += f"; what {quoted(others)} {'has' if len(others) == 1 else 'have'} goes into its messages too"
         if advice:
-            return [advice]
+            return advice
     if len(records) == len(lists) == 1 and content == [*lists]:
         [(key, objects)] = lists.items()
-        return [f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"]
+        return f"`{key}` is a list of {counted(len(objects), 'object')}: write these as the records"
     if len(content) == 2 and not named and "prompt+completion" in names and all(map(_is_plain, content)):
         pairs = [{"prompt": one, "completion": other} for one, other in permutations(content)]
         if _can_be_read(records, "prompt+completion", pairs[0]):
-            ways = [*spaced(pairs[0]), ", or ", *spaced(pairs[1])]
-            return [f"{quoted(content)} are two texts: write both as one `text`, or ", CHOOSE, *ways]
+            ways = f"{column_flags(pairs[0])}, or {column_flags(pairs[1])}"
+            return f"{quoted(content)} are two texts: write both as one `text`, or {CHOOSE}{ways}"
     if len(content) > 1:
-        return [f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or ", *_SAY_LISTED]
+        return f"nothing says how {quoted(content)} go together: write records as {_SHAPES}, or {_SAY_LISTED}"
     if any(type(record.get(key)) in (list, dict) for record in records for key in content):
-        return [f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or ", *_SAY_LISTED]
-    return [*_SAY_LISTED]
+        return f"nothing reads what {quoted(content)} has in it: write records as {_SHAPES}, or {_SAY_LISTED}"
+    return _SAY_LISTED
 
 
 def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
-    """What to do with a conversation under `key`, "" where it is none, and what else with content its messages have."""
+    """Return advice for a conversation under `key`, "" where it is none, and its other keys with content."""
     texts = {name: text for name, text in messages[0].items() if type(text) is str}
     said = next((name for name in _CONTENTS if name in texts), None)
     speaker = next((name for name in texts if name in SPEAKER_KEYS or texts[name].lower() in ROLES), said)
@@ -246,7 +238,7 @@ def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObj
 
 
 def _unanswered(records: Sequence[JsonObject], key: str) -> str:
-    """What to do with messages under `key` that no key alone makes records of a schema."""
+    """Return advice for messages under `key` that no key alone makes records of a schema."""
     with suppress(RecordError):
         if any(map(_may_count, parse_messages(messages_in(records[0], key), key))):
             return f"`{key}` is a conversation: name the list `messages`"
@@ -267,10 +259,7 @@ def _objects_in(record: JsonObject, key: str) -> list[JsonObject]:
 
 
 def _only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str) -> str | None:
-    """The key of this kind, by words in its name and its values, if one is closest: has fewest other words.
-
-    Of messages, and of texts where no name says that they are, it is the only key that has some.
-    """
+    """Return the one key of this kind whose name and values fit best: has fewest other words; None for several."""
     named_so, is_value = _KINDS[kind]
     barred = _BARRED.get(kind, frozenset())
     fitting = [
@@ -292,12 +281,12 @@ def _only_key(records: Sequence[JsonObject], named: Mapping[str, str], kind: str
 
 
 def _is_plain(key: str) -> bool:
-    """Whether `key` can be shown and pasted."""
+    """Return whether `key` can be shown and pasted."""
     return bool(key) and key.isprintable() and len(key) <= _LONGEST
 
 
 def _have_values(records: Sequence[JsonObject], key: str, is_value: Callable[[Any], bool], *, is_beside: bool) -> bool:
-    """Whether half of the records, or more, have such a value; of what stands beside some, and no record another."""
+    """Return whether half of the records have such a value; for optional roles, whether all non-empty ones are such."""
     if not is_beside:
         return 2 * sum(is_value(record.get(key)) for record in records) >= len(records)
     said = [record[key] for record in records if holds_content(key, record.get(key))]
@@ -305,7 +294,7 @@ def _have_values(records: Sequence[JsonObject], key: str, is_value: Callable[[An
 
 
 def _are_messages(value: Any) -> bool:
-    """Whether it is a list of messages in a layout that is known, which may be written as JSON."""
+    """Return whether it is a list of messages in a known layout, which may be written as JSON."""
     if type(value) is str:
         with suppress(RecordError):
             value = messages_in({"": value}, "")
@@ -315,7 +304,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _are_exchanges(value: Any) -> bool:
-    """Whether it is a list of questions with their answers, perhaps none."""
+    """Return whether it is a list of questions with their answers, perhaps none."""
     return type(value) is list and all(type(one) is list and [*map(type, one)] == [str, str] for one in value)
 
 
@@ -324,7 +313,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_said(value: Any) -> bool:
-    """Whether it may be what somebody asked or answered."""
+    """Return whether it may be a question or an answer."""
     return _is_text(value) or _are_messages(value)
 
 
@@ -349,10 +338,7 @@ def _may_count(message: Message) -> bool:
 
 
 def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, str]) -> bool:
-    """Whether half of the records, or more, become something to train by the schema `name` with these keys.
-
-    Of what these have no content may be left unread.
-    """
+    """Return whether half of the records, or more, can be trained by this schema with no content left unread."""
     schema, read = SCHEMAS[name], list[JsonObject]()
     usual = {role: keys[0] for role, keys in schema.roles.items()}
     names = [other for other in SCHEMAS if columns.keys() <= SCHEMAS[other].roles.keys()]

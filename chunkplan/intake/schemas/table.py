@@ -27,7 +27,6 @@ from chunkplan.intake.schemas.fields import (
     field,
     is_blank,
     json_type,
-    line_of,
     messages_in,
     objects,
     optional_text,
@@ -50,10 +49,10 @@ _LONGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """How a source's records are laid out: a schema, and for each of its roles the key that has it.
+    """The layout of a source's records: a schema, and for each of its roles the key that has it.
 
-    `evidence` is a line for people that says why. `ignored` are the keys that are as if they were not there. `marks`
-    are the keys that say something of tokens, in all records of the source; None where that is not known.
+    `evidence` is a line for people that says why, `ignored` are keys treated as absent, `marks` the keys that mark
+    tokens in all records of the source, or None where that is not known.
     """
 
     schema: str
@@ -72,12 +71,9 @@ class RecordLayout:
 class Schema:
     """The roles that a record is made of, and how it is parsed.
 
-    `required` and `optional` are roles, each with the keys that usually have it, the first being the role's own name;
-    `parse(record, columns)` gives a record's neutral form or raises RecordError.
-
-    `reads(record, columns)` are the keys that are read beside those of the required roles; without it, one of each role
-    is. Where `is_paired`, the usual keys of the required roles belong together, in their order: a `problem` has a
-    `solution`, and no `answer`.
+    `required` and `optional` are roles, each with the keys that usually have it, its own name first; `parse` converts a
+    record or raises RecordError. `reads` gives the keys that are read beside the required ones; without it, one of each
+    role is. Where `is_paired`, the usual keys belong together: a `problem` has a `solution`, and no `answer`.
     """
 
     required: Mapping[str, tuple[str, ...]]
@@ -124,7 +120,7 @@ class Schema:
 
 
 def has_all(record: JsonObject, keys: Mapping[str, str]) -> bool:
-    """Whether `record` says something for every role of `keys`, role -> key."""
+    """Return whether `record` has a value for every role of `keys`, role -> key."""
     return all(record.get(key) is not None for key in keys.values())
 
 
@@ -144,10 +140,7 @@ def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
 
 
 def is_label(value: object, key: str) -> bool:
-    """Whether `value`, found under `key` of the role `label`, is one; others mean something else under usual names.
-
-    Nobody uses `kto_tag` for anything else.
-    """
+    """Return whether `value` under `key` labels an answer; nobody uses `kto_tag` for anything else."""
     return isinstance(value, bool) or key not in _BESIDE["label"] or (key == "kto_tag" and value in (0, 1))
 
 
@@ -186,10 +179,7 @@ def _parse_length(record: JsonObject, columns: dict[str, str]) -> LengthRecord:
 
 
 def _conversation_in(role: str) -> Callable[[JsonObject, dict[str, str]], Conversation]:
-    """The parser of conversations under the key of `role`; a `system` beside them comes first.
-
-    It raises RecordError where a message is not one of a known layout, all are blank, or `system` contradicts them.
-    """
+    """Return the parser of conversations under the key of `role`; a `system` beside them comes first."""
 
     def parse(record: JsonObject, columns: dict[str, str]) -> Conversation:
         _refuse_history(record, columns)
@@ -203,12 +193,7 @@ def _conversation_in(role: str) -> Callable[[JsonObject, dict[str, str]], Conver
 
 
 def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord | Conversation:
-    """The prompt and its completion, or the messages of both; a `system` beside messages comes first.
-
-    Raises:
-        RecordError: the two are neither strings nor lists of messages, or both blank; strings have a `system` or
-            `tools` beside them, which only chat templates know the place of; or `system` contradicts the messages.
-    """
+    """The prompt and its completion, or the messages of both; a `system` beside messages comes first."""
     _refuse_history(record, columns)
     prompt_key, completion_key = columns["prompt"], columns["completion"]
     given, answer = record.get(prompt_key), record.get(completion_key)
@@ -225,7 +210,7 @@ def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord |
         empty(f"`{prompt_key}` and `{completion_key}` are blank")
     system = system_key(record, columns)
     if optional_text(record, system) is not None:
-        flags = line_of(column_flags({"question": prompt_key, "answer": completion_key}))
+        flags = column_flags({"question": prompt_key, "answer": completion_key})
         reads_all = {*columns.values(), system}.issuperset(keys_of_content([record]))
         hint = f"{flags} reads all three as a conversation" if reads_all else "write the record as `messages`"
         _refuse_beside_prompt(system, hint)
@@ -263,13 +248,7 @@ def _parse_question(record: JsonObject, columns: dict[str, str]) -> Exchange | C
 def _exchange(
     record: JsonObject, columns: dict[str, str], prompt: str, answer: str, keys: tuple[str, str]
 ) -> Exchange | Conversation:
-    """A question and its answer, behind the system text and the `history` that `record` has beside them, if any.
-
-    Answers in the history count in the loss like the last one.
-
-    Raises:
-        RecordError: both are blank, the system is no text, or the history no list of pairs of texts.
-    """
+    """A question and its answer, behind the system text and the `history` beside them; all answers count."""
     if is_blank(prompt) and is_blank(answer):
         empty(f"`{keys[0]}` and `{keys[1]}` are blank")
     exchange = Exchange(optional_text(record, system_key(record, columns)), prompt, answer)
@@ -298,13 +277,7 @@ def _refuse_history(record: JsonObject, columns: dict[str, str]) -> None:
 
 
 def _begun(conversation: Conversation, record: JsonObject, columns: dict[str, str], path: str) -> Conversation:
-    """The conversation, found at `path`, behind the system text that `record` has beside it, if it has one.
-
-    Gemini's is a message, with `parts`.
-
-    Raises:
-        RecordError: that is no text, or the messages begin with another.
-    """
+    """Put the system text beside a conversation, which may be Gemini's message with `parts`, in front of it."""
     key = system_key(record, columns)
     value = record.get(key)
     if isinstance(value, dict) and "parts" in value:
@@ -328,13 +301,7 @@ def _begun(conversation: Conversation, record: JsonObject, columns: dict[str, st
 
 
 def _tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | None:
-    """The tools that a chat template may describe to the model: `tools`, or `functions` as OpenAI had them before.
-
-    Each is a list, or one written as JSON. None if there are none.
-
-    Raises:
-        RecordError: they are something else, a tool is no object, or both are there.
-    """
+    """Return the tools, or the `functions` that OpenAI had before; each may be written as JSON. None for none."""
     key, functions_key = columns["tools"], columns["functions"]
     found, functions = objects(record.get(key), key), objects(record.get(functions_key), functions_key)
     if any("functionDeclarations" in tool for tool in found):

@@ -64,11 +64,10 @@ _Marks = Mapping[str, Mapping[str, Int32Array]]
 
 
 def parse_tokens(record: JsonObject, columns: dict[str, str]) -> TokensRecord:
-    """Labels and masks stand at the place of the token they are for, not shifted; what is padding is left out.
+    """Read tokens with their marks; labels and masks are not shifted, and padding is left out.
 
-    Raises:
-        RecordError: these are not lists of whole numbers of one length, they contradict each other, another key may say
-            what counts, or there are no tokens.
+    Raises RecordError where lists are no whole numbers of one length or contradict each other, another key may say what
+    counts, or there are no tokens.
     """
     key = columns["input_ids"]
     if key not in record:
@@ -214,11 +213,7 @@ def _inside(kept: BoolArray, extent: range, name: str) -> range:
 
 
 def _begins(role: str, numbers: Int32Array, stops: tuple[int, int], name: str, key: str) -> Int64Array:
-    """Where documents begin that have these lengths, ends or begins, and together are all tokens, with padding or not.
-
-    Raises:
-        RecordError: that is not so.
-    """
+    """Return where documents begin that have these lengths, ends or begins and cover all tokens."""
     ends: Int64Array | Int32Array = numbers
     if role == "seq_lengths":
         ends = np.append(0, np.cumsum(numbers, dtype=np.int64))
@@ -231,7 +226,7 @@ def _begins(role: str, numbers: Int32Array, stops: tuple[int, int], name: str, k
 
 
 def _targets(key: str, input_ids: Int32Array, marks: _Marks, is_asked: BoolArray) -> BoolArray:
-    """Which tokens count, as labels and masks say together of those that are asked for; all where nothing says it."""
+    """Return which tokens count, as labels and masks say together; all where nothing says it."""
     said: dict[str, BoolArray] = {}
     for name, labels in marks.get("labels", {}).items():
         said[name] = labels != IGNORED

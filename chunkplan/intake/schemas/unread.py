@@ -16,7 +16,6 @@ from chunkplan.intake.schemas.fields import (
     column_flags,
     ignoring,
     is_blank,
-    line_of,
     messages_in,
     quoted,
     refuse_unread,
@@ -38,10 +37,9 @@ _LONGEST = 100
 
 
 def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter[str]:
-    """Key -> in how many of `records` it says something that did not go into their neutral form.
+    """Count the parsed `records` in which a key has a value that is not read; null is none.
 
-    The records are those that became one. Null says nothing. A key within the messages of a list is named
-    `conversations[].key`.
+    A key within the messages of a list is named `conversations[].key`.
     """
     schema, columns = SCHEMAS[layout.schema], layout.columns
     surely = schema.required if schema.reads else columns.keys() - {"label"}
@@ -82,7 +80,7 @@ def named(key: str) -> str:
 
 
 def _ignored_in(record: JsonObject, ignored: tuple[str, ...]) -> set[str]:
-    """Which of the keys `ignored` say something in `record`."""
+    """Return those of the keys `ignored` that have a value in `record`."""
     return {key for key in ignored if without_ignored(record, (key,)) != record and record.get(key, "") is not None}
 
 
@@ -104,7 +102,7 @@ def _read_keys(schema: Schema, columns: dict[str, str], record: JsonObject) -> d
 
 
 def is_looked_at(key: str, schema: str) -> bool:
-    """Whether a value under a key that no role has may change what becomes of a record, or have it refused."""
+    """Return whether a value under a key without a role may change a record, or have it refused."""
     if schema not in (*_MESSAGES, *_PAIRS, "text"):
         return False
     kind = kind_of(key)
@@ -116,14 +114,10 @@ def is_looked_at(key: str, schema: str) -> bool:
 
 
 def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> Record:
-    """`parsed`, as what else `record` has says of it.
+    """Apply the flags of a record, and refuse unread keys that may say what is learnt or what the model is given.
 
-    Beside a question and its answer any text of more than one word may be given to the model, unless its name says that
-    it is about the record, or what is read says the same. Beside messages it is what has a name for that.
-
-    Raises:
-        RecordError: a flag makes no sense, or leaves nothing to train on; or a key that nothing reads may say what is
-            learnt, or what the model is given.
+    Beside a question and its answer that is any text of more than one word, unless its name says that it is about the
+    record, or what is read says the same; beside messages it is what has a name for that.
     """
     schema, read = layout.schema, layout.keys
     others = [key for key in record if key not in read and is_looked_at(key, schema) and record[key] is not None]
@@ -140,7 +134,7 @@ def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> 
 
 
 def _may_say(key: str, value: Any, schema: str) -> bool:
-    """Whether an unread value of such a key may say what is learnt, or what the model is given."""
+    """Return whether an unread value of such a key may say what is learnt, or what the model is given."""
     kind = kind_of(key)
     if _is_mark(key, value):
         return True
@@ -151,7 +145,7 @@ def _may_say(key: str, value: Any, schema: str) -> bool:
 
 
 def _is_mark(key: str, value: Any) -> bool:
-    """Whether a value is numbers that may say what counts, or labels of tokens some of which do not."""
+    """Return whether a value is numbers that may say what counts, or labels of tokens some of which do not."""
     return (type(value) is list and IGNORED in value) or (may_mark(key) and _has_numbers(value))
 
 
@@ -169,7 +163,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _are_words(text: str) -> bool:
-    """Whether a text has more than one word, or a letter of a script without spaces between words; a time has none."""
+    """Return whether a text has several words, or letters of a script without spaces; a time has none."""
     if len(text.split(maxsplit=1)) < 2 and not any(letter > "\u0dff" for letter in text):
         return False
     with suppress(ValueError):
@@ -179,7 +173,7 @@ def _are_words(text: str) -> bool:
 
 
 def _is_repeated(key: str, schema: str, roles: Mapping[str, str], record: JsonObject) -> bool:
-    """Whether what is read says all that `record[key]` does: what has the name of it, the question or the answer."""
+    """Return whether what is read says all that `record[key]` does: same-named keys, the question or the answer."""
     kind, required = kind_of(key), [roles[role] for role in SCHEMAS[schema].required]
     if kind in ("variable", "about") or (kind == "mark" and _has_numbers(record[key])):
         return False
@@ -214,7 +208,7 @@ def _way_on(key: str, schema: str, roles: Mapping[str, str], record: JsonObject)
     if type(record[key]) is not str:
         return None
     if schema == "text":
-        return f"{line_of(column_flags({'prompt': roles['text'], 'completion': key}))} reads both"
+        return f"{column_flags({'prompt': roles['text'], 'completion': key})} reads both"
     if kind_of(key) not in ("given", "asked"):
         return None
     required = [roles[role] for role in SCHEMAS[schema].required]
@@ -222,8 +216,8 @@ def _way_on(key: str, schema: str, roles: Mapping[str, str], record: JsonObject)
     if not SYSTEM.isdisjoint(words_of(key)):
         # Beside a prompt that is a text no system is read.
         columns = {"question": required[0], "answer": required[1]} if schema == "prompt+completion" and is_text else {}
-        return None if roles["system"] in record else f"{line_of(column_flags({'system': key, **columns}))} reads it"
+        return None if roles["system"] in record else f"{column_flags({'system': key, **columns})} reads it"
     if schema not in _PAIRS or record.get(roles.get("input", "")) or not is_text:
         return None
     columns = {"instruction": required[0], "input": key, "output": required[1]}
-    return f"{line_of(column_flags({role: one for role, one in columns.items() if role != one}))} reads it too"
+    return f"{column_flags({role: one for role, one in columns.items() if role != one})} reads it too"
