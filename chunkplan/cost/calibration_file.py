@@ -15,7 +15,7 @@ from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration
 from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.shape_entries import entries_of_shape
 from chunkplan.errors import UsageError
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import whole_file
 from chunkplan.version import __version__
 
 #: How a file begins that may be replaced.

@@ -16,19 +16,17 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns, token_columns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
     Conversation,
     Exchange,
-    LengthRecord,
     PromptRecord,
     Record,
     TextRecord,
     TokensRecord,
 )
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
@@ -173,19 +171,21 @@ class _Task:
     def add(self, batch: Batch, *, is_source: bool) -> None:
         """`is_source` says that it is all there is of the source."""
         self._rejected = list(batch.rejected)
-        before = self._result.num_sequences - self._result.num_more
+        result = self._result
+        before = result.num_sequences - result.num_more
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
+            case [TokensRecord(), *_] as records:
+                self._documents(batch.numbers, [one for one in records if isinstance(one, TokensRecord)])
             case records:
-                self._records(batch.numbers, records)
-        counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
-        self._result.num_not_sampled += batch.num_records - counted
-        assert batch.num_records >= counted
-        assert self._options.sample is not None or batch.num_records == counted
-        self._result.num_records += batch.num_records
-        self._result.num_rows += batch.num_rows
-        add_unread(self._result.unread, batch.unread)
+                self._sequences(*self._by_turns(batch.numbers, records))
+        num_left_out = batch.num_records - (result.num_sequences - result.num_more - before + len(self._rejected))
+        assert num_left_out >= 0 if self._options.sample is not None else num_left_out == 0
+        result.num_not_sampled += num_left_out
+        result.num_records += batch.num_records
+        result.num_rows += batch.num_rows
+        add_unread(result.unread, batch.unread)
         self._settle(is_source)
 
     def _settle(self, is_source: bool) -> None:
@@ -200,16 +200,6 @@ class _Task:
                 hint = f"{hint}; --on-error skip counts such records and goes on ({found})"
                 raise RecordError(message, reason=reason, hint=hint, number=number)
         self._writer.reject(self._rejected)
-
-    def _records(self, numbers: Int64Array, records: list[Record]) -> None:
-        """Add records of one schema, which are of one kind."""
-        if records and isinstance(records[0], LengthRecord):
-            lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
-            self._lengths(numbers, np.array(lengths, np.int32))
-        elif records and isinstance(records[0], TokensRecord):
-            self._documents(numbers, [record for record in records if isinstance(record, TokensRecord)])
-        else:
-            self._sequences(*self._by_turns(numbers, records))
 
     def _documents(self, numbers: Int64Array, records: list[TokensRecord]) -> None:
         """Add the sequences of records that are tokens, which are several of a packed row."""
@@ -263,9 +253,8 @@ class _Task:
         lengths = np.diff(offsets)
         kept, cut = self._limit(numbers, lengths)
         if not kept.all() or not np.array_equal(cut, lengths):
-            wanted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) < np.repeat(
-                np.where(kept, cut, 0), lengths
-            )
+            places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+            wanted = places < np.repeat(np.where(kept, cut, 0), lengths)
             input_ids, target = input_ids[wanted], target[wanted]
             numbers, lengths = numbers[kept], cut[kept]
             offsets = offsets_of(lengths)
@@ -303,10 +292,7 @@ _BYTES_PER_TOKEN = 4
 
 
 def estimate_tokens(record: Record) -> int:
-    """About how many tokens `record` has, at least 1; those of a conversation include tool calls and reasoning.
-
-    Records that are tokens or a length say it exactly.
-    """
+    """About how many tokens `record` has, at least 1; those of a conversation include tool calls and reasoning."""
     match record:
         case TextRecord(text):
             num_bytes = len(text.encode())
@@ -321,10 +307,8 @@ def estimate_tokens(record: Record) -> int:
                 for key in ("tool_calls", "reasoning_content"):
                     if value := message.fields.get(key):
                         num_bytes += len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
-        case TokensRecord(input_ids):
-            return len(input_ids)
-        case LengthRecord(num_tokens):
-            return num_tokens
+        case _:
+            raise AssertionError("tokens and lengths are not estimated")
     return max(1, -(-num_bytes // _BYTES_PER_TOKEN))
 
 

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan.files.writing import writing
-from chunkplan.intake.pieces import Piece
+from chunkplan.intake.pieces import Piece, PieceResult
 from chunkplan.intake.process import IntakeSettings, prepare, process
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import ROOM_HINT
 

@@ -20,9 +20,9 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST, fill_folder, refuse_other_content, replace_folder
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
 from chunkplan.intake.tokenizer import TokenizerEntry

@@ -13,8 +13,8 @@ from textwrap import shorten
 
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import Rejected
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import TRY, LayoutError, column_flags, hint_of_source
 from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
@@ -83,13 +83,15 @@ class Source:
 
     def describe(self, first_sequence_id: int) -> SourceEntry:
         """The entry of the manifest for this source."""
-        pieces = self.pieces
+        pieces, rejected = self.pieces, self.rejected
         left_out, first_left_out = self._left_out
-        hashes = b"".join(bytes.fromhex(piece.digest) for piece in pieces)
-        rejected = self.rejected
         unread: dict[str, int | None] = {}
         for piece in pieces:
             add_unread(unread, piece.unread)
+
+        def total(name: str) -> int:
+            return sum(getattr(piece, name) for piece in pieces)
+
         return {
             "path": self.name,
             "format": self.format,
@@ -98,17 +100,17 @@ class Source:
             "columns": None if self.layout is None else self.layout.columns,
             "evidence": self._evidence,
             "bytes": self.file.num_bytes,
-            "records": sum(piece.num_records for piece in pieces) + (self.broken is not None),
+            "records": total("num_records") + (self.broken is not None),
             "rejected": rejected.total(),
             "reasons": dict(sorted(rejected.items())),
-            "not_sampled": sum(piece.num_not_sampled for piece in pieces),
-            "content_hash": hashlib.sha256(hashes).hexdigest(),
+            "not_sampled": total("num_not_sampled"),
+            "content_hash": hashlib.sha256(b"".join(bytes.fromhex(piece.digest) for piece in pieces)).hexdigest(),
             "first_sequence_id": first_sequence_id,
-            "num_sequences": sum(piece.num_sequences for piece in pieces),
-            "more_sequences": sum(piece.num_more for piece in pieces),
-            "num_tokens": sum(piece.num_tokens for piece in pieces),
-            "num_truncated": sum(piece.num_truncated for piece in pieces),
-            "num_truncated_tokens": sum(piece.num_truncated_tokens for piece in pieces),
+            "num_sequences": total("num_sequences"),
+            "more_sequences": total("num_more"),
+            "num_tokens": total("num_tokens"),
+            "num_truncated": total("num_truncated"),
+            "num_truncated_tokens": total("num_truncated_tokens"),
             "unread_keys": most_unread(unread),
             "num_unread_keys": max(len(unread), *(piece.num_unread for piece in pieces), 0),
             "left_out": left_out,

@@ -26,9 +26,9 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import Rejected
-from chunkplan.intake.result import PieceResult
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import sequence_digests
 from chunkplan.planfile.token_file import TokenFile

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import jinja2
 
 from chunkplan.errors import DataError
+from chunkplan.intake.pieces import LEFT_OUT
 from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import LEFT_OUT
 from chunkplan.intake.template_messages import (
     calls_put_out,
     find_left_out,

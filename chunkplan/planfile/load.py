@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
-from chunkplan.files.own_files import refuse_outside
+from chunkplan.files.json_file import refuse_outside
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.lengths_file import load_lengths
 from chunkplan.planfile.manifest import read_manifest

@@ -231,7 +231,7 @@ def _warn_of_sources(sources: list[SourceEntry]) -> None:
 
 def _warn_of_left_out(sources: list[SourceEntry]) -> None:
     """Warn of what the chat template leaves out of conversations: of texts, and of tokens that end the last turn."""
-    from chunkplan.intake.result import LEFT_OUT
+    from chunkplan.intake.pieces import LEFT_OUT
 
     record = ""
     for kind, words in LEFT_OUT.items():
