@@ -13,9 +13,9 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.intake.rejection import Rejected
 from chunkplan.intake.result import PieceResult
+from chunkplan.planfile.analysis_writer import TokenFile
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import sequence_digests
-from chunkplan.planfile.token_file import TokenFile
 
 LENGTHS, TOKENS, DIGESTS, REJECTED = "lengths.arrow", "tokens.arrow", "digests.bin", "rejected.jsonl"
 

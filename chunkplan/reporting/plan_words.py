@@ -17,7 +17,7 @@ from chunkplan.quantities import percent, seconds
 from chunkplan.tuning.document_entries import CostModelEntry
 
 if TYPE_CHECKING:
-    from chunkplan.cost.longest import LongestSequence
+    from chunkplan.planning.memory import LongestSequence
     from chunkplan.reporting.plan_report import RankRow
 
 _PARTS = {

@@ -19,8 +19,8 @@ from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
 from chunkplan.schedule.actions import Actions, join_actions
 from chunkplan.schedule.alignment import meeting_on
-from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots
 
 
 class StepRanks(NamedTuple):

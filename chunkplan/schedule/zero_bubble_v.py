@@ -36,7 +36,7 @@ from chunkplan.schedule.actions import (
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.list_schedule import ADDED, next_weight, units
 from chunkplan.schedule.orders import Order, least_forwards, units_by_work
-from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
+from chunkplan.schedule.templates import state_aware_1f1b
 
 #: Later than any time, and far enough from the largest integer to be added to.
 _NEVER = 2**62

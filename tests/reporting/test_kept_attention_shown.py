@@ -13,8 +13,7 @@ import pytest
 import chunkplan
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.quantities import percent
-from chunkplan.reporting.page.chosen_steps import drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure
+from chunkplan.reporting.page.gantt import drawn_steps, gantt_figure
 from chunkplan.reporting.per_step import per_step
 from tests.support.command_line import Run
 from tests.support.page_cases import write_and_read

@@ -9,9 +9,8 @@ import numpy as np
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.schedule.actions import model_stages_of
 from chunkplan.schedule.alignment import meeting_of
-from chunkplan.schedule.given_slots import ends_in_slots
-from chunkplan.schedule.quick_slots import quick_slots
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots, quick_slots
 from tests.schedule.test_alignment import Step, _needed, random_step
 
 

@@ -16,8 +16,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import NOT_KEPT
 from chunkplan.planfile.plan import Action, Plan, PlanStep
 from chunkplan.schedule.actions import RECOMPUTE
-from chunkplan.schedule.critical_path import start_times
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.simulated import Simulation, start_times
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import compare_schedules, simulate_plan, simulate_ranks
 from tests.support.small_plans import built, with_late_rank

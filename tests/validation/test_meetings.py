@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import validate
-from chunkplan.validation.order import ActionGraph, find_cycle, run_stages
+from chunkplan.validation.checks_schedule import ActionGraph, find_cycle, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 

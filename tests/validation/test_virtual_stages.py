@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, validate
 from chunkplan.operations import BACKWARDS, FORWARDS
-from chunkplan.validation.order import ActionGraph, run_stages
+from chunkplan.validation.checks_schedule import ActionGraph, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 #: (op, chunk_id, virtual_stage)
