@@ -198,7 +198,7 @@ AS_TEMPLATE = -1
 _ACTIONS = 8_000
 
 #: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
-_IN_VAIN = 128
+_MAX_FUTILE = 128
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
@@ -265,11 +265,11 @@ def auto(
                         best = end
                         actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
     history = np.full(HISTORY, now)
-    state, in_vain = 1, 0 if n > 1 else _IN_VAIN  # of one chunk there is one order
-    while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
+    state, num_futile = 1, 0 if n > 1 else _MAX_FUTILE  # of one chunk there is one order
+    while best > good and num_futile < _MAX_FUTILE and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
-        in_vain += 1
+        num_futile += 1
         new, is_other, state = _changed(chunks, answer, pp, state)
         if not is_other:
             continue
@@ -279,7 +279,7 @@ def auto(
         if end >= 0:
             now, answer = end, new
             if end < best:
-                best, in_vain = end, 0
+                best, num_futile = end, 0
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
         history[turn] = min(history[turn], now)
     return actions, best

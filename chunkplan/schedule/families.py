@@ -130,7 +130,7 @@ def schedule_ranks(
     retained = -(-peak_retained(chunks, actions) // placement.virtual_stages)
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
-    assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"
+    assert (ends >= 0).all(), "a schedule in which stages deadlock"
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound, slots)
 
 

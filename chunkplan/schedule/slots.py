@@ -37,7 +37,7 @@ def quick_slots(
             _most_left_first(chunks, actions, times, meeting, first, dp, slots)
             continue
         own = slice(actions.stages[first * pp], actions.stages[last * pp])
-        step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
+        step = step_of(chunks, actions, times, first, dp, pp, placement)
         kinds = slot_kinds(step, actions.virtual_stages[own], meeting, num_model_stages // pp)
         now = beginning(step, pp)
         play_by_rule(step, now, pp, kinds, LONGEST, 0)
@@ -88,8 +88,8 @@ def ends_in_slots(
     `slots`: that of each action, int64 [num_actions], where ranks share weights; those that `meeting` needs are some of
     them. The other arguments are those of `align_steps`.
     """
-    before, moves = _over_before(actions, meeting, slots, dp, pp), np.empty((0, 0, 0), np.int64)
-    return simulate_slots(chunks, actions, times, pp, placement, dp, meeting, before, moves)
+    before = _over_before(actions, meeting, slots, dp, pp)
+    return simulate_slots(chunks, actions, times, pp, placement, dp, meeting, before)
 
 
 def _over_before(actions: Actions, meeting: Int8Array, slots: Int64Array, dp: int, pp: int) -> Int64Array:

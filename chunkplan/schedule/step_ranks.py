@@ -57,7 +57,7 @@ def simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> 
         slots = planned_slots(described, config.dp, config.pp)
         ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.placement)
     if (ends < 0).any():
-        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
+        raise DataError("stages deadlock", where=place, hint=VALIDATE_HINT)
     return StepRanks(chunks, times, actions, ends, meeting)
 
 

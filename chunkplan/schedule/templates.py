@@ -105,7 +105,7 @@ def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Action
     Chunks go through in rounds of pp: a round through the first virtual stages of all stages, then through the second
     ones, and so on. Backwards take them the other way around. The last stage warms up with (virtual stages - 1) pp + 1
     forwards, stage s stays 2 (pp - s - 1) ahead of it. Groups that cross rounds can need more: where stages would wait
-    for each other for ever, all warm up with another round.
+    for each other in a deadlock, all warm up with another round.
     """
     num_virtual = times.durations.shape[1] // pp
     order = Order(

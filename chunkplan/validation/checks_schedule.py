@@ -41,7 +41,7 @@ def run_stages(graph: ActionGraph) -> Int64Array:
     """Do the actions of many stages side by side, those of each stage one after another, and say where each ends.
 
     Returns:
-        int64 [num_stages], the first action of each stage that waits for ever, or where its actions end.
+        int64 [num_stages], the first action of each stage that is never done, or where its actions end.
     """
     position, stop = graph.offsets[:-1].copy(), graph.offsets[1:]
     done = np.zeros(graph.waits_for.size + 1, bool)
@@ -295,7 +295,7 @@ def check_acyclic(block: RankBlock) -> Complaint | None:
     rank, stage = divmod(cycle[0], block.pp)
     action = int(reached[cycle[0]])
     position = action - block.action_offsets[cycle[0]]
-    message = f"stage {stage} waits for ever at action {position}, {op_of_chunk(block, action)}: a deadlock"
+    message = f"stage {stage} is stuck at action {position}, {op_of_chunk(block, action)}: a deadlock"
     return Complaint(message + _describe_cycle(block, cycle, reached), int(block.chunk_id[action]), rank, bad)
 
 

@@ -30,7 +30,7 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
 
 
 def test_slots_that_cost_nothing_are_those_of_the_simple_rule() -> None:
-    """On one stage without playing event by event; and nobody waits for ever in them, on any pipeline."""
+    """On one stage without playing event by event; and nothing deadlocks in them, on any pipeline."""
     for seed in range(60):
         step = random_step(seed)
         given = step.chunks, step.actions, step.times
