@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
-from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, Table, axis, layout, plain
+from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, axis, layout, plain
+from chunkplan.reporting.tables import Table
 from chunkplan.tuning.document_entries import (
     PLAN_ENTRIES,
     BaselineEntry,

@@ -24,7 +24,7 @@ from chunkplan.quantities import counted, percent, seconds
 from chunkplan.reporting.by_source import SourceRow, sources_of
 from chunkplan.reporting.page.candidates import choice_of_plan
 from chunkplan.reporting.page.lengths import holds_all_once, planned_lengths
-from chunkplan.reporting.page.parts import Section, Table
+from chunkplan.reporting.page.parts import Section
 from chunkplan.reporting.page.sections import (
     TextSource,
     analysis_lengths_section,
@@ -39,6 +39,7 @@ from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import report_of
 from chunkplan.reporting.plan_words import PlanHeader, caveats
+from chunkplan.reporting.tables import Table
 from chunkplan.summary import PlanSummary
 from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
 from chunkplan.tuning.plan_only import why_plan_only
@@ -267,7 +268,7 @@ def plan_page(
         steps_section(steps),
         gantt_section(plan, steps, report, step, text),
         *(examples_section(text, np.unique(chunks.table.sequence_id)) if text.tokenizer is not None else []),
-        numbers_section(report),
+        numbers_section(plan, report),
     ]
     sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
     title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"

@@ -16,20 +16,8 @@ from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.places import find_step
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.quantities import kept_words, percent, seconds
-from chunkplan.reporting.page.parts import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    PURPLE,
-    RED,
-    Table,
-    axis,
-    layout,
-    narrowest,
-    within,
-)
+from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
+from chunkplan.reporting.tables import Table
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.simulation import simulate_ranks
 

@@ -19,7 +19,8 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import CHUNKS
 from chunkplan.planfile.tables import conform, open_parquet
 from chunkplan.quantities import percent, power_of_two
-from chunkplan.reporting.page.parts import BLUE, GREY, ORANGE, PlotlyEntries, Table, axis, layout
+from chunkplan.reporting.page.parts import BLUE, GREY, ORANGE, PlotlyEntries, axis, layout
+from chunkplan.reporting.tables import Table
 
 # How long the sequences are that a plan holds: not all of its analysis, or some of them several times.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from chunkplan.reporting.tables import Table
+
 # Colours and the layout that all charts share. What depends on light or dark, the page sets when it draws.
 
 
@@ -87,16 +89,6 @@ class Chart:
     words: str
     figures: dict[str, go.Figure] = field(repr=False)
     zooms: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers under a caption. The first cell of a row heads it; columns named in `texts` are words, not numbers."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]] = field(repr=False)
-    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

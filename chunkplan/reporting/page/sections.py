@@ -339,7 +339,7 @@ def _left_out(drawn: DrawnStep) -> list[str]:
     return said
 
 
-def numbers_section(report: PlanReport) -> Section:
+def numbers_section(plan: Plan, report: PlanReport) -> Section:
     """Show all numbers that `inspect` prints of a plan."""
     notes = [
         "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
@@ -359,4 +359,4 @@ def numbers_section(report: PlanReport) -> Section:
         )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")
-    return Section("numbers", "All of the plan", notes, tables=[summary_table(report.summary), *plan_tables(report)])
+    return Section("numbers", "All of the plan", notes, tables=[summary_table(plan, report), *plan_tables(report)])
