@@ -92,11 +92,12 @@ def ranks_tables(ranks: Sequence[RankRow], most: int) -> list[Table]:
         for row in shown
     ]
     head, bars = ("rank", "chunks", "tokens", "work", "of mean", "last done in"), [row.cost_us for row in shown]
+    time_of = "Time of these ranks" if which else "Time of the ranks"
     times = [(f"{row.dp_rank:,}", *rank_time_words(row)) for row in shown]
     return [
         Table(f"Ranks, over all steps{which}", head, work, bars=bars),
         Table(
-            "Time of these ranks" if which else "Time of the ranks",
+            time_of,
             ("rank", "busy", "exchange", "waiting", "reduction"),
             times,
         ),
