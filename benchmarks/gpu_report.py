@@ -45,7 +45,7 @@ from gpu_program import lines_of
 from machine import machine
 
 from chunkplan.errors import ChunkplanError
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import whole_file
 
 Row = dict[str, Any]
 

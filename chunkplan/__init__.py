@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from chunkplan.exporting.export import export
     from chunkplan.exporting.rows import pack
     from chunkplan.exporting.torch_pipelining import export_order
-    from chunkplan.intake.analyze import analyze
-    from chunkplan.intake.reading import IntakeRequest
+    from chunkplan.intake.reading import IntakeRequest, analyze
     from chunkplan.intake.shard import merge, write_shard
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis, load_plan
@@ -86,7 +85,7 @@ HOMES = {
     "IntakeRequest": "chunkplan.intake.reading",
     "PlanConfig": "chunkplan.config.plan",
     "TuneOptions": "chunkplan.tuning.options",
-    "analyze": "chunkplan.intake.analyze",
+    "analyze": "chunkplan.intake.reading",
     "build": "chunkplan.building",
     "build_like": "chunkplan.building",
     "compare_schedules": "chunkplan.simulation",

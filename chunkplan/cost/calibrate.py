@@ -30,7 +30,7 @@ from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
 from chunkplan.cost.shape import FULL, ModelShape, Sight
 from chunkplan.cost.shape_entries import entries_of_shape
 from chunkplan.errors import UsageError
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import whole_file
 from chunkplan.operations import OPS
 from chunkplan.version import __version__
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from chunkplan.errors import UsageError
 from chunkplan.files.lock import hold
-from chunkplan.files.undone import changing, undone
-from chunkplan.files.writing import filling, writing
+from chunkplan.files.writing import changing, filling, undone, writing
 
 MANIFEST = "manifest.json"
 

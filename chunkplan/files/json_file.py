@@ -1,15 +1,19 @@
-"""A JSON document in a file: written whole or not at all, and read even if somebody else wrote it."""
+"""JSON documents in files: written whole or not at all, and read even if somebody else wrote them.
+
+The files of a plan or an analysis are its own: nothing is read that its folder only points at.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from collections import Counter
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chunkplan.errors import DataError
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import whole_file
 
 #: Far beyond what is written: the manifest of a million files has half of it.
 MAX_BYTES = 1 << 30
@@ -21,6 +25,9 @@ MAX_DIGITS = 1000
 MAX_DEPTH = 64
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
+
+#: It may not be read, too many files are open, or the disk fails.
+_OF_THE_MACHINE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO}
 
 
 def read_json(path: Path, *, hint: str, infinity: bool = False) -> Any:
@@ -70,10 +77,11 @@ def _short(text: str) -> int:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {repeated!r} is there twice in one object")
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise ValueError(f"the key {key!r} is there twice in one object")
+        entries[key] = value
     return entries
 
 
@@ -99,3 +107,29 @@ def write_json(path: Path, document: Any, *, indent: int | None = None) -> None:
     with whole_file(path) as file:
         json.dump(document, file, indent=indent, allow_nan=False)
         file.write("\n")
+
+
+def refuse_outside(path: Path, folder: Path) -> None:
+    """Refuse a file of `folder` that is a link out of it or to itself, or no regular file: a pipe would block.
+
+    The folder itself may be a link, and links within it are followed.
+
+    Raises:
+        DataError: it is one of these, or not there.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(os.path.realpath(folder)):
+        raise DataError(
+            f"a link to {target}, outside of its folder",
+            where=str(path),
+            hint="if you trust it, copy the folder with what its links point at: cp -rL",
+        )
+    if not target.is_file():
+        what = "not a regular file" if os.path.lexists(target) else "missing"
+        raise DataError(what, where=str(path), hint="write it again with `chunkplan analyze` or `chunkplan build`")
+
+
+def raise_if_unreadable(error: Exception) -> None:
+    """Raise `error` again if it is one of the machine, not of the content of a file."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        raise error

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.files.undone import changing, undone
+from chunkplan.files.writing import changing, undone
 
 #: The most characters of a command that a lock shows.
 _MOST_CHARACTERS = 200

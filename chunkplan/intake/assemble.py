@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.disk import check_room
-from chunkplan.intake.piece_writer import DIGESTS, TOKENS, read_lengths, read_rejected
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import HINTS_OF_ALL
-from chunkplan.intake.result import PieceResult
 from chunkplan.intake.source import Source
+from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.manifest_entries import SourceEntry
@@ -105,41 +104,29 @@ def _nothing(sources: Sequence[Source], rejected: Counter[str], locate: Callable
 
 
 def _add(writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool) -> None:
+    damaged = DataError("damaged: it is not what was written", where=str(folder), hint="analyze again with --no-cache")
     try:
-        _add_piece(writer, source, first_row, piece, folder, tokens)
-    except FileNotFoundError:
-        raise
+        numbers, num_tokens, num_targets = read_lengths(folder)
+        if (len(numbers), int(num_tokens.sum(dtype=np.int64))) != (piece.num_sequences, piece.num_tokens):
+            raise damaged
+        records = numbers + first_row
+        if tokens:
+            writer.add_file(
+                source,
+                records,
+                num_tokens,
+                num_targets,
+                path=folder / TOKENS,
+                rows=piece.rows,
+                digests=memoryview((folder / DIGESTS).read_bytes()),
+                max_token_id=piece.max_token_id or 0,
+            )
+        else:
+            writer.add_lengths(source, records, num_tokens, num_tokens - 1)
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of writing
-        raise _damaged(folder) from error
-
-
-def _damaged(folder: Path) -> DataError:
-    return DataError("damaged: it is not what was written", where=str(folder), hint="analyze again with --no-cache")
-
-
-def _add_piece(
-    writer: AnalysisWriter, source: int, first_row: int, piece: PieceResult, folder: Path, tokens: bool
-) -> None:
-    numbers, num_tokens, num_targets = read_lengths(folder)
-    if (len(numbers), int(num_tokens.sum(dtype=np.int64))) != (piece.num_sequences, piece.num_tokens):
-        raise _damaged(folder)
-    records = numbers + first_row
-    if not tokens:
-        writer.add_lengths(source, records, num_tokens, num_tokens - 1)
-        return
-    assert piece.max_token_id is not None
-    writer.add_file(
-        source,
-        records,
-        num_tokens,
-        num_targets,
-        path=folder / TOKENS,
-        rows=piece.rows,
-        digests=memoryview((folder / DIGESTS).read_bytes()),
-        max_token_id=piece.max_token_id,
-    )
+            raise  # of writing, or the piece is gone
+        raise damaged from error
 
 
 def _write_rejected(path: Path, sources: Sequence[Source], locate: Callable[[str], Path]) -> None:

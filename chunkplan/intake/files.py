@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
@@ -20,66 +20,48 @@ from chunkplan.extras import pip_install
 STDIN = "-"
 
 
-class Files(Protocol):
-    """Where files are found. Paths are whole: what a method returns can be given to another, and to `open_file`."""
+class Files:
+    """Files of this machine. Paths are whole: what a method returns can be given to another, and to `open_file`."""
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a folder at `path`."""
+        return Path(path).exists()
 
     def is_folder(self, path: str) -> bool:
         """Whether `path` is a folder."""
+        return Path(path).is_dir()
 
     def is_folder_link(self, path: str) -> bool:
         """Whether `path` is a link to a folder."""
+        return Path(path).is_symlink() and Path(path).is_dir()
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
         """The files and the folders directly in `folder`; hidden folders are left out.
 
         Links are what they lead to, and files if they lead nowhere.
         """
+        files, folders = [], []
+        for path in Path(folder).iterdir():
+            try:
+                mode = path.stat().st_mode
+            except OSError:
+                mode = stat.S_IFREG
+            if stat.S_ISREG(mode):
+                files.append(str(path))
+            elif stat.S_ISDIR(mode) and not path.name.startswith("."):
+                folders.append(str(path))
+        return files, folders
 
     def matches(self, pattern: str) -> list[str]:
         """What a pattern with `*`, `?`, `[` and `**` matches, sorted; what is hidden, or in what is, is left out."""
-
-    def size(self, path: str) -> int | None:
-        """The bytes of a file, or None where they are not known before it is read (pipes)."""
-
-    def damage(self, path: str) -> str | None:
-        """Why what a folder or a pattern names cannot be opened, or None where it can."""
-
-
-class LocalFiles:
-    """Files of this machine."""
-
-    def exists(self, path: str) -> bool:
-        """See `Files`."""
-        return Path(path).exists()
-
-    def is_folder(self, path: str) -> bool:
-        """See `Files`."""
-        return Path(path).is_dir()
-
-    def is_folder_link(self, path: str) -> bool:
-        """See `Files`."""
-        return Path(path).is_symlink() and Path(path).is_dir()
-
-    def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """See `Files`."""
-        found = [(path, _mode(path)) for path in Path(folder).iterdir()]
-        files = [str(path) for path, mode in found if mode is None or stat.S_ISREG(mode)]
-        folders = [path for path, mode in found if mode is not None and stat.S_ISDIR(mode)]
-        return files, [str(path) for path in folders if not path.name.startswith(".")]
-
-    def matches(self, pattern: str) -> list[str]:
-        """See `Files`."""
         return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute patterns)
 
     def size(self, path: str) -> int | None:
-        """See `Files`."""
+        """The bytes of a file, or None where they are not known before it is read (pipes)."""
         return Path(path).stat().st_size if Path(path).is_file() else None
 
     def damage(self, path: str) -> str | None:
-        """See `Files`."""
+        """Why what a folder or a pattern names cannot be opened, or None where it can."""
         try:
             Path(path).stat()
         except OSError as error:
@@ -88,18 +70,16 @@ class LocalFiles:
         return None if os.access(path, os.R_OK) else "there is no permission to read it"
 
 
-class RemoteFiles:
-    """Files of one filesystem of fsspec."""
+class _RemoteFiles(Files):
+    """Files of one filesystem of fsspec. There are no links, and only reading shows damage."""
 
     def __init__(self, system: Any) -> None:
         self._system = system
 
     def exists(self, path: str) -> bool:
-        """See `Files`."""
         return self._type(path) is not None
 
     def is_folder(self, path: str) -> bool:
-        """See `Files`."""
         return self._type(path) == "directory"
 
     def _type(self, path: str) -> str | None:
@@ -110,40 +90,26 @@ class RemoteFiles:
             return None
 
     def is_folder_link(self, path: str) -> bool:
-        """See `Files`; here there are none."""
         return False
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
-        """See `Files`; object stores may list a folder in itself."""
-        found = [
-            (self._system.unstrip_protocol(entry["name"].rstrip("/")), entry["type"])
-            for entry in self._system.ls(folder, detail=True)
-        ]
-        itself = self._system.unstrip_protocol(folder).rstrip("/")
-        files = [path for path, kind in found if kind == "file" and path != itself]
-        folders = [path for path, kind in found if kind == "directory" and path != itself]
-        return files, [path for path in folders if not name_of(path).startswith(".")]
+        itself = self._system.unstrip_protocol(folder).rstrip("/")  # object stores may list a folder in itself
+        found: dict[str, list[str]] = {"file": [], "directory": []}
+        for entry in self._system.ls(folder, detail=True):
+            path = self._system.unstrip_protocol(entry["name"].rstrip("/"))
+            if path != itself and entry["type"] in found:
+                found[entry["type"]].append(path)
+        return found["file"], [path for path in found["directory"] if not name_of(path).startswith(".")]
 
     def matches(self, pattern: str) -> list[str]:
-        """See `Files`."""
         named = len(re.split(r"[*?\[]", self._system._strip_protocol(pattern))[0].rpartition("/")[0])
         found = [path for path in self._system.glob(pattern) if "/." not in path[named:]]
         return sorted(map(self._system.unstrip_protocol, found))
 
     def size(self, path: str) -> int | None:
-        """See `Files`."""
         return cast("int | None", self._system.size(path))
 
     def damage(self, path: str) -> str | None:
-        """See `Files`; here only reading shows it."""
-        return None
-
-
-def _mode(path: Path) -> int | None:
-    """What kind of file it is, or what a link to it leads to; None where that cannot be found out."""
-    try:
-        return path.stat().st_mode
-    except OSError:
         return None
 
 
@@ -168,7 +134,7 @@ def files_of(path: str) -> Files:
     Raises:
         UsageError: a URL whose protocol needs something that is not installed, or that fsspec does not know.
     """
-    return RemoteFiles(_filesystem(path)) if is_url(path) else LocalFiles()
+    return _RemoteFiles(_filesystem(path)) if is_url(path) else Files()
 
 
 def open_file(path: str, block_bytes: int | None = None) -> BinaryIO:

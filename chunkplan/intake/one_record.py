@@ -12,11 +12,11 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import temporary_folder
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.pieces import LengthColumn, Piece
 from chunkplan.intake.probe import find_layout, look_ahead
 from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
-from chunkplan.intake.records import JsonObject, LengthRecord, Record, TokensRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import JsonObject, LengthRecord, Record
+from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources, suffixes_of
@@ -44,9 +44,8 @@ class TypedPlace:
 class FoundRecord:
     """One record as the intake reads it.
 
-    `place` is as messages name it, `row` its line or row from 0, `layout` how the records of its source are laid out.
-    `keys` are what the record has as it is stored, None where it is no object; then `line` is how its line begins,
-    where it has one, and `num_line_bytes` how many bytes of it follow. `read` is its neutral form, or why it has none.
+    `row` is its line or row from 0. `keys` are what it has as it is stored, None where it is no object; then `line` is
+    how its line begins, and `num_line_bytes` how many bytes follow. `read` is its neutral form, or why it has none.
     """
 
     place: str
@@ -59,7 +58,7 @@ class FoundRecord:
 
 
 def read_place(typed: str) -> TypedPlace:
-    """What was typed for the place of a record, which may be pasted from a message with the colon behind it."""
+    """Parse the place of a record, which may be pasted from a message with the colon behind it."""
     if Path(typed).is_file():
         return TypedPlace(typed, "file", 0)
     if found := _RECORD.fullmatch(typed):
@@ -72,10 +71,10 @@ def read_place(typed: str) -> TypedPlace:
 def find_record(
     place: TypedPlace, options: IntakeOptions, *, sources: Sequence[str] = (), named: int | None = None
 ) -> FoundRecord:
-    """The record at `place`, read with `options`; what these say of a sample, and of errors, is of no account.
+    """Read the record at `place` with `options`, less what these say of a sample and of errors.
 
-    `sources` are the paths that the columns of `options` may name beside this one, which is the one with the index
-    `named` among them, or none.
+    `sources` are the paths that the columns of `options` may name, and `named` the index of this one among them, or
+    None.
 
     Raises:
         UsageError: there is no such file or record, or nobody can tell which one is meant.
@@ -153,26 +152,18 @@ def _found(
     keys: JsonObject | None = None
     if piece.reader != "text":
         keys = next(iter(first_records(piece, 1, max_record_bytes=most)), None)
-    line = _line(piece) if keys is None and piece.reader in ("lines", "elements") else None
-    more = 0 if line is None else max(0, piece.num_bytes - _SHOWN_BYTES)
-    return FoundRecord(where, number, layout, keys, line, _record(batch), more)
-
-
-def _record(batch: Batch) -> Record | RecordError:
-    """The one record of a batch."""
+    line, more = None, 0
+    if keys is None and piece.reader in ("lines", "elements"):
+        with Path(piece.path).open("rb") as file:
+            file.seek(piece.start)
+            line = file.read(min(piece.num_bytes, _SHOWN_BYTES)).decode("utf-8", "backslashreplace")
+        more = max(0, piece.num_bytes - _SHOWN_BYTES)
+    read_as: Record | RecordError
     if batch.rejected:
-        rejected: Rejected = batch.rejected[0]
-        return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
-    match batch.records:
-        case LengthColumn(num_tokens):
-            return LengthRecord(int(num_tokens[0]))
-        case TokenColumns(offsets, input_ids, target):
-            return TokensRecord(input_ids, target, offsets[:-1])
-        case records:
-            return records[0]
-
-
-def _line(piece: Piece) -> str:
-    with Path(piece.path).open("rb") as file:
-        file.seek(piece.start)
-        return file.read(min(piece.num_bytes, _SHOWN_BYTES)).decode("utf-8", "backslashreplace")
+        _, reason, message, hint = batch.rejected[0]
+        read_as = RecordError(message, reason=reason, hint=hint)
+    elif isinstance(batch.records, LengthColumn):
+        read_as = LengthRecord(int(batch.records.num_tokens[0]))
+    else:
+        read_as = batch.records[0]
+    return FoundRecord(where, number, layout, keys, line, read_as, more)

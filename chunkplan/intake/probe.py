@@ -18,18 +18,16 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
-from chunkplan.intake.readers.json_files import contents
-from chunkplan.intake.readers.stream import Taken, chunks
+from chunkplan.intake.readers.streams import Taken, chunks, contents
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
-from chunkplan.intake.schemas.flags import TRY, LayoutError
-from chunkplan.intake.schemas.input_ids import marks_of
-from chunkplan.intake.schemas.marks import without_ignored
+from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
+from chunkplan.intake.schemas.tokens import marks_of
+from chunkplan.intake.signatures import kind_of
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
-from chunkplan.intake.unknown_suffix import kind_of
 
 #: Records that say how those of a source are laid out, and how many are looked at where these are null.
 _RECORDS, _MOST_RECORDS = 100, 10_000
@@ -48,11 +46,10 @@ _OF_RECORDS = ("empty", "undesirable")
 
 
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
-    """How the records of the source with this index are laid out, where its file shows that before it is read.
+    """Find the layout of a source, where its file shows it before it is read.
 
     Raises:
-        DataError: the source cannot be read at all. Where errors stop the run, that none of its first records can be
-            is one as well.
+        DataError: the source cannot be read; where errors stop the run, also that none of its first records can be.
         UsageError: as `find_layout`, or the file cannot be opened.
     """
     file = source.file
@@ -84,16 +81,11 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
 def look_ahead(
     found: Iterator[Piece], source: Source, options: IntakeOptions
 ) -> tuple[Iterator[Piece], list[JsonObject]]:
-    """All pieces of `found`, from the first of `source`, and the first records of it that can be read.
+    """Return all pieces of `found`, and the first records of `source` that can be read.
 
-    Pieces of lines are taken, and temporary ones written, up to the one with the first record: those before it may be
-    too large, or no records, or null where they would say something. Where errors stop the run, they are taken up to
-    the first that does.
-    An error that ends `found` meanwhile comes behind the pieces before it.
-
-    Raises:
-        RecordError: unreadable, before there is any piece.
-        UsageError: as `cut`.
+    Pieces of lines are taken up to the one with the first record that is not null, or, where errors stop the run, the
+    first bad one. An error that ends `found` meanwhile comes behind the pieces before it; before any piece it is
+    raised.
     """
     held: list[Piece] = []
     records: list[JsonObject] = []
@@ -118,7 +110,7 @@ def look_ahead(
 
 
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
-    """Whether these records say nothing of how those of `source` are laid out, as they are null."""
+    """Return whether these records say nothing of how those of `source` are laid out, as they are null."""
     return all(is_null(record, source.asked_schema, source.asked_columns) for record in records)
 
 
@@ -135,12 +127,11 @@ def _raising(error: RecordError) -> Iterator[Piece]:
 
 
 def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
-    """How the records of a source are laid out that begins with `records`.
+    """Return the layout of a source that begins with `records`.
 
     Raises:
-        RecordError: unreadable.
         LayoutError: no schema is known that fits, or several do.
-        DataError: there is no record.
+        DataError: the source is unreadable.
         UsageError: there is no such schema or role.
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
@@ -152,7 +143,7 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
         marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
         return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:
-        raise LayoutError(error.message, error.words, where=source.name, missing=error.missing) from error
+        raise LayoutError(error.message, hint=error.hint, where=source.name, missing=error.missing) from error
     except DataError as error:
         raise DataError(error.message, where=source.name, hint=error.hint) from error
 
@@ -184,12 +175,13 @@ def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path
 def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
-    """Refuse a source of whose first records none can be read, or that begins with a part of one, with the first bad.
-
-    Raises:
-        RecordError: of that record, with its place.
-    """
-    goes_on = _goes_on(piece)
+    """Refuse a source of whose first records none can be read, or that begins with a part of one."""
+    head = b""
+    if piece.reader == "lines":
+        with Path(piece.path).open("rb") as file:
+            file.seek(piece.start)
+            head = file.read(pieces.LOOK_BYTES)
+    goes_on = head.split(b"\n")[0].strip() in (b"{", b"[")  # nothing but the beginning of a JSON value
     if not goes_on and any(_is_readable(layout, record) for record in records):
         return
     rejected = _first_bad(piece, layout, options)
@@ -197,25 +189,11 @@ def _check_records(
         source.reader = piece.reader
         where = source.place(0, rejected.number)
         hint = rejected.hint
-        if rejected.reason == "not-json" and rejected.number == 0 and goes_on and kind_of(_head(piece), "") == "json":
+        if rejected.reason == "not-json" and rejected.number == 0 and goes_on and kind_of(head, "") == "json":
             suffix = {None: ""} | {how: suffix for suffix, how in COMPRESSIONS.items()}
             name = f"{name_of(source.file.path)}=json{suffix[source.file.compression]}"
             hint = f"a value goes on over several lines, as in .json: {TRY}--format {shlex.quote(name)}"
         raise RecordError(rejected.message, reason=rejected.reason, hint=hint, where=where)
-
-
-def _goes_on(piece: Piece) -> bool:
-    """Whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
-    if piece.reader != "lines":
-        return False
-    return _head(piece).split(b"\n")[0].strip() in (b"{", b"[")
-
-
-def _head(piece: Piece) -> bytes:
-    """How a piece of lines begins."""
-    with Path(piece.path).open("rb") as file:
-        file.seek(piece.start)
-        return file.read(pieces.LOOK_BYTES)
 
 
 def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:

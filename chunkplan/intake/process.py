@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.errors import ChunkplanError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.disk import MOST, check_room
-from chunkplan.intake.estimate import estimate_tokens
-from chunkplan.intake.padding import without_padded
-from chunkplan.intake.piece_writer import PieceWriter
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
-from chunkplan.intake.readers.columns import token_columns
-from chunkplan.intake.records import Conversation, LengthRecord, Record, TokensRecord
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    PromptRecord,
+    Record,
+    TextRecord,
+    TokensRecord,
+)
 from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
-from chunkplan.intake.result import PieceResult, add_left_out
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.store import Store
-from chunkplan.intake.tokenizer import RecordTokenizer
-from chunkplan.intake.turns import by_turns
+from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
+from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
 from chunkplan.planfile.unread_keys import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
@@ -135,10 +135,8 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
 
 def prepare(tokenizer: str | None, chat_template: str | None, today: str) -> None:
     """Load what most tasks of a run need, before the first is known; what cannot be loaded is reported by others."""
-    if tokenizer is None:
-        import chunkplan.intake.readers.line_columns  # noqa: F401 - lengths and tokens need it, which takes a while
-    elif Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
-        with suppress(ChunkplanError):
+    if tokenizer is not None and Path(tokenizer).exists():  # from elsewhere only one process is to fetch it
+        with suppress(Exception):
             _load(tokenizer, chat_template, today)
 
 
@@ -173,21 +171,21 @@ class _Task:
     def add(self, batch: Batch, *, is_source: bool) -> None:
         """`is_source` says that it is all there is of the source."""
         self._rejected = list(batch.rejected)
-        before = self._result.num_sequences - self._result.num_more
+        result = self._result
+        before = result.num_sequences - result.num_more
         match batch.records:
             case LengthColumn(num_tokens):
                 self._lengths(batch.numbers, num_tokens)
-            case TokenColumns():
-                self._documents(batch.numbers, batch.records)
+            case [TokensRecord(), *_] as records:
+                self._documents(batch.numbers, [one for one in records if isinstance(one, TokensRecord)])
             case records:
-                self._records(batch.numbers, records)
-        counted = self._result.num_sequences - self._result.num_more - before + len(self._rejected)
-        self._result.num_not_sampled += batch.num_records - counted
-        assert batch.num_records >= counted
-        assert self._options.sample is not None or batch.num_records == counted
-        self._result.num_records += batch.num_records
-        self._result.num_rows += batch.num_rows
-        add_unread(self._result.unread, batch.unread)
+                self._sequences(*self._by_turns(batch.numbers, records))
+        num_left_out = batch.num_records - (result.num_sequences - result.num_more - before + len(self._rejected))
+        assert num_left_out >= 0 if self._options.sample is not None else num_left_out == 0
+        result.num_not_sampled += num_left_out
+        result.num_records += batch.num_records
+        result.num_rows += batch.num_rows
+        add_unread(result.unread, batch.unread)
         self._settle(is_source)
 
     def _settle(self, is_source: bool) -> None:
@@ -203,24 +201,14 @@ class _Task:
                 raise RecordError(message, reason=reason, hint=hint, number=number)
         self._writer.reject(self._rejected)
 
-    def _records(self, numbers: Int64Array, records: list[Record]) -> None:
-        """Add records of one schema, which are of one kind."""
-        if records and isinstance(records[0], LengthRecord):
-            lengths = [record.num_tokens for record in records if isinstance(record, LengthRecord)]
-            self._lengths(numbers, np.array(lengths, np.int32))
-        elif records and isinstance(records[0], TokensRecord):
-            found = [record for record in records if isinstance(record, TokensRecord)]
-            counts = np.array([len(record.begins) for record in found])
-            self._documents(numbers, token_columns([one for record in found for one in record.documents], counts))
-        else:
-            self._sequences(*self._by_turns(numbers, records))
-
-    def _documents(self, numbers: Int64Array, found: TokenColumns) -> None:
+    def _documents(self, numbers: Int64Array, records: list[TokensRecord]) -> None:
         """Add the sequences of records that are tokens, which are several of a packed row."""
-        self._result.num_more += len(found.offsets) - 1 - len(numbers)
-        numbers, found, rejected = without_padded(np.repeat(numbers, found.counts), found, self._encoder)
+        counts = [len(record.begins) for record in records]
+        self._result.num_more += sum(counts) - len(counts)
+        found = token_columns([document for record in records for document in record.documents])
+        numbers, found, rejected = without_padded(np.repeat(numbers, counts), found, self._encoder)
         self._rejected += rejected
-        self._tokens(numbers, found.offsets, found.input_ids, found.target)
+        self._tokens(numbers, found)
 
     def _by_turns(self, numbers: Int64Array, records: list[Record]) -> tuple[list[int], list[Record]]:
         """The records that become sequences, and of each the number of the record that it is of: conversations make
@@ -252,26 +240,21 @@ class _Task:
             else:
                 encoded.append(one)
                 kept.append(place)
-        numbers = np.array([owners[place] for place in kept], np.int64)
-        for place, is_in in zip(kept, self._encoded(numbers, encoded), strict=True):
-            if is_in and place in left_out:
+        if not encoded:
+            return
+        is_kept = self._tokens(np.array(owners, np.int64)[kept], token_columns(encoded))
+        for place in np.array(kept)[is_kept].tolist():
+            if place in left_out:
                 add_left_out(self._result, left_out[place], owners[place])
 
-    def _encoded(self, numbers: Int64Array, encoded: list[tuple[Int32Array, BoolArray]]) -> BoolArray:
-        if not encoded:
-            return np.zeros(0, np.bool_)
-        offsets = offsets_of([len(ids) for ids, _ in encoded])
-        input_ids, target = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
-        return self._tokens(numbers, offsets, input_ids, target)
-
-    def _tokens(self, numbers: Int64Array, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> BoolArray:
+    def _tokens(self, numbers: Int64Array, found: TokenColumns) -> BoolArray:
         """Add sequences; which of them are kept, bool [n]."""
+        offsets, input_ids, target = found.offsets, found.input_ids, found.target
         lengths = np.diff(offsets)
         kept, cut = self._limit(numbers, lengths)
         if not kept.all() or not np.array_equal(cut, lengths):
-            wanted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) < np.repeat(
-                np.where(kept, cut, 0), lengths
-            )
+            places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+            wanted = places < np.repeat(np.where(kept, cut, 0), lengths)
             input_ids, target = input_ids[wanted], target[wanted]
             numbers, lengths = numbers[kept], cut[kept]
             offsets = offsets_of(lengths)
@@ -302,6 +285,31 @@ class _Task:
         for number, length in zip(numbers[is_long].tolist(), lengths[is_long].tolist(), strict=True):
             self._rejected.append(too_long(number, length, options.max_length))
         return ~is_long, lengths
+
+
+#: About right for English and for code.
+_BYTES_PER_TOKEN = 4
+
+
+def estimate_tokens(record: Record) -> int:
+    """About how many tokens `record` has, at least 1; those of a conversation include tool calls and reasoning."""
+    match record:
+        case TextRecord(text):
+            num_bytes = len(text.encode())
+        case PromptRecord(prompt, completion):
+            num_bytes = len(prompt.encode()) + len(completion.encode())
+        case Exchange(system, prompt, completion):
+            num_bytes = len((system or "").encode()) + len(prompt.encode()) + len(completion.encode())
+        case Conversation(messages):
+            num_bytes = 0
+            for message in messages:
+                num_bytes += len((message.content or "").encode())
+                for key in ("tool_calls", "reasoning_content"):
+                    if value := message.fields.get(key):
+                        num_bytes += len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
+        case _:
+            raise AssertionError("tokens and lengths are not estimated")
+    return max(1, -(-num_bytes // _BYTES_PER_TOKEN))
 
 
 def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:

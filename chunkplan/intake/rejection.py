@@ -33,10 +33,7 @@ HINTS_OF_ALL = {
 
 
 class RecordError(DataError):
-    """A record that cannot become a sequence. Whoever reads the file adds `where`.
-
-    `number` is its line or row within its piece, where one is known.
-    """
+    """A record that cannot become a sequence; the reader adds `where`, `number` is its row within its piece."""
 
     def __init__(
         self, message: str, *, reason: str, hint: str, where: str | None = None, number: int | None = None

@@ -18,19 +18,17 @@ from chunkplan.intake.probe import find_layout, look_ahead, probe
 from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import cut, is_stream
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import PieceResult
-from chunkplan.intake.run_local import Failed, Report, Task
+from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.runners import Failed, Outcomes, Report, Task
 from chunkplan.intake.schemas import RecordLayout
-from chunkplan.intake.schemas.flags import LayoutError
-from chunkplan.intake.source import Source
+from chunkplan.intake.schemas.fields import LayoutError
+from chunkplan.intake.source import Source, hint_for, unreadable_sources
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
-from chunkplan.intake.unreadable import hint_for, unreadable_sources
 
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
-Runner = Callable[[Iterator[Task], IntakeSettings, Report], Iterator[tuple[Task, PieceResult | Failed]]]
+Runner = Callable[[Iterator[Task], IntakeSettings, Report], Outcomes]
 
 #: How many URLs are looked at at once.
 _LOOKS = 16
@@ -129,7 +127,7 @@ class IntakeRun:
             message = (
                 f"{found.message}; {hint}" if isinstance(found, LayoutError) and found.is_definite else found.message
             )
-            source.broken = RecordError(message, reason="unreadable", hint=hint, where=source.name)
+            source.broken = Rejected(-1, "unreadable", message, hint)
             source.num_pieces = 0
             self._pass(source, source.num_left)
 
@@ -142,7 +140,7 @@ class IntakeRun:
                 if self._options.on_error == "stop":
                     self._failures[index, source.num_cut] = error
                     return
-                source.broken = error
+                source.broken = Rejected(-1, error.reason, error.message, error.hint)
                 source.num_pieces = source.num_cut
                 self._pass(source, source.num_left)
             except ChunkplanError as error:

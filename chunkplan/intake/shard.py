@@ -10,19 +10,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
+
+import msgspec
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST, fill_folder, refuse_other_content, replace_folder
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.reading import Done, IntakeRequest, read_all
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import PieceResult
-from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
 from chunkplan.intake.tokenizer import TokenizerEntry
@@ -115,18 +115,7 @@ def _manifest(done: Done, shard: tuple[int, int]) -> JsonObject:
         "identity": done.settings.identity,
         "options": done.settings.options.to_dict(),
         "tokenizer": done.tokenizer,
-        "sources": [
-            {
-                "file": asdict(source.file),
-                "layout": source.layout and asdict(source.layout),
-                "ends": _ends(source.file),
-                "num_pieces": source.num_pieces,
-                "results": {str(index): asdict(result) for index, result in source.results.items()},
-                "broken": source.broken
-                and {"message": source.broken.message, "reason": source.broken.reason, "hint": source.broken.hint},
-            }
-            for source in done.sources
-        ],
+        "sources": [asdict(replace(source, ends=_ends(source.file))) for source in done.sources],
     }
 
 
@@ -136,23 +125,17 @@ def _read(folder: Path) -> _Shard:
         raise UsageError(f"{folder} is no shard of an analysis: it has no {MANIFEST}", hint=_HINT)
     try:
         manifest: JsonObject = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["kind"] != "shard" or manifest["schema_version"] != SCHEMA_VERSION:
-            kind, version = manifest["kind"], manifest["schema_version"]
+        kind, version = manifest["kind"], manifest["schema_version"]
+        if kind != "shard" or version != SCHEMA_VERSION:
             raise UsageError(
                 f"{folder} is {'a shard' if kind == 'shard' else f'of kind {kind}'}, schema version {version}; "
                 f"expected a shard of version {SCHEMA_VERSION}",
                 hint=_HINT,
             )
         index, count = map(int, manifest["shard"])
-        return _Shard(
-            folder=folder,
-            index=index,
-            count=count,
-            identity=manifest["identity"],
-            options=IntakeOptions(**manifest["options"]),
-            tokenizer=manifest["tokenizer"],
-            sources=[_source(entry) for entry in manifest["sources"]],
-        )
+        options = IntakeOptions(**manifest["options"])
+        sources = msgspec.convert(manifest["sources"], list[Source], str_keys=True)
+        return _Shard(folder, index, count, manifest["identity"], options, manifest["tokenizer"], sources)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"damaged: {type(error).__name__}: {error}", where=str(path), hint=_AGAIN) from error
 
@@ -170,23 +153,20 @@ def _check_same_run(shards: Sequence[_Shard]) -> None:
     if not shards:
         raise UsageError("no shards", hint=_HINT)
     counts = sorted({shard.count for shard in shards})
-    found = sorted(shard.index for shard in shards)
     if len(counts) > 1:
         raise UsageError(f"shards of runs with {' and '.join(map(str, counts))} of them", hint=_HINT)
-    for what, numbers in (
-        ("is missing", sorted(set(range(1, counts[0] + 1)) - set(found))),
-        ("is there twice", [first for first, second in pairwise(found) if first == second]),
-    ):
+    found = [shard.index for shard in shards]
+    missing = [index for index in range(1, counts[0] + 1) if index not in found]
+    twice = [index for index in sorted({*found}) if found.count(index) > 1]
+    for what, numbers in (("is missing", missing), ("is there twice", twice)):
         if numbers:
             more = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             raise UsageError(f"shard {numbers[0]} of {counts[0]} {what}{more}", hint=_HINT)
     first = shards[0]
-    for words, differing in (
-        ("tokenizers or chat templates", [shard for shard in shards if shard.identity != first.identity]),
-        ("options", [shard for shard in shards if shard.options != first.options]),
-    ):
-        if differing:
-            raise UsageError(f"{first.folder} and {differing[0].folder} were made with different {words}", hint=_HINT)
+    for shard in shards:
+        words = "options" if shard.options != first.options else "tokenizers or chat templates"
+        if (shard.options, shard.identity) != (first.options, first.identity):
+            raise UsageError(f"{first.folder} and {shard.folder} were made with different {words}", hint=_HINT)
     for shard in shards:
         for number, (one, other) in enumerate(zip_longest(first.sources, shard.sources), 1):
             if one is None or other is None or not _is_same_source(one, other):
@@ -224,18 +204,6 @@ def _describe(source: Source | None) -> str:
     ends = f", beginning and end {source.ends[:8]}" if source.ends else ""
     size = "" if source.file.num_bytes is None else f" ({source.file.num_bytes:,} bytes{schema}{ends})"
     return f"{source.name}{size}"
-
-
-def _source(entry: JsonObject) -> Source:
-    broken = entry["broken"]
-    return Source(
-        file=SourceFile(**entry["file"]),
-        layout=RecordLayout(**entry["layout"]) if entry["layout"] else None,
-        results={int(index): PieceResult(**result) for index, result in entry["results"].items()},
-        num_pieces=entry["num_pieces"],
-        ends=entry["ends"],
-        broken=RecordError(**broken) if broken else None,
-    )
 
 
 def _merged(parts: Sequence[Source]) -> Source:

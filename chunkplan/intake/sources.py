@@ -16,21 +16,20 @@ others, so that it is named. What looks like data and cannot be opened is a sour
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
 from chunkplan.config.intake import SCHEMAS, Said
-from chunkplan.errors import UsageError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
-from chunkplan.intake.hidden import is_hidden, less_hidden, outermost_hidden
-from chunkplan.intake.saved_dataset import INFO, SPLITS, STATE, data_files
-from chunkplan.intake.signatures import by_bytes
+from chunkplan.intake.signatures import by_bytes, what_to_do
 from chunkplan.intake.source_columns import is_named
-from chunkplan.intake.unknown_suffix import what_to_do
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -45,39 +44,21 @@ _KINDS = {
     ".npy": "npy",
 }
 _TEXT_KINDS = ("jsonl", "json", "text")
-_KIND_NAMES = ", ".join(suffix.removeprefix(".") for suffix in _KINDS)
 
 #: Suffixes that are read, for people.
 KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _TEXT_KINDS)} also with " + ", ".join(
     COMPRESSIONS
 )
 
-#: Files that lie beside data, models and tokenizers, by name, and how the names of some others end.
-_NO_DATA = {
-    STATE,
-    INFO,
-    SPLITS,
-    "dataset_infos.json",
-    "config.json",
-    "adapter_config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "trainer_state.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "package.json",
-    "package-lock.json",
-}
-_NO_DATA_ENDS = ".index.json"
-#: Texts about data, in upper or lower case.
-_ABOUT_DATA = {"readme.txt", "license.txt", "licence.txt", "copying.txt", "notice.txt", "citation.txt"}
+#: What `save_to_disk` of Hugging Face datasets writes beside the data: of one split, and of a folder of splits.
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+
+#: Files that lie beside data, models and tokenizers, by name; texts about data in upper or lower case.
+_NO_DATA = re.compile(
+    r"(dataset_(dict|infos?)|(adapter_|generation_|preprocessor_|processor_|tokenizer_)?config|(trainer_)?state"
+    r"|tokenizer|special_tokens_map|added_tokens|chat_template|vocab|package(-lock)?|.*\.index)\.json"
+    r"|(vocab|merges)\.txt|(?i:(readme|licen[sc]e|copying|notice|citation)\.txt)"
+)
 
 #: The kind of a link to a folder.
 LINK = "link"
@@ -141,8 +122,7 @@ class _Search:
             return False
         if self._said(path) is not None:
             return True
-        is_beside = name in _NO_DATA or name.endswith(_NO_DATA_ENDS) or name.lower() in _ABOUT_DATA
-        return "." in name and not is_beside and describe(path) is not None
+        return "." in name and not _NO_DATA.fullmatch(name) and describe(path) is not None
 
     def _said(self, path: str) -> str | None:
         return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
@@ -177,8 +157,8 @@ def find_sources(
             place = Said.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
-                hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of {_KIND_NAMES}, the first four also "
-                "such as jsonl.gz",
+                hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
+                f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first four also such as jsonl.gz",
             )
     found = [source for path in map(str, paths) for source in _find(path, search)]
     sources = sorted(found, key=lambda source: source.kind == LINK)
@@ -235,7 +215,9 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
             hint += f"; of {other}: {what_to_do(other)}"
         if found:
             hint = f"links to folders are not followed: name {found[0].path}/ itself"
-        raise UsageError(f"{message}{less_hidden(beside)}", hint=hint)
+        if hidden := next((path for path in beside if _is_hidden(name_of(path))), None):
+            message += f"; names that begin with _ are left out: {hidden} is read if it is named itself"
+        raise UsageError(message, hint=hint)
     return found
 
 
@@ -252,7 +234,7 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
     is_ours, is_link = cache(partial(_is_ours, files)), cache(files.is_folder_link)
     for path in files.matches(pattern):
         folders = list(_folders_of(path, named))
-        hidden = outermost_hidden(path, pattern, named)
+        hidden = _outermost_hidden(path, pattern, named)
         if hidden is not None:
             left_out[hidden] = None
         elif "**" in pattern and (links := [folder for folder in (path, *folders) if is_link(folder)]):
@@ -265,6 +247,24 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
     search.beside.extend(left_out)
     sources = [_found(files, path, search) for path in found]
     return _check_any(sources, f"no data matches {pattern}", search.beside)
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether Spark and Hive read nothing in what has this name: `_SUCCESS`, `_temporary`; not a partition."""
+    return name.startswith("_") and "=" not in name
+
+
+def _outermost_hidden(path: str, pattern: str, named: int) -> str | None:
+    """What is hidden of a `path` that a pattern matches, less what a part of the pattern with a leading `_` stands for.
+
+    The first `named` characters of both are the same, and name themselves what they name.
+    """
+    asked = [part for part in pattern[named:].split("/") if _is_hidden(part)]
+    parts = path[named:].split("/")
+    for place, part in enumerate(parts):
+        if _is_hidden(part) and not any(fnmatchcase(part, each) for each in asked):
+            return path[:named] + "/".join(parts[: place + 1])
+    return None
 
 
 def _folders_of(path: str, named: int) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _below(files: Files, folder: str, search: _Search) -> list[str]:
     A folder of `save_to_disk` stands where its path does, and is a whole.
     """
     found = sorted(_walk(files, folder, search))
-    return [file for path, is_dataset in found for file in (data_files(files, path) if is_dataset else [path])]
+    return [file for path, is_dataset in found for file in (_files_of_dataset(files, path) if is_dataset else [path])]
 
 
 def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, bool]]:
@@ -291,17 +291,46 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
     names = {name_of(file) for file in inside}
     if _says_ours(folder, names):
         return
-    if SPLITS in names or {STATE, INFO} <= names:
+    if _SPLITS in names or {_STATE, _INFO} <= names:
         yield folder, True
         return
-    search.beside.extend(path for path in (*inside, *folders) if is_hidden(name_of(path)))
-    inside, folders = ([path for path in paths if not is_hidden(name_of(path))] for paths in (inside, folders))
+    search.beside.extend(path for path in (*inside, *folders) if _is_hidden(name_of(path)))
+    inside, folders = ([path for path in paths if not _is_hidden(name_of(path))] for paths in (inside, folders))
     yield from ((file, False) for file in inside if _is_source(files, file, search))
     for child in folders:
         if files.is_folder_link(child):
             yield child, False
         else:
             yield from _walk(files, child, search)
+
+
+def _files_of_dataset(files: Files, folder: str) -> list[str]:
+    """The data files of a folder of `save_to_disk`, as it lists them.
+
+    Raises:
+        DataError: it does not say what its files are, or one is missing.
+    """
+    if files.exists(join(folder, _SPLITS)):
+        splits = _listed(join(folder, _SPLITS), "splits")
+        return [file for split in splits for file in _files_of_dataset(files, join(folder, split))]
+    listed = [join(folder, file) for file in _listed(join(folder, _STATE), "_data_files")]
+    if missing := next((file for file in listed if not files.exists(file)), None):
+        raise DataError(f"{missing} is missing", where=join(folder, _STATE), hint="save the dataset to disk again")
+    return listed
+
+
+def _listed(path: str, key: str) -> list[str]:
+    """Names in a file of `save_to_disk`: strings, or objects with a `filename`."""
+    with reading(path), open_file(path) as file:
+        content = file.read()
+    try:
+        return [entry if isinstance(entry, str) else str(entry["filename"]) for entry in json.loads(content)[key]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"does not list the {key.strip('_')} of a dataset ({type(error).__name__})",
+            where=path,
+            hint="save the dataset to disk again, or name its files",
+        ) from error
 
 
 def _is_source(files: Files, path: str, search: _Search) -> bool:

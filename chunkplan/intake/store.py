@@ -2,7 +2,8 @@
 
 A piece is in it whole or not at all. It takes next to no room of its own: its token files are those of the analyses
 that were made of them (hard links). When a run has ended well, what was in an analysis and is in none any more is
-removed. What an interrupted run leaves behind is kept for a week, to be found by the next.
+removed. What an interrupted run leaves behind is kept for a week, to be found by the next. Whether the disk has room is
+asked before anything is written, so that little fails halfway.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO, TypedDict
+from typing import Any, BinaryIO, TextIO, TypedDict
 
+import numpy as np
+import pyarrow as pa
+
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
-from chunkplan.intake.piece_writer import TOKENS
+from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.result import PieceResult
+from chunkplan.intake.rejection import Rejected
+from chunkplan.planfile.analysis_writer import TokenFile
+from chunkplan.planfile.arrow import to_arrow, to_numpy
+from chunkplan.planfile.hashing import sequence_digests
 
+LENGTHS, TOKENS, DIGESTS, REJECTED = "lengths.arrow", "tokens.arrow", "digests.bin", "rejected.jsonl"
 _RESULT = "piece.json"
+
+_SCHEMA = pa.schema([("number", pa.int64()), ("num_tokens", pa.int32()), ("num_target_tokens", pa.int32())])
 
 #: What the specification of the tag wants in it.
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# The cache of `chunkplan analyze`, which makes it again.\n"
@@ -35,6 +47,17 @@ _UNUSED_SECONDS = 7 * 24 * 3600
 
 #: A file that was changed less than this before it was looked at may change again without its times showing it.
 _SETTLED_NS = 2_000_000_000
+
+
+#: Room that is left to others: as much as is written, and no more than this.
+RESERVE_BYTES = 256 << 20
+
+#: Bytes that are stored for a byte of text where tokens are long, and where every character is one.
+LEAST, MOST = 0.6, 5.5
+
+ROOM_HINT = (
+    "make room, put --workspace elsewhere, or store lengths only with --no-tokens; what was finished is not done again"
+)
 
 
 class KnownFile(TypedDict):
@@ -179,3 +202,96 @@ def _is_released(folder: Path) -> bool:
         return not tokens.exists() or tokens.stat().st_nlink == 1
     except FileNotFoundError:  # another process is removing it
         return False
+
+
+class PieceWriter:
+    """Fills `folder`, and `result` with what it counts."""
+
+    def __init__(self, folder: Path, result: PieceResult) -> None:
+        self._folder = folder
+        self._result = result
+        self._lengths: list[tuple[Int64Array, Int32Array, Int32Array]] = []
+        self._tokens: TokenFile | None = None
+        self._digests: BinaryIO | None = None
+        self._rejected: TextIO | None = None
+
+    def add_lengths(self, numbers: Int64Array, num_tokens: Int32Array, num_targets: Int32Array) -> None:
+        """Append n sequences; all arrays [n]."""
+        self._lengths.append((numbers, num_tokens, num_targets))
+        self._result.num_sequences += len(numbers)
+        self._result.num_tokens += int(num_tokens.sum(dtype=np.int64))
+        self._result.num_target_tokens += int(num_targets.sum(dtype=np.int64))
+
+    def add_tokens(self, offsets: Int64Array, input_ids: Int32Array, target: BoolArray) -> None:
+        """Append the tokens of sequences; [offsets[i], offsets[i + 1]) are those of the i-th."""
+        if self._tokens is None:
+            self._tokens = TokenFile(self._folder / TOKENS)
+            self._digests = (self._folder / DIGESTS).open("wb")
+        assert self._digests is not None
+        self._tokens.add(np.diff(offsets), input_ids, target)
+        self._digests.write(sequence_digests(offsets, input_ids, target))
+        self._result.max_token_id = max(self._result.max_token_id or 0, int(input_ids.max()))
+
+    def reject(self, rejected: Sequence[Rejected]) -> None:
+        """Note records that were left out."""
+        for record in rejected:
+            if self._rejected is None:
+                self._rejected = (self._folder / REJECTED).open("w", encoding="utf-8")
+            self._rejected.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._result.rejected[record.reason] = self._result.rejected.get(record.reason, 0) + 1
+
+    def close(self) -> None:
+        """Write what is left into the files, and close them."""
+        with pa.ipc.new_file(str(self._folder / LENGTHS), _SCHEMA) as file:
+            if self._lengths:
+                columns = [to_arrow(np.concatenate(arrays)) for arrays in zip(*self._lengths, strict=True)]
+                file.write_batch(pa.record_batch(columns, schema=_SCHEMA))
+        if self._tokens is not None:
+            self._tokens.close()
+            self._result.has_tokens, self._result.rows = True, self._tokens.rows
+        for file in (self._digests, self._rejected):
+            if file is not None:
+                file.close()
+
+
+def read_lengths(folder: Path) -> tuple[Int64Array, Int32Array, Int32Array]:
+    """Numbers, tokens and target tokens of the sequences of a piece, each [num_sequences]."""
+    file = pa.ipc.open_file(pa.memory_map(str(folder / LENGTHS)))
+    if not file.num_record_batches:
+        return np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
+    numbers, num_tokens, num_targets = map(to_numpy, file.get_batch(0).columns)
+    return numbers, num_tokens, num_targets
+
+
+def read_rejected(folder: Path) -> Iterator[Rejected]:
+    """The records of a piece that were left out."""
+    path = folder / REJECTED
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            values: list[Any] = json.loads(line)
+            yield Rejected(*values)
+
+
+def check_room(folder: Path, num_bytes: float, what: str) -> None:
+    """Refuse to begin `what`, which writes about `num_bytes` below `folder`, where there is no room for it.
+
+    Raises:
+        UsageError: the disk has less than that, and a reserve.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free, reserve = shutil.disk_usage(folder).free, min(num_bytes, RESERVE_BYTES)
+    if free < num_bytes + reserve:
+        place = next(place for place in (folder, *folder.parents) if ".tmp-" not in place.name)
+        raise UsageError(
+            f"{what} takes about {_size(num_bytes)}, {_size(reserve)} are to stay free, and {place} has {_size(free)} "
+            "left",
+            hint=ROOM_HINT,
+        )
+
+
+def _size(num_bytes: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= size), ("KB", 1e3))
+    return f"{num_bytes / size:,.1f} {unit}"

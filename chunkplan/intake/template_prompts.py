@@ -1,34 +1,50 @@
-"""The generation prompts of a template: what it puts out behind messages where the model is to answer them.
-
-A prompt is found from two renderings of the messages before it. In a long conversation that would be renderings without
-end, so messages of the assistant are grouped by all that a template may decide the prompt before them from: the
-messages from the last one on that is no tool's, by their shapes, and which of the words that the template looks for was
-said last. The first and the last message of a group are asked for their prompts. Where these are the same, and a
-message agrees with it as far as those two do, it is the prompt of that message too; else the message is asked itself.
-"""
+"""The generation prompts of a template, and what of messages decides how templates render them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import takewhile
 from typing import Any
 
 from chunkplan.intake.records import JsonObject
-from chunkplan.intake.template_fragments import Rendered
-from chunkplan.intake.template_proofs import Render, Tools
-from chunkplan.intake.template_shapes import TEXTS, shape_of
+from chunkplan.intake.template_render import Rendered
 
-#: The prompt that two messages agree on, or that there is none, and how many characters of it each of them begins with.
-_Agreed = tuple[str | None, int]
+#: What tools a conversation has.
+Tools = list[JsonObject] | None
+
+#: (messages, tools, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
+Render = Callable[[list[JsonObject], Tools, bool], Rendered]
+
+#: Keys of a message that templates may read text of the message from: what it says, and what it thinks.
+TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+
+#: So many shapes are remembered; data has some hundreds.
+MOST_SHAPES = 1 << 12
+
+
+def shape_of(messages: list[JsonObject], tools: Tools) -> Any:
+    """Return all that templates decide by how to render a conversation, besides texts."""
+    return bool(tools), *map(_shape, messages)
+
+
+def _shape(message: JsonObject) -> Any:
+    content = message.get("content")
+    if len(message) == 2 and type(content) is str:  # as most are
+        return message["role"] if content else (message["role"],)
+    calls = message.get("tool_calls")
+    kind = (type(content).__name__, len(content) if isinstance(content, list) else bool(content))
+    keys = tuple(sorted((key, bool(value)) for key, value in message.items()))  # some ask for keys, some for values
+    return message["role"], kind, keys, len(calls) if isinstance(calls, list) else 0
 
 
 class Prompts:
-    """The prompts of one template.
+    """The generation prompts of a template: what it puts out behind messages where the model is to answer them.
 
-    Args:
-        render: renders messages.
-        end_of_text: the token that ends a text.
-        asked: the words that the template looks for in texts.
+    A prompt takes two renderings of the messages before it. In long conversations messages of the assistant are grouped
+    by all that a template may decide the prompt from: the shapes of messages from the last one on that is no tool's,
+    and which of the words `asked`, that the template looks for, was said last. Where the first and the last of a group
+    have the same prompt, and a message agrees with it as far as they do, it is that message's too. `end_of_text` is a
+    token.
     """
 
     def __init__(self, render: Render, end_of_text: str, asked: Collection[str]) -> None:
@@ -37,7 +53,7 @@ class Prompts:
         self._asked = tuple(asked)
         self._messages: list[JsonObject] = []
         self._groups: dict[int, list[int]] | None = None  # message of the assistant -> all of its group
-        self._agreed: dict[int, _Agreed | None] = {}  # by the first of a group
+        self._agreed: dict[int, tuple[str | None, int] | None] = {}  # first of a group -> prompt, characters in common
         self._texts: dict[int, str] = {}
 
     def begin(self, messages: list[JsonObject], rendered: Rendered) -> None:
@@ -45,7 +61,7 @@ class Prompts:
         self._messages, self._rendered, self._groups = messages, rendered, None
 
     def after(self, messages: list[JsonObject], tools: Tools) -> str | None:
-        """What follows `messages` where the model is to answer them; None where they are rendered otherwise then."""
+        """Return what follows `messages` where the model is to answer; None where they are rendered otherwise then."""
         without, with_prompt = self._render(messages, tools, False), self._render(messages, tools, True)
         stop = without.stop_of_messages
         if with_prompt.text[:stop] != without.text[:stop]:
@@ -61,27 +77,26 @@ class Prompts:
     def before(self, messages: list[JsonObject], tools: Tools, index: int, text: str) -> str | None:
         """As `after` of the messages before message `index`, of which `text` is put out first; of its own if first."""
         if messages is self._messages and index:
-            if self._groups is None:
-                self._group()
-            group = (self._groups or {}).get(index, ())
+            groups = self._group() if self._groups is None else self._groups
+            group = groups.get(index, [])
             if len(group) > 2:
                 if group[0] not in self._agreed:
                     self._agreed[group[0]] = self._agree(group, tools)
                 agreed = self._agreed[group[0]]
-                if agreed is not None and num_common(agreed[0] or "", text) == agreed[1]:
+                if agreed is not None and len(common_start(agreed[0] or "", text)) == agreed[1]:
                     return agreed[0]
         return self.after(messages[: max(index, 1)], tools)
 
-    def _agree(self, group: list[int], tools: Tools) -> _Agreed | None:
-        """What the first and the last of a group agree on, or None."""
+    def _agree(self, group: list[int], tools: Tools) -> tuple[str | None, int] | None:
+        """The prompt of the first and last of a group, with how much of it each begins with; None if they differ."""
         first, last = group[0], group[-1]
         prompt = self.after(self._messages[:first], tools)
         if prompt != self.after(self._messages[:last], tools):
             return None
-        length, other = (num_common(prompt or "", self._texts[index]) for index in (first, last))
+        length, other = (len(common_start(prompt or "", self._texts[index])) for index in (first, last))
         return (prompt, length) if length == other else None
 
-    def _group(self) -> None:
+    def _group(self) -> dict[int, list[int]]:
         """Groups the messages of the assistant behind the first message."""
         self._texts, self._agreed = {}, {}
         for owner, start, stop in self._rendered.fragments:
@@ -91,21 +106,18 @@ class Prompts:
         last_not_of_tools: Any = None
         said: tuple[str, ...] = ()
         for index, message in enumerate(self._messages):
-            shape = shape_of(message)
+            shape = _shape(message)
             if index and message["role"] == "assistant" and index in self._texts:
                 by_key.setdefault((last_not_of_tools, before, shape, said), []).append(index)
             before = shape
             if message["role"] != "tool":
                 last_not_of_tools = shape
-            said = self._said(message) or said
+            texts = [str(message[key]) for key in TEXTS if message.get(key)]
+            said = tuple(word for word in self._asked if any(word in text for text in texts)) or said
         self._groups = {index: group for group in by_key.values() for index in group}
-
-    def _said(self, message: JsonObject) -> tuple[str, ...]:
-        """Those of the words that the template looks for that stand in a message."""
-        texts = [str(message[key]) for key in TEXTS if message.get(key)]
-        return tuple(word for word in self._asked if any(word in text for text in texts))
+        return self._groups
 
 
-def num_common(first: str, second: str) -> int:
-    """How many characters both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+def common_start(first: str, second: str) -> str:
+    """Return the beginning that both texts share."""
+    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,12 +1,17 @@
-"""Which characters of a rendered conversation the assistant wrote: header, content and end of every message.
+"""Which characters of a rendered conversation a message stands in, and which of them the assistant wrote.
 
-A message's fragments (see `template_fragments`) are all that the template put out for it. Of those of the assistant the
+A message's fragments (see `template_render`) are all that the template put out for it. Of those of the assistant the
 *header* is not what the model writes: it is the generation prompt, or as much of it as the template puts before a
 message that others follow. What is left runs to the token that ends the turn; a line end behind it is nobody's.
 
 That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls, tools or
-none) before one of that shape is read (see `template_proofs`). In every rendering, no text of the messages beside it
-may stand in what counts of a message, unless the template puts the same there whatever these say.
+none) before one of that shape is read: a conversation of that shape is rendered with words of their own as the texts of
+each message. They are told apart if the words stand in the fragments of their messages; a text whose word stands
+nowhere is left out. In every rendering, no text of the messages beside it may stand in what counts of a message, unless
+the template puts the same there whatever these say.
+
+Where fragments cannot be told apart, a message's place is known only where the rendering of the messages up to it is
+how the whole rendering begins.
 """
 
 from __future__ import annotations
@@ -14,19 +19,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_fragments import Rendered
-from chunkplan.intake.template_left_out import refuse_left_out
-from chunkplan.intake.template_prompts import Prompts, num_common
-from chunkplan.intake.template_proofs import Proofs, Render, Tools
-from chunkplan.intake.template_shapes import TEXTS, with_text, word_of
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_prompts import MOST_SHAPES, TEXTS, Prompts, Render, Tools, common_start, shape_of
+from chunkplan.intake.template_render import Rendered, Span
 
 #: What a message says: its texts and its calls, and who says it.
 _SAID = {"role", "tool_calls", *TEXTS}
+
+#: Every word of `_word`, also where one overlaps another.
+_WORDS = re.compile("(?=(qz[a-p]+zq))")
 
 #: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
@@ -34,13 +38,45 @@ _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 #: Texts of neighbours that are shorter may stand anywhere by chance.
 _LEAST_TEXT = 6
 
+_BLOCKS_HINT = "use a template with {% generation %} blocks"
+_BEGINNINGS_HINT = (
+    f"{_BLOCKS_HINT}, with one loop over the messages, or one that renders a message the same whatever follows it"
+)
+
+
+def _with_text(message: JsonObject, said: str, thought: str) -> JsonObject:
+    """The message with these words in place of what it says and of what it thinks."""
+    changed = dict(message)
+    for key in TEXTS:
+        value, word = message.get(key), said if key == "content" else thought
+        if isinstance(value, str) and value:
+            changed[key] = word
+        elif isinstance(value, list):
+            changed[key] = [
+                {**part, "text": word} if isinstance(part, dict) and "text" in part else part for part in value
+            ]
+    return changed
+
+
+def _word(index: int) -> str:
+    """A word that no template has, of letters alone."""
+    return f"qz{f'{index:x}'.translate(str.maketrans('0123456789abcdef', 'abcdefghijklmnop'))}zq"
+
+
+#: A text of a conversation: the message, and whether it is what was thought.
+Text = tuple[int, bool]
+
+
+class Proof(NamedTuple):
+    """Whether fragments of a shape `holds` apart; its texts put out in their `own` fragments, and those `left_out`."""
+
+    holds: bool
+    own: frozenset[Text]
+    left_out: frozenset[Text]
+
 
 class _Frame(NamedTuple):
-    """What a template puts around messages of the assistant.
-
-    `headers`, the longest first, are what the model does not write; `beginnings` and `ends` are what messages begin and
-    end with, whatever they say.
-    """
+    """What a template puts around answers: `headers`, longest first, and how all answers begin and end."""
 
     headers: list[str]
     beginnings: list[str]
@@ -50,38 +86,68 @@ class _Frame(NamedTuple):
 class TurnFinder:
     """Finds the spans of messages in renderings of one template.
 
-    Args:
-        render: renders messages.
-        ends: the tokens that end a turn or a text, among them those that begin a turn of somebody else.
-        prompts: the template's generation prompts.
-        has_fixed_prompt: whether the generation prompt is the same behind every conversation.
+    `ends` are the tokens that end a turn or a text, or begin a turn of somebody else; `has_fixed_prompt` says that the
+    generation prompt is the same behind every conversation.
     """
 
     def __init__(self, render: Render, ends: Collection[str], prompts: Prompts, *, has_fixed_prompt: bool) -> None:
         self._render = render
         self._ends = tuple(sorted(filter(None, ends), key=len, reverse=True))
         self._has_fixed_prompt = has_fixed_prompt
-        self._frames: dict[bool, _Frame] = {}  # by whether there are tools
         self._prompts = prompts
-        self.proofs = Proofs(render)
+        self._frames: dict[bool, _Frame] = {}  # by whether there are tools
+        self._proofs: dict[Any, Proof] = {}  # by shape
+        self._last: tuple[object, object, Proof | None] = None, None, None
 
-    def is_proved(self, messages: list[JsonObject], tools: Tools) -> bool:
-        """Whether fragments of conversations of the shape of `messages` are those of their messages."""
-        return self.proofs.of(messages, tools).holds
+    def proof(self, messages: list[JsonObject], tools: Tools) -> Proof:
+        """Return the proof of the shape of `messages`, which is asked for several times in a row."""
+        last_messages, last_tools, last = self._last
+        if last is None or last_messages is not messages or last_tools is not tools:
+            shape = shape_of(messages, tools)
+            last = self._proofs.get(shape)
+            if last is None:
+                if len(self._proofs) >= MOST_SHAPES:
+                    self._proofs.clear()
+                last = self._proofs[shape] = self._prove(messages, tools)
+            self._last = messages, tools, last
+        return last
+
+    def _prove(self, messages: list[JsonObject], tools: Tools) -> Proof:
+        words = {(index, thinks): _word(2 * index + thinks) for index in range(len(messages)) for thinks in (0, 1)}
+        worded = [_with_text(message, words[index, 0], words[index, 1]) for index, message in enumerate(messages)]
+        try:
+            rendered = self._render(worded, tools, False)
+        except RecordError:
+            return Proof(False, frozenset(), frozenset())
+        whole = set(_WORDS.findall(rendered.text.lower()))
+        found = {owner: set(_WORDS.findall(text.lower())) for owner, text in rendered.by_message().items()}
+        index_of = {word: index for (index, _), word in words.items()}
+        stands = {(index_of[word], owner) for owner, some in found.items() for word in some if word in index_of}
+        assistants = {index for index, message in enumerate(messages) if message["role"] == "assistant"}
+        said = [
+            (index, key != "content") for index, message in enumerate(messages) for key in TEXTS if message.get(key)
+        ]
+        return Proof(
+            holds=all(index == owner for index, owner in stands if index in assistants or owner in assistants),
+            own=frozenset(text for text in said if words[text] in found.get(text[0], ())),
+            left_out=frozenset(text for text in said if words[text] not in whole),
+        )
 
     def spans(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, counting: Sequence[int]
     ) -> list[Span]:
-        """The characters of messages that count, by their indices: of the assistant's what it wrote, of others' all.
+        """Return the characters of the messages `counting`: of the assistant's what it wrote, of others' all.
 
-        Raises:
-            RecordError: where the header of a message ends is not known, or the text of one is left out.
+        They are known from fragments where these are proved, else from renderings of beginnings. Raises RecordError
+        where a message or its header is not known, or its text is left out.
         """
-        left_out = self.proofs.of(messages, tools).left_out
-        for index in counting if left_out else ():
+        proof = self.proof(messages, tools)
+        if not proof.holds:
+            return [self._from_beginnings(messages, tools, rendered.text, index) for index in counting]
+        for index in counting if proof.left_out else ():
             said = messages[index]
-            if said["role"] == "assistant" and not said.get("tool_calls") and (index, False) in left_out:
-                raise refuse_left_out(index, "assistant")
+            if said["role"] == "assistant" and not said.get("tool_calls") and (index, False) in proof.left_out:
+                raise left_out_error(index, "assistant")
         fragments: dict[int, list[Span]] = {index: [] for index in counting}
         for message, start, stop in rendered.fragments:
             if message in fragments:
@@ -96,8 +162,50 @@ class TurnFinder:
             found += spans
         return found
 
-    def stop(self, text: str, start: int, stop: int, tools: Tools) -> int:
-        """Where what the model writes of [start, stop) ends: behind the token that ends the turn, not a line end."""
+    def ends_turn(self, written: str, tools: Tools) -> bool:
+        """Return whether an answer ends with what ends a turn, whatever the message says."""
+        written = written.rstrip()
+        if written.endswith(self._ends):
+            return True
+        return any(written.endswith(end.rstrip()) for end in self._frame(tools).ends)
+
+    def _from_beginnings(self, messages: list[JsonObject], tools: Tools, full: str, index: int) -> Span:
+        """The characters of a message in `full`: for the assistant what follows the generation prompt, else all."""
+
+        def length(count: int, *, prompt: bool) -> int:
+            beginning = self._render(messages[:count], tools, prompt).text
+            if not full.startswith(beginning):
+                rest = "and the generation prompt " if prompt else ""
+                first = "first message" if count == 1 else f"first {count} messages"
+                raise RecordError(
+                    f"the chat template renders the {first} {rest}otherwise when others follow, "
+                    "so which tokens count in the loss is not known",
+                    reason="template",
+                    hint=_BEGINNINGS_HINT,
+                )
+            return len(beginning)
+
+        stop = len(full) if index + 1 == len(messages) else length(index + 1, prompt=False)
+        is_assistant = messages[index]["role"] == "assistant"
+        if index or not is_assistant:
+            start = length(index, prompt=is_assistant) if index else 0
+        else:
+            # Many templates refuse a conversation without messages, or begin one with a default system message. The
+            # generation prompt that would follow this message is the one it was itself generated from.
+            with_prompt, without = (self._render(messages[:1], tools, prompt).text for prompt in (True, False))
+            prompt = with_prompt.removeprefix(without)
+            start = full.find(prompt, 0, stop) + len(prompt)
+            if start < len(prompt):
+                raise RecordError(
+                    f"the chat template does not begin an assistant message with its generation prompt {prompt!r}",
+                    reason="template",
+                    hint=_BEGINNINGS_HINT,
+                )
+        start = min(start, stop)  # the template may leave the message out
+        return start, self._stop(full, start, stop, tools) if is_assistant else stop
+
+    def _stop(self, text: str, start: int, stop: int, tools: Tools) -> int:
+        """Return where the answer in [start, stop) ends: behind the token that ends the turn, not a line end."""
         written = text[start:stop]
         for end in self._frame(tools).ends:
             if written.endswith(end):
@@ -105,40 +213,34 @@ class TurnFinder:
         stripped = written.rstrip()
         return start + len(stripped) if stripped.endswith(self._ends) else stop
 
-    def ends_turn(self, written: str, tools: Tools) -> bool:
-        """Whether what the model writes of a message ends with what ends a turn, whatever the message says."""
-        written = written.rstrip()
-        if written.endswith(self._ends):
-            return True
-        return any(written.endswith(end.rstrip()) for end in self._frame(tools).ends)
-
     def _written(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, fragments: list[Span]
     ) -> list[Span]:
-        """What the model writes of a message whose fragments these are."""
+        """Return the spans of a message, given its fragments, that the model writes."""
         spans = []
         for place, (start, stop) in enumerate(fragments):
             text = rendered.text[start:stop]
             header = self._known_header(text, tools) if place else self._header(messages, tools, text, index)
             spans.append((start + header, stop))
         start, stop = spans[-1]
-        end = self.stop(rendered.text, start, stop, tools)
+        end = self._stop(rendered.text, start, stop, tools)
         is_last = index + 1 == len(messages)
         if end == stop and not is_last and messages[index + 1]["role"] != "assistant" and not self._frame(tools).ends:
-            end += len(self._end_at(rendered.text, stop))  # the token that begins the turn of somebody else
+            # The token that begins the turn of somebody else.
+            end += len(next((one for one in self._ends if rendered.text.startswith(one, stop)), ""))
         spans[-1] = start, end
-        if is_last and stop == rendered.stop_of_messages:
-            spans += self._end_of_text(rendered.text, stop, tools)
+        if is_last and stop == rendered.stop_of_messages:  # the token that ends a text may be put out behind
+            behind = rendered.text[stop:].strip()
+            if behind in self._ends and all(header.strip() != behind for header in self._frame(tools).headers):
+                stop = rendered.text.index(behind, stop)
+                spans.append((stop, stop + len(behind)))
         return spans
 
     def _refuse_text_of_others(
         self, messages: list[JsonObject], tools: Tools, rendered: Rendered, index: int, spans: list[Span]
     ) -> None:
-        """Raises RecordError where what a message beside message `index` says stands in what it wrote, its `spans`.
-
-        Not where the message says it, too, nor where it stands there as often if those beside it say something else.
-        """
-        written = _joined(rendered, spans).lower()
+        """Raise RecordError where a neighbour's text stands in message `index`, which does not say it itself."""
+        written = rendered.joined(spans).lower()
         own = otherwise = None
         for other in range(max(index - 1, 0), min(index + 3, len(messages))):
             text = messages[other].get("content")
@@ -154,39 +256,25 @@ class TurnFinder:
             if otherwise is None:
                 otherwise = self._written_beside_words(messages, tools, index).lower()
             if written.count(text) > otherwise.count(text):
-                raise RecordError(
-                    f"the chat template puts what `messages[{other}]` says into `messages[{index}]`",
-                    reason="template",
-                    hint="use a template with {% generation %} blocks",
-                )
+                message = f"the chat template puts what `messages[{other}]` says into `messages[{index}]`"
+                raise RecordError(message, reason="template", hint=_BLOCKS_HINT)
 
     def _written_beside_words(self, messages: list[JsonObject], tools: Tools, index: int) -> str:
-        """What the model writes of message `index` if those beside it say other words; "" where that is not known."""
+        """Return the answer `index` rendered with other words around it; "" where that is not known."""
         beside = range(max(index - 1, 0), min(index + 3, len(messages)))
         changed = [
-            with_text(message, word_of(other), word_of(other)) if other in beside and other != index else message
+            _with_text(message, _word(other), _word(other)) if other in beside and other != index else message
             for other, message in enumerate(messages)
         ]
         try:
             rendered = self._render(changed, tools, False)
-            fragments = [(start, stop) for _, start, stop in rendered.of_message(index)]
-            return _joined(rendered, self._written(changed, tools, rendered, index, fragments)) if fragments else ""
+            fragments = rendered.of_message(index)
+            return rendered.joined(self._written(changed, tools, rendered, index, fragments)) if fragments else ""
         except RecordError:
             return ""
 
-    def _end_of_text(self, text: str, stop: int, tools: Tools) -> list[Span]:
-        """The one token that a template puts out behind the last message, from `stop` on, where that is all."""
-        end = text[stop:].strip()
-        if end not in self._ends or any(header.strip() == end for header in self._frame(tools).headers):
-            return []
-        stop = text.index(end, stop)
-        return [(stop, stop + len(end))]
-
-    def _end_at(self, text: str, place: int) -> str:
-        return next((end for end in self._ends if text.startswith(end, place)), "")
-
     def _header(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
-        """How many characters of `text`, what was put out for a message of the assistant first, are its header."""
+        """Return the length of the header of `text`, which was put out for a message of the assistant first."""
         prompt = None
         if not self._has_fixed_prompt:
             prompt = self._prompts.before(messages, tools, index, text)
@@ -209,21 +297,17 @@ class TurnFinder:
                 if header in text:  # behind what the template begins every conversation with
                     return text.index(header) + len(header)
         beginnings = [beginning for beginning in (*headers, *frame.beginnings) if beginning]
-        if headers and not any(beginning in text or _common(beginning, text) for beginning in beginnings):
+        if headers and not any(beginning in text or common_start(beginning, text) for beginning in beginnings):
             return 0  # the template puts out no header for this message, nor anything like one
         raise RecordError(
             f"the chat template begins `messages[{index}]` neither with its generation prompt nor as it begins other "
             "messages of the assistant, so which tokens count in the loss is not known",
             reason="template",
-            hint="use a template with {% generation %} blocks",
+            hint=_BLOCKS_HINT,
         )
 
     def _header_of_fields(self, messages: list[JsonObject], tools: Tools, text: str, index: int) -> int:
-        """How many characters of `text` are a header that is due to what a message has beside its texts and calls.
-
-        Such as its `name`. It is one if the message begins with a known header without these, and goes on as it does
-        with them. 0 if that is not so.
-        """
+        """Return the length of a header that is due to fields such as `name`; 0 for none."""
         plain = {key: value for key, value in messages[index].items() if key in _SAID}
         if len(plain) == len(messages[index]):
             return 0
@@ -231,13 +315,13 @@ class TurnFinder:
             rendered = self._render([*messages[:index], plain, *messages[index + 1 :]], tools, False)
         except RecordError:
             return 0
-        without = "".join(rendered.text[start:stop] for _, start, stop in rendered.of_message(index))
+        without = rendered.joined(rendered.of_message(index))
         rest = without[self._known_header(without, tools) :]
         is_one = len(rest) < len(without) and rest.strip() and text.endswith(rest)
         return len(text) - len(rest) if is_one else 0
 
     def _known_header(self, text: str, tools: Tools) -> int:
-        """How many characters of `text` are a header of the template; 0 if it begins with none."""
+        """Return the length of the header that `text` begins with; 0 for none."""
         return next((len(header) for header in self._frame(tools).headers if text.startswith(header)), 0)
 
     def _frame(self, tools: Tools) -> _Frame:
@@ -256,18 +340,16 @@ class TurnFinder:
                 answers: list[JsonObject] = [{"role": "assistant", "content": text} for text in (first, last)]
                 rendered = self._render([ask, answers[0], ask | {}, answers[1]], tools, False)
                 for place, index in enumerate((1, 3)):
-                    blocks[place].append("".join(rendered.text[f.start : f.stop] for f in rendered.of_message(index)))
+                    blocks[place].append(rendered.joined(rendered.of_message(index)))
         except RecordError:
             return _Frame([], [], [])
-        headers, beginnings = {prompt}, []
-        for block in blocks:
-            common = _common(*block)
-            beginnings.append(common)
-            header = _common(prompt, common) if prompt.strip() else common
+        headers, beginnings = {prompt}, [common_start(*block) for block in blocks]
+        for common in beginnings:
+            header = common_start(prompt, common) if prompt.strip() else common
             rest = prompt.removeprefix(header)
             if not rest.strip() or _THOUGHT.search(rest):
                 headers.add(header)
-        ends = {_common(*(text[::-1] for text in block))[::-1] for block in blocks}
+        ends = {common_start(*(text[::-1] for text in block))[::-1] for block in blocks}
 
         def longest_first(texts: set[str]) -> list[str]:
             return sorted((text for text in texts if text.strip()), key=len, reverse=True)
@@ -275,12 +357,18 @@ class TurnFinder:
         return _Frame(longest_first(headers), beginnings, longest_first(ends))
 
 
-def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
-    """How many characters of `text` are the generation prompt but for the thought that it begins.
+def left_out_error(index: int, role: str) -> RecordError:
+    """The error of a message that counts, and of which the template leaves out what it says."""
+    who = role if role in ("user", "system", "tool", "assistant") else "message"
+    return RecordError(
+        f"the chat template leaves out what the {who} says in `messages[{index}]`",
+        reason="template",
+        hint="give its content as a list of text parts if the template reads these, or another template",
+    )
 
-    0 if that is not so. A message that is no thought, but has the end of one in its text, may be put out like that:
-    the header, and then what it says as it is.
-    """
+
+def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
+    """Return the length of a header that is the generation prompt less the thought it begins; 0 for none."""
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else ""
     if not prompt or not said or said in prompt or said not in text:
@@ -288,12 +376,3 @@ def _header_before(message: JsonObject, text: str, prompt: str | None) -> int:
     header = text.partition(said)[0]
     is_one = header.strip() and prompt.startswith(header) and _THOUGHT.search(prompt[len(header) :])
     return len(header) if is_one else 0
-
-
-def _joined(rendered: Rendered, spans: list[Span]) -> str:
-    return "".join(rendered.text[start:stop] for start, stop in spans)
-
-
-def _common(first: str, second: str) -> str:
-    """What both begin with."""
-    return first[: num_common(first, second)]

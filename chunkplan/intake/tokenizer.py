@@ -1,22 +1,27 @@
-"""A tokenizer: records -> token ids and target masks, token by token what the model will be trained on."""
+"""A tokenizer: records -> token ids and target masks, token by token what the model will be trained on.
+
+A *turn* of the assistant is what it writes between two messages of others, tools aside: its messages, the calls in
+them, and the answers of tools that it went on from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.config.intake import Turns
 from chunkplan.errors import UsageError
-from chunkplan.intake.records import Conversation, Exchange, PromptRecord, Record, TextRecord
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import SHARED
+from chunkplan.intake.pieces import SHARED, TokenColumns
+from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord
+from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.template_render import Span
 
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
@@ -28,40 +33,42 @@ Masked = tuple[Int32Array, BoolArray, bool]
 #: and is a little faster where these stay in the caches of the processor.
 CALL_BYTES = 1 << 16
 
+#: Words in the name of a token that may end a text, of which only what comes behind the first is padding.
+_END_WORDS = ("end", "eos", "eot", "/s")
+
+_PADDING_HINT = "give `attention_mask` with 0 at padding, or `labels` with -100 there; or leave the padding out"
+
+
+_NOTHING_LEFT = RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
+
 T = TypeVar("T")
 
 
 class TokenizerLibrary(Protocol):
-    """What a library knows of a tokenizer: its tokens, as int32 [n], and masks of them, bool [n]."""
+    """Encodes and decodes by the library of a tokenizer: tokens int32 [n], masks of them bool [n]."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
 
     @property
     def num_added(self) -> tuple[int, int]:
-        """How many tokens the tokenizer puts in front of a text and behind it."""
+        """The number of tokens that the tokenizer puts in front of a text and behind it."""
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
         """The tokens of texts, with what the tokenizer adds to a text."""
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
-        """As `texts`, and which tokens hold a character behind the border, in characters.
-
-        A token of half a character holds that character; one that is added behind goes with the last.
-        """
+        """Encode texts, with a mask of tokens behind the border, in characters, and a token of half a character."""
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
-        """The tokens of rendered conversations, with nothing added, and which of them hold a character of a span.
-
-        No span is empty.
-        """
+        """Encode rendered conversations, with a mask of tokens that hold a character of a span; no span is empty."""
 
     def knows(self, input_id: int) -> bool:
-        """Whether this is the id of a token."""
+        """Return whether this is the id of a token."""
 
     def is_special(self, input_id: int) -> bool:
-        """Whether this is the id of a token that was added to those of text, such as one that ends a turn."""
+        """Return whether this is the id of a token added to those of text, such as one that ends a turn."""
 
     def decode(self, input_ids: list[int]) -> str:
         """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
@@ -79,16 +86,14 @@ class TokenizerEntry(TypedDict):
 
 @dataclass(frozen=True)
 class RecordTokenizer:
-    """Encodes batches of records. Made by `load_tokenizer`.
+    """Encodes batches of records; made by `load_tokenizer`.
 
-    `path` is what it was loaded from. `content_hash` is of what it encodes, `earlier_hash` what analyses of earlier
-    versions name it by. `eos`, `bos` and `pad` are the tokens that end, begin and pad a sequence, with their ids;
+    `content_hash` is of what it encodes; `eos`, `bos` and `pad` end, begin and pad a sequence, with their ids;
     `ends_text` and `begins_text` say that plain text gets the first two.
     """
 
     path: str
     content_hash: str
-    earlier_hash: str
     bos: tuple[str, int] | None
     eos: tuple[str, int] | None
     begins_text: bool
@@ -99,7 +104,7 @@ class RecordTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, added ones included."""
         return self.library.vocab_size
 
     def describe(self) -> TokenizerEntry:
@@ -130,100 +135,72 @@ class RecordTokenizer:
     def encode(
         self, records: Sequence[Record], left_out: dict[int, set[str]] | None = None
     ) -> list[Encoded | RecordError]:
-        """Token ids and target masks of `records` in order, and the error of each that has none.
+        """Encode `records` in order: token ids and target masks, or the error of each that has none.
 
-        To `left_out` is added, by place in `records`, what the chat template leaves out of each: see `LEFT_OUT`; and
-        `SHARED`, where a token that counts begins in what does not.
-
-        Raises:
-            UsageError: some are conversations and the tokenizer has no chat template.
+        What the chat template leaves out of each, see `LEFT_OUT`, is added to `left_out`, by place in `records`, and
+        `SHARED` where a token that counts begins in what does not. Raises UsageError for conversations without a chat
+        template.
         """
-        encoded: list[Encoded | RecordError] = [_empty()] * len(records)
-        texts: list[tuple[int, TextRecord]] = []
-        prompts: list[tuple[int, PromptRecord]] = []
-        conversations: list[tuple[int, Conversation]] = []
+        left_out = {} if left_out is None else left_out
+        encoded: list[Encoded | RecordError] = [_NOTHING_LEFT] * len(records)
+        by_kind: dict[str, list[tuple[int, str, list[Span]]]] = {"text": [], "prompt": [], "chat": []}
         for index, record in enumerate(records):
+            if isinstance(record, Exchange):
+                record = record.plain if self.template is None else record.conversation
             match record:
-                case TextRecord():
-                    texts.append((index, record))
-                case PromptRecord():
-                    prompts.append((index, record))
+                case TextRecord(text):
+                    by_kind["text"].append((index, text, []))
+                case PromptRecord(prompt, completion):
+                    text = prompt + completion
+                    by_kind["prompt"].append((index, text, [(len(prompt), len(text))]))
                 case Conversation():
-                    conversations.append((index, record))
-                case Exchange() if self.template is None:
-                    prompts.append((index, record.plain))
-                case Exchange():
-                    conversations.append((index, record.conversation))
+                    try:
+                        by_kind["chat"].append((index, *self._render(record, left_out, index)))
+                    except RecordError as error:
+                        encoded[index] = error
                 case _:
                     raise AssertionError("it has tokens, or a length, already")
-        left_out = {} if left_out is None else left_out
-        for index, one in (
-            *self._texts(texts),
-            *self._prompts(prompts, left_out),
-            *self._conversations(conversations, left_out),
-        ):
-            if isinstance(one, RecordError):
-                encoded[index] = one
-            elif len(one[0]):
-                one[1][0] = False  # nothing predicts the first token
-                encoded[index] = one
+        for kind, texts in by_kind.items():
+            for call in calls(texts, lambda item: size_of(item[1])):
+                for (index, _, _), (input_ids, target, shares) in zip(call, self._masked(kind, call), strict=True):
+                    if shares:
+                        left_out.setdefault(index, set()).add(SHARED)
+                    if len(input_ids):
+                        target[0] = False  # nothing predicts the first token
+                        encoded[index] = input_ids, target
         return encoded
 
-    def _texts(self, records: list[tuple[int, TextRecord]]) -> Iterator[tuple[int, Encoded]]:
-        """Every token but the first is a target."""
-        for call in calls(records, lambda item: size_of(item[1].text)):
-            found = self.library.texts([record.text for _, record in call])
-            for (index, _), input_ids in zip(call, found, strict=True):
-                yield index, self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text)
-
-    def _prompts(
-        self, records: list[tuple[int, PromptRecord]], left_out: dict[int, set[str]]
-    ) -> Iterator[tuple[int, Encoded]]:
-        """Prompt and completion are encoded as one string; targets hold a character of the completion."""
-        for call in calls(records, lambda item: size_of(item[1].prompt) + size_of(item[1].completion)):
-            texts = [record.prompt + record.completion for _, record in call]
-            found = self.library.prompts(texts, [len(record.prompt) for _, record in call])
-            for (index, _), (input_ids, target, shares) in zip(call, found, strict=True):
-                if shares:
-                    left_out.setdefault(index, set()).add(SHARED)
-                input_ids, target = self._framed(input_ids, target, ends=True)
-                if self.eos:
-                    target[-1:] = True
-                yield index, (input_ids, target)
-
-    def _conversations(
-        self, records: list[tuple[int, Conversation]], left_out: dict[int, set[str]]
-    ) -> Iterator[tuple[int, Encoded | RecordError]]:
-        """The rendered conversation is encoded as one string; targets hold a character of a span that counts."""
-        if not records:
-            return
+    def _render(self, conversation: Conversation, left_out: dict[int, set[str]], index: int) -> tuple[str, list[Span]]:
         if self.template is None:
             raise UsageError(
                 f"there are conversations and the tokenizer {self.path} has no chat template",
                 hint="give one with --chat-template, or another tokenizer",
             )
-        rendered: list[tuple[int, str, list[Span]]] = []
-        for index, record in records:
-            kinds: set[str] = set()
-            try:
-                rendered.append((index, *self.template.render(record, kinds)))
-            except RecordError as error:
-                yield index, error
+        kinds: set[str] = set()
+        try:
+            text, spans = self.template.render(conversation, kinds)
+        finally:
             if kinds:
                 left_out[index] = kinds
-        for call in calls(rendered, lambda item: size_of(item[1])):
-            spans = [[span for span in spans if span[0] < span[1]] for _, _, spans in call]
-            found = self.library.rendered([text for _, text, _ in call], spans)
-            for (index, _, _), (input_ids, target, shares) in zip(call, found, strict=True):
-                if shares:
-                    left_out.setdefault(index, set()).add(SHARED)
-                yield index, (input_ids, target)
+        return text, [span for span in spans if span[0] < span[1]]
+
+    def _masked(self, kind: str, call: list[tuple[int, str, list[Span]]]) -> Iterator[Masked]:
+        """Encode texts, of which all tokens are targets, or prompts and conversations, of which those in spans are."""
+        texts, spans = [text for _, text, _ in call], [spans for _, _, spans in call]
+        if kind == "chat":
+            yield from self.library.rendered(texts, spans)
+        elif kind == "text":
+            for input_ids in self.library.texts(texts):
+                yield *self._framed(input_ids, np.ones(len(input_ids), np.bool_), ends=self.ends_text), False
+        else:
+            for input_ids, target, shares in self.library.prompts(texts, [start for [(start, _)] in spans]):
+                input_ids, target = self._framed(input_ids, target, ends=True)
+                if self.eos:
+                    target[-1:] = True
+                yield input_ids, target, shares
 
     def _framed(self, input_ids: Int32Array, target: BoolArray, *, ends: bool) -> Encoded:
-        """A text with the tokens that begin and end it, once: as the tokenizer put them there, or else as it says.
-
-        A text may say itself what the tokenizer has added; an end that is there already is not repeated.
-        """
+        """Add the tokens that begin and end a text, once, whether the text or the tokenizer has them already."""
         num_front, num_behind = self.library.num_added
         if num_front and self.bos and input_ids[:2].tolist() == [self.bos[1]] * 2 and num_front == 1:
             input_ids, target = input_ids[1:], target[1:]
@@ -234,10 +211,6 @@ class RecordTokenizer:
         if ends and self.eos and (not len(input_ids) or input_ids[-1] != self.eos[1]):
             input_ids, target = np.append(input_ids, np.int32(self.eos[1])), np.append(target, True)
         return input_ids, target
-
-
-def _empty() -> RecordError:
-    return RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
 
 
 def size_of(text: str) -> int:
@@ -258,3 +231,72 @@ def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         total += num_bytes
     if call:
         yield call
+
+
+def by_turns(conversation: Conversation, turns: Turns) -> list[Conversation]:
+    """Return the conversations that become sequences, at least one; messages that are not trained have `loss` False.
+
+    - "rendered": the conversation as it is, in which all counts that the assistant said.
+    - "last": the same, in which only its last turn counts.
+    - "each": of every turn the conversation up to its end, in which only that turn counts, as a model meets it when it
+      answers: a template shows the thinking of this turn, and of earlier ones what it leaves of it.
+    """
+    if turns == "rendered":
+        return [conversation]
+    messages = conversation.messages
+    silent = tuple(message._replace(loss=False) for message in messages)
+    spans = [
+        (start, stop)
+        for start, stop in turns_of(messages)
+        if any(message.counts_in_loss for message in messages[start:stop])
+    ]
+    if not spans:
+        return [conversation]
+    if turns == "last":
+        start, stop = spans[-1]
+        return [replace(conversation, messages=(*silent[:start], *messages[start:stop], *silent[stop:]))]
+    return [replace(conversation, messages=(*silent[:start], *messages[start:stop])) for start, stop in spans]
+
+
+def turns_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the messages [start, stop) of every turn, with those of others that it answers."""
+    start = stop = 0
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            stop = index + 1
+        elif stop > start and message.role != "tool":
+            yield start, stop
+            start = stop
+    if stop > start:
+        yield start, stop
+
+
+def without_padded(
+    numbers: Int64Array, found: TokenColumns, tokenizer: RecordTokenizer | None
+) -> tuple[Int64Array, TokenColumns, list[Rejected]]:
+    """Reject the sequences, of the records `numbers` [m], that begin or end with padding that counts.
+
+    Padding is a run of the tokenizer's padding token, or of its end token.
+    """
+    if tokenizer is None or not len(numbers):
+        return numbers, found, []
+    first, last = found.offsets[:-1], found.offsets[1:] - 1
+    second, before = np.minimum(first + 1, last), np.maximum(last - 1, first)
+    pads = dict(pad for pad in (tokenizer.pad, tokenizer.eos) if pad is not None)
+    is_bad, names = np.zeros(len(first), np.bool_), list[str]()
+    for name, pad_id in pads.items():
+        is_pad = found.input_ids == pad_id
+        ends_text = (name, pad_id) == tokenizer.eos or any(word in name.lower() for word in _END_WORDS)
+        is_its = is_pad[last] & found.target[last] & (is_pad[before] | (not ends_text))
+        is_its |= is_pad[first] & is_pad[second] & found.target[second]
+        names += [f"`{name}`"] if is_its.any() else []
+        is_bad |= is_its
+    if not is_bad.any():
+        return numbers, found, []
+    message = (
+        f"it begins or ends with padding ({' or '.join(names)}) that counts in the loss, as nothing marks it as padding"
+    )
+    rejected = [Rejected(number, "schema", message, _PADDING_HINT) for number in numbers[is_bad].tolist()]
+    kept, lengths = np.repeat(~is_bad, np.diff(found.offsets)), np.diff(found.offsets)[~is_bad]
+    columns = TokenColumns(offsets_of(lengths), found.input_ids[kept], found.target[kept])
+    return numbers[~is_bad], columns, rejected

@@ -18,7 +18,7 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
-from chunkplan.files.own_files import raise_if_unreadable, refuse_outside
+from chunkplan.files.json_file import raise_if_unreadable, refuse_outside
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import TokensHasher, sequence_digests
 from chunkplan.planfile.manifest_entries import TokenFileEntry

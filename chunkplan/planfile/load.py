@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from chunkplan.arrays import Int32Array, IntArray
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
-from chunkplan.files.own_files import refuse_outside
+from chunkplan.files.json_file import refuse_outside
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes

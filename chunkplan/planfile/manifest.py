@@ -15,8 +15,7 @@ from chunkplan.cost.shape import FULL, Sight
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
-from chunkplan.files.json_file import read_json
-from chunkplan.files.own_files import refuse_outside
+from chunkplan.files.json_file import read_json, refuse_outside
 from chunkplan.planfile.manifest_entries import ANALYSIS, PLAN
 from chunkplan.planfile.schema import SCHEMA_VERSION
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from chunkplan.domains import FLAG, PATH, TEXT, Expected, find_mismatch, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import whole_file
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.places import find_step
 from chunkplan.planfile.plan import Plan

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
-from chunkplan.files.own_files import raise_if_unreadable
+from chunkplan.files.json_file import raise_if_unreadable
 from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import ContentHasher
 

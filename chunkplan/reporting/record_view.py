@@ -16,16 +16,13 @@ from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
-from chunkplan.intake.padding import without_padded
+from chunkplan.intake.pieces import LEFT_OUT, SHARED, token_columns
 from chunkplan.intake.process import too_long
-from chunkplan.intake.readers.columns import token_columns
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import LEFT_OUT, SHARED
 from chunkplan.intake.schemas import SCHEMAS, count_unread
-from chunkplan.intake.schemas.marks import without_ignored
-from chunkplan.intake.tokenizer import Encoded, RecordTokenizer
-from chunkplan.intake.turns import by_turns, turns_of
+from chunkplan.intake.schemas.fields import without_ignored
+from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.reporting.token_text import SequenceText, decode_sequence
 
@@ -216,7 +213,7 @@ def _made_of(
 
 def _unless_padded(document: Encoded, tokenizer: RecordTokenizer | None) -> Encoded | RecordError:
     """A document that is tokens already, or the error of one that would be trained on padding."""
-    columns = token_columns([document], np.ones(1, np.int64))
+    columns = token_columns([document])
     for rejected in without_padded(np.zeros(1, np.int64), columns, tokenizer)[2]:
         return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
     return document

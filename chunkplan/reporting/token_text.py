@@ -85,7 +85,7 @@ def open_tokenizer(
         except ChunkplanError as error:
             errors.append(error)
             continue
-        if content_hash in (found.content_hash, found.earlier_hash):
+        if content_hash == found.content_hash:
             return found
         message = f"content hash {found.content_hash[:12]}, the analysis has {content_hash[:12]}"
         errors.append(

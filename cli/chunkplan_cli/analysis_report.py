@@ -167,7 +167,7 @@ def _why_lost(source: SourceEntry) -> str:
 
 def _warn_of_lost(sources: list[SourceEntry]) -> None:
     """Name the sources of which nothing could be read, a line each, and what to type to have them read."""
-    from chunkplan.intake.schemas.flags import CHOOSE, TRY
+    from chunkplan.intake.schemas.fields import CHOOSE, TRY
 
     if not sources:
         return
@@ -231,7 +231,7 @@ def _warn_of_sources(sources: list[SourceEntry]) -> None:
 
 def _warn_of_left_out(sources: list[SourceEntry]) -> None:
     """Warn of what the chat template leaves out of conversations: of texts, and of tokens that end the last turn."""
-    from chunkplan.intake.result import LEFT_OUT
+    from chunkplan.intake.pieces import LEFT_OUT
 
     record = ""
     for kind, words in LEFT_OUT.items():

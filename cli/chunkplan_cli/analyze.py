@@ -133,7 +133,7 @@ def analyze(
 
     Example: chunkplan analyze train.jsonl --tokenizer Qwen2.5-7B/
     """
-    from chunkplan.intake.analyze import write_analysis
+    from chunkplan.intake.reading import write_analysis
     from chunkplan.workspace import Workspace, find_tokenizer
 
     place = Workspace.find(workspace)
@@ -174,7 +174,7 @@ def _reading(
     An error of sources that cannot be read gets the command that leaves them out.
     """
     from chunkplan.intake.reading import IntakeRequest
-    from chunkplan.intake.unreadable import UnreadableSourcesError
+    from chunkplan.intake.source import UnreadableSourcesError
 
     try:
         with reading_progress() as progress:

@@ -28,7 +28,7 @@ def calibrate(
     """
     from chunkplan.cost.calibrate import calibration_document, refuse_other_profile, write_profile
     from chunkplan.cost.model_config import config_file
-    from chunkplan.files.whole_file import refuse_overwriting
+    from chunkplan.files.writing import refuse_overwriting
     from chunkplan_cli.difference_report import chunk_words, print_calibration
     from chunkplan_runtime.requirements import require_torch
 

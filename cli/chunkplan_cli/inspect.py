@@ -300,7 +300,7 @@ def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:
     analysis.tokens()  # without tokens no tokenizer is of any help
     found = open_tokenizer(analysis, tokenizer)
     made_by = analysis.manifest["tokenizer"]
-    if made_by is not None and made_by["content_hash"] not in (found.content_hash, found.earlier_hash):
+    if made_by is not None and made_by["content_hash"] != found.content_hash:
         warn(f"the tokens are of another tokenizer, {made_by['path']}: the text may not be theirs")
     return found
 

@@ -35,7 +35,7 @@ def main() -> None:
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """In the block a thread waits for Ctrl-C and SIGTERM, and ends the process: no other thread ever gets them."""
-    from chunkplan.files.undone import changing, end_process
+    from chunkplan.files.writing import changing, end_process
 
     numbers = {number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN}
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from chunkplan.files.undone import undone
+from chunkplan.files.writing import undone
 from chunkplan.quantities import Pace, left_words
 from chunkplan_cli.terminal import note, stderr
 

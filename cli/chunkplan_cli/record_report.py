@@ -191,7 +191,7 @@ def print_record(
 
 
 def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> Table:
-    from chunkplan.intake.result import LEFT_OUT, SHARED
+    from chunkplan.intake.pieces import LEFT_OUT, SHARED
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")

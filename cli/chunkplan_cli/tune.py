@@ -42,7 +42,7 @@ def tune(
 
     Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h200 --gpus 16
     """
-    from chunkplan.files.whole_file import refuse_overwriting
+    from chunkplan.files.writing import refuse_overwriting
     from chunkplan.planfile.load import load_analysis
     from chunkplan.tuning.document import tuning_document, write_tuning
     from chunkplan.tuning.tune import tune as run

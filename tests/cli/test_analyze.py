@@ -112,7 +112,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
         asked.append(request.options)
         raise SystemExit(0)
 
-    monkeypatch.setattr("chunkplan.intake.analyze.write_analysis", note_options)
+    monkeypatch.setattr("chunkplan.intake.reading.write_analysis", note_options)
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
     named = {"schema", "formats", "columns", "ignore_columns", "turns", "max_length", "long", "on_error", "undesirable"}

@@ -20,7 +20,7 @@ import chunkplan_runtime
 from chunkplan.config import intake, plan
 from chunkplan.cost.hardware import SHIPPED, load_hardware
 from chunkplan.errors import UsageError
-from chunkplan.intake.schemas.registry import SCHEMAS
+from chunkplan.intake.schemas.table import SCHEMAS
 from chunkplan.packing import PACKERS
 from chunkplan.schedule.families import SCHEDULES
 from chunkplan_cli.app import app

@@ -29,7 +29,7 @@ EXCEPTIONS = {
     ("chunkplan_runtime.parity", "chunkplan.config.plan"),
     ("chunkplan_runtime.parity", "chunkplan.building"),
     ("chunkplan_runtime.hf.data", "chunkplan.building"),
-    ("chunkplan.intake.backends.hub", "transformers"),
+    ("chunkplan.intake.backends.huggingface", "transformers"),
 }
 
 

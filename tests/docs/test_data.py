@@ -16,7 +16,7 @@ import chunkplan
 from chunkplan.intake.backends import BACKENDS
 from chunkplan.intake.rejection import REASONS
 from chunkplan.intake.schemas import SCHEMAS
-from chunkplan.intake.schemas.roles import ROLES
+from chunkplan.intake.schemas.messages import ROLES
 from chunkplan.intake.sources import COMPRESSIONS, describe
 from tests.support.intake_checks import marked_texts
 from tests.support.places import ROOT

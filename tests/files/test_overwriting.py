@@ -13,7 +13,7 @@ import pytest
 
 import chunkplan.cost
 from chunkplan.errors import UsageError
-from chunkplan.files.whole_file import refuse_overwriting, whole_file
+from chunkplan.files.writing import refuse_overwriting, whole_file
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 

@@ -17,8 +17,8 @@ WRITE = """
 import sys, threading, time
 from pathlib import Path
 from chunkplan.files.folder import replace_folder
-from chunkplan.files.undone import end_process
-from chunkplan.files.whole_file import whole_file
+from chunkplan.files.writing import end_process
+from chunkplan.files.writing import whole_file
 
 place, seconds = Path(sys.argv[1]), float(sys.argv[2])
 end = threading.Thread(target=lambda: (time.sleep(seconds), end_process(130, "last words\\n")), daemon=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chunkplan import analyze
-from chunkplan.intake.readers.json_array import objects
+from chunkplan.intake.readers.streams import objects
 from chunkplan.intake.rejection import RecordError
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERED, chat, marked_texts, question_and_answer

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chunkplan.intake.readers import cut, read
-from chunkplan.intake.readers.json_array import elements
+from chunkplan.intake.readers.streams import elements
 from chunkplan.intake.rejection import REASONS, RecordError
 from chunkplan.intake.schemas import RecordLayout, parse
 from chunkplan.intake.sources import SourceFile

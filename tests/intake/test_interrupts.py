@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,7 +18,6 @@ import pytest
 from chunkplan import analyze, load_analysis
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.intake import reading
-from chunkplan.intake.worker import start
 from tests.support.process_checks import PIECE_BYTES, ROOT, TOKENIZER, begin_analyze, in_group, left_behind, wait_until
 
 
@@ -152,24 +152,18 @@ def test_workers_that_are_killed_never_make_a_run_wait(
 ) -> None:
     monkeypatch.setattr(reading, "ONE_PROCESS_BYTES", 0)
     monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", PIECE_BYTES)
-    workers = []
 
     def kill() -> None:
+        wait_until(lambda: len(multiprocessing.active_children()) == 2)
         if when == "at work":
             wait_until(lambda: finished(tmp_path))
-        for worker in workers:
-            worker.process.kill()
+        for worker in multiprocessing.active_children()[: 2 if when == "starting" else 1]:
+            worker.kill()
 
-    def watched(do):
-        workers.append(start(do))
-        if len(workers) == 2:
-            threading.Thread(target=kill).start()
-        return workers[-1]
-
-    monkeypatch.setattr("chunkplan.intake.run_local.start", watched)
+    threading.Thread(target=kill).start()
     with pytest.raises(ChunkplanError, match="was killed or not started"):
         analyze(data, tmp_path / "out", tokenizer=TOKENIZER, workers=2)
-    assert all(worker.process.exitcode for worker in workers)
+    assert not multiprocessing.active_children()
     assert left_behind(tmp_path) == []
 
 
@@ -203,8 +197,6 @@ def test_a_script_that_does_all_its_work_as_it_is_imported_can_use_processes(
 
 
 def test_a_process_that_must_not_start_others_does_the_work_itself(data: Path, tmp_path: Path) -> None:
-    import multiprocessing
-
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_analyze_with_processes, (data, tmp_path / "out")) == len(data.read_text().splitlines())
 

@@ -17,7 +17,7 @@ from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.turns import by_turns
+from chunkplan.intake.tokenizer import by_turns
 from tests.support.command_line import Run
 from tests.support.intake_checks import chat, question_and_answer, write_lines
 from tests.support.places import ROOT

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from chunkplan.errors import UsageError
-from chunkplan.intake.pieces import Batch, LengthColumn, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn
 from chunkplan.intake.readers import digest, first_records, read
-from chunkplan.intake.readers.decode import decode_lines
+from chunkplan.intake.readers.lines import decode_lines
 from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, parse
@@ -173,7 +173,7 @@ def test_a_file_that_goes_away_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def _by_parse(lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
-    """What `schemas.parse` makes of every line: the reference of the fast columns."""
+    """What `schemas.parse` makes of every line: the reference of what is read."""
     records: dict[int, Any] = {}
     rejected: dict[int, str] = {}
     for row, line in enumerate(lines):
@@ -190,10 +190,11 @@ def _by_parse(lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], d
     return records, rejected
 
 
-def _check_columns(path: Path, lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
+def _check_read(path: Path, lines: list[str], layout: RecordLayout) -> tuple[dict[int, Any], dict[int, str]]:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     batches = _batches(path, layout)
-    assert all(isinstance(batch.records, (LengthColumn, TokenColumns)) for piece in batches for batch in piece)
+    is_column = layout is LENGTH
+    assert all(isinstance(batch.records, LengthColumn) == is_column for piece in batches for batch in piece)
     records, rejected = rows_of(batches)
     reference = _by_parse(lines, layout)
     assert (records, {row: one.message for row, one in rejected.items()}) == reference
@@ -209,7 +210,7 @@ def test_lengths_as_columns_are_those_that_parse_gives(tmp_path: Path) -> None:
     lines += ['{"length" \t: 8 , "id":"x" }', ' {"length":9}\r', '{"len\\u0067th": 10}', "{}", '{"": 5}', '{"x": 1}']
     lines += ['{"chosen": "a", "rejected": "b", "length": 5}', '{"images": 1, "length": 5}']
     lines += [json.dumps({**{f"k{key}": key for key in range(20)}, "length": 11})]
-    records, rejected = _check_columns(tmp_path / "x.jsonl", lines, LENGTH)
+    records, rejected = _check_read(tmp_path / "x.jsonl", lines, LENGTH)
     assert len(records) > 10
     assert len(rejected) > 10
 
@@ -222,7 +223,7 @@ def test_duplicate_keys_of_lengths_are_found(tmp_path: Path) -> None:
     assert [one.reason for one in rejected.values()] == ["duplicate-keys"] * 3
 
 
-def test_tokens_as_columns_are_those_that_parse_gives(tmp_path: Path) -> None:
+def test_tokens_are_those_that_parse_gives(tmp_path: Path) -> None:
     lines = [
         '{"input_ids": [5]}',
         '{"input_ids": [1, 2,3 ,4], "other": "x"}',
@@ -256,14 +257,9 @@ def test_tokens_as_columns_are_those_that_parse_gives(tmp_path: Path) -> None:
         '{"input_ids": [1, 2, 3], "attention_mask": [1, 1]}',
         '{"input_ids": [9, 8], "labels": [9, 8], "meta": {"a": 1}}',
     ]
-    records, rejected = _check_columns(tmp_path / "x.jsonl", lines, TOKENS)
+    records, rejected = _check_read(tmp_path / "x.jsonl", lines, TOKENS)
     assert records[16] == ([1, 2], [False, True])
     assert len(rejected) > 10
-    plain = [line for row, line in enumerate(lines) if row in records and "meta" not in line and "null" not in line]
-    _check_columns(tmp_path / "x.jsonl", plain, TOKENS)  # nothing between them that is not plain
-    _check_columns(tmp_path / "x.jsonl", [line for line in plain if "labels" not in line], TOKENS)
-    _check_columns(tmp_path / "x.jsonl", [line for line in plain if "mask" not in line], TOKENS)
-    _check_columns(tmp_path / "x.jsonl", [lines[11], lines[12]], TOKENS)
 
 
 @pytest.mark.parametrize("layout", [TEXT, LENGTH])

@@ -14,7 +14,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.template_fragments import WatchedTemplate
+from chunkplan.intake.template_render import WatchedTemplate
 from tests.support.places import ROOT
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"

@@ -13,7 +13,7 @@ from chunkplan.intake.records import Conversation, JsonObject, Message
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import detect, parse
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.template_fragments import WatchedTemplate
+from chunkplan.intake.template_render import WatchedTemplate
 from tests.support.places import ROOT
 from tests.support.template_cases import (
     ENDS,

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from chunkplan.intake.backends import text_parts
-from chunkplan.intake.backends.fast import FastTokenizer
-from chunkplan.intake.backends.text_parts import can_be_cut, parts
+from chunkplan.intake.backends import fast
+from chunkplan.intake.backends.fast import FastTokenizer, can_be_cut, parts
 from tests.support.places import ROOT
 
 SAMPLE = ROOT / "sample_data" / "tokenizer"
@@ -97,7 +96,7 @@ def test_a_text_that_is_cut_has_the_tokens_of_the_whole(name: str, text: str, si
     )
     text.encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_parts, "PART_CHARS", size)
+        patch.setattr(fast, "PART_CHARS", size)
         assert "".join(parts(text)) == text
         assert tokenizer.texts([text, "", text])[2].tolist() == whole.encode(text).ids
         [(input_ids, _, _)] = tokenizer.rendered([text], [[]])

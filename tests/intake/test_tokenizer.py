@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from chunkplan.errors import DataError
 from chunkplan.intake import tokenizer as module
 from chunkplan.intake.backends import fast, load_tokenizer
+from chunkplan.intake.pieces import SHARED
 from chunkplan.intake.records import Exchange, PromptRecord, Record, TextRecord, TokensRecord
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.result import SHARED
 from chunkplan.intake.schemas import detect, parse
 from tests.support.intake_checks import encode_all
 from tests.support.places import ROOT
@@ -213,7 +213,7 @@ def test_masks_told_from_bytes_are_those_told_from_offsets(tmp_path: Path, habit
 
 def test_offsets_are_not_asked_for_where_bytes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_tokenizer(save_tokenizer(tmp_path, _with_habits(normalizer=normalizers.NFC()), chat_template=CHATML))
-    monkeypatch.setattr(fast, "character_ranges", None)
+    monkeypatch.setattr(fast, "_mask_by_offsets", None)
     records = [PromptRecord("What", f" {text}") for text in STRINGS if text != STRINGS[5]]
     records += [conversation(("user", "?"), ("assistant", text)) for text in STRINGS if text != STRINGS[5]]
     assert len(encode_all(loaded, *records)) == len(records)

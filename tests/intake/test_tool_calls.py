@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chunkplan import load_analysis
 from chunkplan.intake.records import Conversation
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.message_list import parse_messages
+from chunkplan.intake.schemas.messages import parse_messages
 from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Run
 from tests.support.intake_checks import parse_as

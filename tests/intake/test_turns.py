@@ -10,7 +10,7 @@ from chunkplan import load_analysis
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.records import Conversation, Message
 from chunkplan.intake.template import ChatTemplate
-from chunkplan.intake.turns import by_turns
+from chunkplan.intake.tokenizer import by_turns
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 from tests.support.template_cases import (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from chunkplan.arrays import offsets_of
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
+from chunkplan.intake.pieces import Batch, LengthColumn, Piece
 from chunkplan.intake.readers import cut, read
 from chunkplan.intake.records import Record, TokensRecord
 from chunkplan.intake.rejection import RecordError, Rejected
@@ -114,15 +113,11 @@ def batches_of(
     return found
 
 
-def alone_or_several(documents: list[Any]) -> Any:
-    """The one document of a record, or all that it has."""
-    return documents[0] if len(documents) == 1 else documents
-
-
 def tokens_of(record: Record) -> Any:
     """The ids and the targets of a record that is tokens, as lists; of a packed row those of each of its documents."""
     assert isinstance(record, TokensRecord)
-    return alone_or_several([(ids.tolist(), target.tolist()) for ids, target in record.documents])
+    documents = [(ids.tolist(), target.tolist()) for ids, target in record.documents]
+    return documents[0] if len(documents) == 1 else documents
 
 
 def rows_of(batches: list[list[Batch]]) -> tuple[dict[int, Any], dict[int, Rejected]]:
@@ -135,11 +130,8 @@ def rows_of(batches: list[list[Batch]]) -> tuple[dict[int, Any], dict[int, Rejec
             match batch.records:
                 case LengthColumn(num_tokens):
                     found = num_tokens.tolist()
-                case TokenColumns(offsets, ids, target, counts):
-                    documents = [(ids[a:b].tolist(), target[a:b].tolist()) for a, b in pairwise(offsets)]
-                    found = [alone_or_several(documents[a:b]) for a, b in pairwise(offsets_of(counts))]
-                case list(found):
-                    pass
+                case several:
+                    found = [tokens_of(one) if isinstance(one, TokensRecord) else one for one in several]
             records |= dict(zip((row + batch.numbers).tolist(), found, strict=True))
             rejected |= {row + one.number: one._replace(number=row + one.number) for one in batch.rejected}
         row += sum(batch.num_rows for batch in piece)

@@ -1,29 +1,19 @@
-"""Tokenizers by where they come from, one backend a file: `load_tokenizer` finds the one that a name is for."""
+"""Tokenizers by where they come from: `load_tokenizer` finds the backend that a name is for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from chunkplan.intake.backends import files, hub, tiktoken_name
+from chunkplan.intake.backends import huggingface, tiktoken_name
 from chunkplan.intake.backends.chat_templates import TemplateChoice, read_template
 from chunkplan.intake.tokenizer import RecordTokenizer
 
-
-@dataclass(frozen=True)
-class Backend:
-    """Where tokenizers come from: `takes` says whether a name is for this backend, and `load` loads what it names."""
-
-    takes: Callable[[str], bool]
-    load: Callable[[str, TemplateChoice], RecordTokenizer]
-
-
-#: Asked in this order; the last takes everything.
-BACKENDS = {
-    "tiktoken": Backend(tiktoken_name.takes, tiktoken_name.load),
-    "tokenizers": Backend(files.takes, files.load),
-    "transformers": Backend(hub.takes, hub.load),
+#: Library -> whether a name is for it, and what loads one. Asked in this order; the last takes everything.
+BACKENDS: dict[str, tuple[Callable[[str], bool], Callable[[str, TemplateChoice], RecordTokenizer]]] = {
+    "tiktoken": (tiktoken_name.is_encoding, tiktoken_name.load),
+    "tokenizers": (huggingface.is_path, huggingface.load_files),
+    "transformers": (bool, huggingface.load_from_hub),
 }
 
 
@@ -42,5 +32,5 @@ def load_tokenizer(
         DataError: one of its files is not what it should be.
     """
     own = read_template(Path(chat_template)) if chat_template is not None else None
-    backend = next(backend for backend in BACKENDS.values() if backend.takes(str(name)))
-    return backend.load(str(name), TemplateChoice(own, today))
+    load = next(load for takes, load in BACKENDS.values() if takes(str(name)))
+    return load(str(name), TemplateChoice(own, today))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.backends.json_object import HINT, read_object
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.template import ChatTemplate
+
+HINT = "fix this file, or give another tokenizer"
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,7 @@ class TemplateChoice:
     def make(
         self, own: TemplateSource | None, special_tokens: dict[str, str], ends: Collection[str]
     ) -> ChatTemplate | None:
-        """The template to use, where there is one; `own` is the tokenizer's; `ends`: see `ChatTemplate`.
-
-        Raises:
-            DataError: it is not Jinja.
-        """
+        """The template to use, where there is one; `own` is the tokenizer's; raises DataError where it is not Jinja."""
         source = self.given or own
         if source is None:
             return None
@@ -45,11 +44,9 @@ class TemplateChoice:
 
 
 def read_template(path: Path) -> TemplateSource:
-    """A file that the user named: Jinja, or JSON with a `chat_template`.
+    """Read a template file that the user named: Jinja, or JSON with a `chat_template`.
 
-    Raises:
-        UsageError: there is no such file.
-        DataError: it is not UTF-8, or JSON without a template.
+    Raises UsageError where there is no such file, DataError where it is not UTF-8, or JSON without a template.
     """
     try:
         content = path.read_bytes()
@@ -57,28 +54,24 @@ def read_template(path: Path) -> TemplateSource:
         raise UsageError(
             f"cannot read the chat template {path}: {error.strerror}", hint="--chat-template takes a Jinja file"
         ) from error
-    if path.suffix == ".json":
-        source = choose_template(read_object(content, path).get("chat_template"), str(path))
-        if source is None:
-            raise DataError("no `chat_template` in it", where=str(path), hint=HINT)
-        return source
-    return decode_template(content, path)
+    if path.suffix != ".json":
+        return TemplateSource(decode_template(content, path), str(path))
+    source = choose_template(read_object(content, path).get("chat_template"), str(path))
+    if source is None:
+        raise DataError("no `chat_template` in it", where=str(path), hint=HINT)
+    return source
 
 
-def decode_template(content: bytes, path: Path) -> TemplateSource:
+def decode_template(content: bytes, path: Path) -> str:
     """Raises DataError where `content`, of a Jinja file, is not UTF-8."""
     try:
-        return TemplateSource(content.decode(), str(path))
+        return content.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: {error}", where=str(path), hint=HINT) from error
 
 
 def choose_template(value: Any, where: str) -> TemplateSource | None:
-    """A configuration's `chat_template`: one, or of several, as a list or by name, "default" and "tool_use".
-
-    Raises:
-        DataError: it is something else.
-    """
+    """Choose from a `chat_template`: one, or several by name, "default" and "tool_use"; raises DataError else."""
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
     for_tools = None
@@ -91,3 +84,14 @@ def choose_template(value: Any, where: str) -> TemplateSource | None:
     if not isinstance(value, str) or not isinstance(for_tools, (str, type(None))):
         raise DataError("`chat_template` is neither a template nor a list of named ones", where=where, hint=HINT)
     return TemplateSource(value, where, for_tools)
+
+
+def read_object(content: bytes, file: Path) -> JsonObject:
+    """Raises DataError where `content`, of a file beside a tokenizer, is not a JSON object."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=str(file), hint=HINT) from error
+    if not isinstance(value, dict):
+        raise DataError("expected a JSON object", where=str(file), hint=HINT)
+    return value

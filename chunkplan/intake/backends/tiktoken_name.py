@@ -15,8 +15,8 @@ from chunkplan.arrays import Int32Array
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan.intake.backends.chat_templates import TemplateChoice
-from chunkplan.intake.byte_masks import mask_in
-from chunkplan.intake.template_spans import Span
+from chunkplan.intake.backends.fast import mask_in
+from chunkplan.intake.template_render import Span
 from chunkplan.intake.tokenizer import Masked, RecordTokenizer
 
 if TYPE_CHECKING:
@@ -25,17 +25,15 @@ if TYPE_CHECKING:
 PREFIX = "tiktoken:"
 
 
-def takes(name: str) -> bool:
-    """Whether a name says that it is one of tiktoken."""
+def is_encoding(name: str) -> bool:
+    """Return whether a name says that it is one of tiktoken."""
     return name.startswith(PREFIX)
 
 
 def load(name: str, choice: TemplateChoice) -> RecordTokenizer:
     """Load an encoding; its own end of text is the end-of-sequence token.
 
-    Raises:
-        UsageError: tiktoken is not installed, has no such encoding, or cannot fetch it.
-        DataError: the chat template is not one.
+    Raises UsageError where tiktoken is missing or cannot load it, DataError where the chat template is not one.
     """
     try:
         import tiktoken
@@ -54,11 +52,9 @@ def make(name: str, encoding: Encoding, choice: TemplateChoice) -> RecordTokeniz
     """A tokenizer of an encoding; raises DataError where the chat template is not one."""
     eos_id = encoding._special_tokens.get("<|endoftext|>")
     eos = None if eos_id is None else (encoding.decode([eos_id]), eos_id)
-    content_hash = _content_hash(encoding)
     return RecordTokenizer(
         path=name,
-        content_hash=content_hash,
-        earlier_hash=content_hash,
+        content_hash=_content_hash(encoding),
         bos=None,
         eos=eos,
         begins_text=False,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from chunkplan.config.intake import MAX_RECORD_BYTES
 from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers import json_files, lines, numpy_files, table, text
+from chunkplan.intake.readers import lines, numpy_files, streams, tables
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
@@ -37,28 +37,35 @@ class _Kind(NamedTuple):
     is_spooled: Callable[[SourceFile], bool]
 
 
-_LINES = _Reader(lines.read, lines.first_records, lines.digest, lines.num_rows, lines.alone)
-_TABLE = _Reader(table.read, table.first_records, table.digest, table.num_rows, table.alone)
+_LINES, _TABLE, _NUMPY = (
+    _Reader(kind.read, kind.first_records, kind.digest, kind.num_rows, kind.alone)
+    for kind in (lines, tables, numpy_files)
+)
+_TEXT = _Reader(
+    streams.read_text,
+    lambda piece, count, limit: [{"text": piece.path}],  # as all text files have it; the file is not read
+    streams.digest_text,
+    lambda piece: 1,
+    lambda piece, number, folder: piece,
+)
 
-#: By `Piece.reader`.
+#: By `Piece.reader`; elements of JSON are spooled as lines.
 _READERS = {
     "lines": _LINES,
-    "elements": _LINES,  # of JSON, spooled as lines
+    "elements": _LINES,
     "parquet": _TABLE,
     "arrow": _TABLE,
-    "text": _Reader(text.read, text.first_records, text.digest, text.num_rows, text.alone),
-    "npy": _Reader(
-        numpy_files.read, numpy_files.first_records, numpy_files.digest, numpy_files.num_rows, numpy_files.alone
-    ),
+    "text": _TEXT,
+    "npy": _NUMPY,
 }
 
 #: By `SourceFile.kind`.
 _KINDS = {
-    "jsonl": _Kind(json_files.cut, json_files.is_spooled),
-    "json": _Kind(json_files.cut, lambda file: True),  # only its content says whether it is an array
-    "parquet": _Kind(table.cut, table.is_spooled),
-    "arrow": _Kind(table.cut, table.is_spooled),
-    "text": _Kind(text.cut, lambda file: False),
+    "jsonl": _Kind(streams.cut, streams.is_spooled),
+    "json": _Kind(streams.cut, lambda file: True),  # only its content says whether it is an array
+    "parquet": _Kind(tables.cut, tables.is_spooled),
+    "arrow": _Kind(tables.cut, tables.is_spooled),
+    "text": _Kind(streams.text_piece, lambda file: False),
     "npy": _Kind(numpy_files.cut, numpy_files.is_spooled),
 }
 
@@ -87,7 +94,7 @@ def default_columns(file: SourceFile) -> dict[str, str]:
     """
     if file.kind == "npy":
         return {"length": numpy_files.KEY}
-    name = table.length_column(file) if file.kind in ("parquet", "arrow") else None
+    name = tables.length_column(file) if file.kind in ("parquet", "arrow") else None
     return {"length": name} if name is not None else {}
 
 

@@ -1,50 +1,101 @@
 """JSON lines: pieces are ranges of bytes, and a piece has the lines that begin in its range.
 
-Every line that is not blank is exactly one record, or rejected, or left out by the sample.
+Every line that is not blank is exactly one record, or rejected, or left out by the sample. Memory is bounded: a block
+of whole lines is held, or one line of a stated size. A line that is a list of messages is the object that has this list
+as its `messages`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import Int64Array
 from chunkplan.intake import pieces
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece, TokenColumns
-from chunkplan.intake.readers.columns import are_columns, complete
-from chunkplan.intake.readers.decode import decode_lines
-from chunkplan.intake.readers.line_blocks import LineBlock, hash_lines, line_blocks
-from chunkplan.intake.readers.parsing import Row, parse_rows, rejection, sampled, too_large
-from chunkplan.intake.records import JsonObject, Record
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.files import reading
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers.rows import (
+    BOM,
+    Lengths,
+    Parsed,
+    Row,
+    are_lengths,
+    lengths_of,
+    parse_lengths,
+    parse_rows,
+    rejection,
+    sampled,
+    too_large,
+)
+from chunkplan.intake.records import JsonObject
+from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.fields import json_type
 
-_BOM = b"\xef\xbb\xbf"
-
+_LF = b"\n"
 _SPACES = b" \t\r"
 
 #: Detection reads no further than this: a list of numbers takes ten times its bytes when it is decoded.
 _FIRST_BYTES = 8 << 20
 
+#: The key under which the messages of a line are that is nothing but a list of them; one of `_SPEAKERS` is in each.
+BARE = "messages"
+_SPEAKERS = ("role", "from")
 
-class _Lines(NamedTuple):
-    """The lines of a block that are to be decoded: bytes [starts, stops) of it, `numbers` within the piece; and more.
+#: The end of a key, and maybe more: text in strings may look like keys. The quote of `\":` is one within a string,
+#: unless the backslash is itself behind a backslash.
+_KEY_END = re.compile(rb'"(?<![^\\]\\")[ \t\r]*:')
 
-    `num_records` counts all lines of the block that are not blank, `num_rows` all.
+_HINT = "JSONL has one JSON object a line; arrays, and objects over several lines, are read from files named .json"
+_HINT_OF_CUT = (
+    "the line ends within a value: write it again, or leave it out; objects over several lines are read from files "
+    "named .json"
+)
+_HINT_OF_ELEMENTS = "a .json file is an array of JSON objects, or JSON objects one after another"
+
+_DECODER = msgspec.json.Decoder()
+
+#: A line, decoded: an object, or a list of messages.
+_Value = JsonObject | list[JsonObject]
+
+_TOO_DEEP = RecordError("nested too deeply", reason="too-deep", hint="leave this record out")
+
+
+class LineBlock(NamedTuple):
+    """Lines that were read together. `starts` and `stops` [n] are their bytes within `data`, without the LF.
+
+    `data` begins at byte `offset` of the file and has `num_bytes` bytes, unless it is one line that is too large to be
+    held: then `data` is empty, and only its size is known.
     """
 
+    data: bytes
     starts: Int64Array
     stops: Int64Array
+    offset: int
+    num_bytes: int
+
+
+class _Lines(NamedTuple):
+    """The lines of a block that are to be decoded, with their `numbers` within the piece.
+
+    `num_records` counts all lines of the block that are not blank.
+    """
+
+    lines: list[bytes]
     numbers: Int64Array
     rejected: list[Rejected]
     num_records: int
-    num_rows: int
 
 
 def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
@@ -55,29 +106,16 @@ def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
 
 
 def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """The records of a piece in batches.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    is_columns = are_columns(layout)
-    max_lines = pieces.COLUMN_RECORDS if is_columns else pieces.BATCH_RECORDS
+    """See `readers.read`."""
+    max_lines = pieces.COLUMN_RECORDS if are_lengths(layout) else pieces.BATCH_RECORDS
     row = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):
-        lines = _choose(piece, block, row, max_record_bytes, sample)
-        numbers, records, rejected, unread = (_read_columns if is_columns else _read_records)(
-            piece, block, lines, layout
-        )
-        yield Batch(
-            numbers,
-            records,
-            num_records=lines.num_records,
-            num_rows=lines.num_rows,
-            num_bytes=block.num_bytes,
-            rejected=sorted(lines.rejected + rejected),
-            unread=unread,
-        )
-        row += lines.num_rows
+        chosen = _choose(piece, block, row, max_record_bytes, sample)
+        numbers, records, rejected, unread = _parse(piece, chosen, layout)
+        rejected = sorted(chosen.rejected + rejected)
+        num_rows = len(block.starts)
+        yield Batch(numbers, records, chosen.num_records, num_rows, block.num_bytes, rejected, unread)
+        row += num_rows
 
 
 def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
@@ -85,8 +123,8 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
     found: list[JsonObject] = []
     num_bytes = 0
     for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=count):
-        lines = _choose(piece, block, 0, max_record_bytes, None)
-        found += [row for row in _decode(piece, block, lines.starts, lines.stops) if isinstance(row, dict)]
+        lines = _choose(piece, block, 0, max_record_bytes, None).lines
+        found += [row for row in decode_lines(lines, are_elements=_are_elements(piece)) if isinstance(row, dict)]
         num_bytes += len(block.data)
         if len(found) >= count or num_bytes >= _FIRST_BYTES:
             break
@@ -95,17 +133,24 @@ def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonO
 
 def digest(piece: Piece) -> str:
     """SHA-256 of the bytes of the lines."""
-    return hash_lines(piece.path, piece.start, piece.stop)
+    hasher = hashlib.sha256()
+    with reading(piece.path), Path(piece.path).open("rb") as file:
+        at, stop = _first_line(file, piece.start, piece.stop), _first_line(file, piece.stop, sys.maxsize)
+        file.seek(at)
+        while at < stop and (data := file.read(min(pieces.BLOCK_BYTES, stop - at))):
+            hasher.update(data)
+            at += len(data)
+    return hasher.hexdigest()
 
 
 def num_rows(piece: Piece) -> int:
     """How many lines there are, with blank ones."""
-    return sum(len(block.starts) for block in _blocks(piece))
+    return sum(len(block.starts) for block in _sizes(piece))
 
 
 def alone(piece: Piece, number: int, folder: Path) -> Piece:
     """The piece of one line; nothing is written."""
-    for block in _blocks(piece):
+    for block in _sizes(piece):
         if number < len(block.starts):
             start, stop = (block.offset + int(ends[number]) for ends in (block.starts, block.stops))
             origin = piece.origin + start - piece.start
@@ -114,61 +159,266 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
     raise AssertionError("the piece has fewer lines")
 
 
-def _blocks(piece: Piece) -> Iterator[LineBlock]:
+def _sizes(piece: Piece) -> Iterator[LineBlock]:
     """Its lines, of which long ones are not held."""
     return line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=0, max_lines=sys.maxsize)
 
 
+def _are_elements(piece: Piece) -> bool:
+    return piece.reader == "elements"
+
+
+def line_blocks(path: str, start: int, stop: int, *, max_line_bytes: int, max_lines: int) -> Iterator[LineBlock]:
+    """The lines of a local file that begin in its bytes [start, stop), in blocks of at most `max_lines`.
+
+    Only LF ends a line, and the end of the file. A line of more than `max_line_bytes` that is longer than a block is
+    not held in memory.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    with reading(path), Path(path).open("rb") as file:
+        at = _first_line(file, start, stop)
+        while at < stop:
+            file.seek(at)
+            data = file.read(pieces.BLOCK_BYTES)
+            if not data:
+                return
+            # Whole lines that begin before `stop`; the end of the file ends one as well.
+            num_bytes = data.find(_LF, stop - at - 1) + 1
+            num_bytes = num_bytes or (len(data) if len(data) < pieces.BLOCK_BYTES else data.rfind(_LF) + 1)
+            if num_bytes:
+                yield from _split(data[:num_bytes], at, max_lines)
+            else:
+                num_bytes, ending = _long_line(file, at + len(data), len(data))
+                if num_bytes - ending > max_line_bytes:
+                    yield LineBlock(b"", np.zeros(1, np.int64), np.array([num_bytes - ending]), at, num_bytes)
+                else:
+                    del data
+                    file.seek(at)
+                    yield from _split(file.read(num_bytes), at, max_lines)
+            at += num_bytes
+
+
+def _first_line(file: BinaryIO, start: int, stop: int) -> int:
+    """Where the first line begins that begins at or after `start`; somewhere from `stop` on if there is none before."""
+    at = max(start - 1, 0)
+    file.seek(at)
+    while start and at < stop and (data := file.read(pieces.BLOCK_BYTES)):
+        found = data.find(_LF)
+        if found >= 0:
+            return at + found + 1
+        at += len(data)
+    return at
+
+
+def _long_line(file: BinaryIO, at: int, num_bytes: int) -> tuple[int, int]:
+    """The bytes of a line of which `num_bytes` are read and end at `at`, and whether (0 or 1) an LF is among them."""
+    file.seek(at)
+    while data := file.read(pieces.BLOCK_BYTES):
+        found = data.find(_LF)
+        if found >= 0:
+            return num_bytes + found + 1, 1
+        num_bytes += len(data)
+    return num_bytes, 0
+
+
+def _split(data: bytes, offset: int, max_lines: int) -> Iterator[LineBlock]:
+    stops = np.flatnonzero(np.frombuffer(data, np.uint8) == _LF[0])
+    if not data.endswith(_LF):
+        stops = np.append(stops, len(data))
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    for line in range(0, len(starts), min(max_lines, len(starts))):
+        some = slice(line, line + max_lines)
+        start, stop = int(starts[line]), min(int(stops[some][-1]) + 1, len(data))
+        yield LineBlock(data[start:stop], starts[some] - start, stops[some] - start, offset + start, stop - start)
+
+
 def _choose(piece: Piece, block: LineBlock, row: int, max_record_bytes: int, sample: float | None) -> _Lines:
-    starts, stops = block.starts, block.stops
+    """The lines of a block, the first of which is `row` of the piece, that are not blank, too large or left out."""
+    data, starts, stops = block.data, block.starts, block.stops
     positions = piece.origin + (block.offset - piece.start) + starts
-    num_rows = len(starts)
-    if positions[0] == 0 and block.data.startswith(_BOM):
+    if positions[0] == 0 and data.startswith(BOM):
         starts = starts.copy()
-        starts[0] += len(_BOM)
-    is_record = _are_records(block.data, starts, stops)
-    num_bytes = stops - starts
-    large = num_bytes > max_record_bytes
-    chosen = is_record & sampled(positions, sample)
-    rejected = []
-    for line in np.flatnonzero(chosen & large).tolist():
-        error = too_large(int(num_bytes[line]), max_record_bytes)
-        rejected.append(rejection(row + line, error))
-    chosen &= ~large
-    numbers = row + np.flatnonzero(chosen)
-    return _Lines(starts[chosen], stops[chosen], numbers, rejected, int(is_record.sum()), num_rows)
+        starts[0] += len(BOM)
+    is_record = stops > starts
+    if data:
+        first = np.frombuffer(data, np.uint8)[np.where(is_record, starts, 0)]
+        for line in np.flatnonzero(is_record & (first <= _SPACES[0])).tolist():
+            is_record[line] = bool(data[starts[line] : stops[line]].strip(_SPACES))
+    sizes = stops - starts
+    is_large, is_chosen = sizes > max_record_bytes, is_record & sampled(positions, sample)
+    rejected = [
+        rejection(row + line, too_large(int(sizes[line]), max_record_bytes))
+        for line in np.flatnonzero(is_chosen & is_large).tolist()
+    ]
+    is_chosen &= ~is_large
+    lines = [data[a:b] for a, b in zip(starts[is_chosen].tolist(), stops[is_chosen].tolist(), strict=True)]
+    return _Lines(lines, row + np.flatnonzero(is_chosen), rejected, int(is_record.sum()))
 
 
-def _are_records(data: bytes, starts: Int64Array, stops: Int64Array) -> BoolArray:
-    """Which lines are not blank; one that is too large to be held is not."""
-    are_records = stops > starts
-    if not data:
-        return are_records
-    first = np.frombuffer(data, np.uint8)[np.where(are_records, starts, 0)]
-    for line in np.flatnonzero(are_records & (first <= _SPACES[0])).tolist():
-        are_records[line] = bool(data[starts[line] : stops[line]].strip(_SPACES))
-    return are_records
+def _parse(piece: Piece, chosen: _Lines, layout: RecordLayout) -> Parsed:
+    are_elements, lines = _are_elements(piece), chosen.lines
+    if not are_lengths(layout):
+        return parse_rows(layout, decode_lines(lines, are_elements=are_elements), chosen.numbers.tolist())
+    lengths = _lengths(lines, layout)
+    rest = [lines[index] for index in np.flatnonzero(~lengths.taken).tolist()]
+    return parse_lengths(lengths, layout, decode_lines(rest, are_elements=are_elements), chosen.numbers)
 
 
-def _decode(piece: Piece, block: LineBlock, starts: Int64Array, stops: Int64Array) -> list[Row]:
-    lines = [block.data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-    return decode_lines(lines, are_elements=piece.reader == "elements")
+def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> Lengths:
+    """The lengths on those lines that pyarrow reads as this program would."""
+    from pyarrow import json as arrow_json
+
+    none = Lengths(np.zeros(len(lines), np.int32), np.zeros(len(lines), np.bool_), Counter())
+    block = _LF.join(lines)
+    if not block or b"\\" in block or not _are_objects(lines):
+        return none
+    try:
+        block.decode()
+        table = arrow_json.read_json(
+            pa.py_buffer(block),
+            arrow_json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+            arrow_json.ParseOptions(explicit_schema=pa.schema([(layout.columns["length"], pa.int64())])),
+        )
+    except (pa.ArrowException, UnicodeDecodeError):
+        return none
+    # Fractions, and what is in lists and objects, it may take where it is none of JSON's.
+    if len(table) != len(lines) or any(map(_is_loose, table.schema.types)):
+        return none
+    [batch] = table.combine_chunks().to_batches()
+    return lengths_of(batch, layout) or none
 
 
-def _read_records(
-    piece: Piece, block: LineBlock, lines: _Lines, layout: RecordLayout
-) -> tuple[Int64Array, list[Record], list[Rejected], Counter[str]]:
-    rows = _decode(piece, block, lines.starts, lines.stops)
-    kept, records, rejected, unread = parse_rows(layout, rows, lines.numbers.tolist())
-    return np.array(kept, np.int64), records, rejected, unread
+def _is_loose(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_nested(kind))
 
 
-def _read_columns(
-    piece: Piece, block: LineBlock, lines: _Lines, layout: RecordLayout
-) -> tuple[Int64Array, LengthColumn | TokenColumns, list[Rejected], Counter[str]]:
-    from chunkplan.intake.readers.line_columns import plain_lines  # loads numba, which no other schema needs
+def _are_objects(lines: Sequence[bytes]) -> bool:
+    """Whether every line begins and ends like an object.
 
-    plain = plain_lines(block.data, lines.starts, lines.stops, layout)
-    rest = ~plain.taken
-    rows = _decode(piece, block, lines.starts[rest], lines.stops[rest])
-    return complete(plain, layout, rows, lines.numbers)
+    Parsers of several lines take an LF for any other space: a line may hold two values, and a value several lines. A
+    value that began on an earlier line cannot go on with `{` behind a `}`, so these lines hold one value each at least.
+    """
+    return all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
+
+
+def decode_lines(lines: Sequence[bytes], *, are_elements: bool = False) -> list[Row]:
+    """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank.
+
+    `are_elements` says that the file has no such lines: they are elements of an array, or objects over several lines.
+    """
+    block = _LF.join(lines)
+    rows = _decode_block(lines, block) or [_decode_line(line, are_elements) for line in lines]
+    if any(isinstance(row, RecordError) for row in rows) or _most_keys(block) != _num_keys(rows):
+        rows = [_without_duplicates(line, row) for line, row in zip(lines, rows, strict=True)]
+    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in rows]
+
+
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[_Value | RecordError] | None:
+    """The objects on all lines together, or None where one of them is none."""
+    try:
+        records: list[_Value | RecordError] = _DECODER.decode_lines(block)
+    except (ValueError, RecursionError):
+        return None
+    return records if len(records) == len(lines) and _are_objects(lines) else None
+
+
+def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
+    hint = _HINT_OF_ELEMENTS if is_element else _HINT
+    try:
+        record = _DECODER.decode(line)
+    except RecursionError:
+        return _TOO_DEEP
+    except ValueError as error:
+        return _not_json(line, str(error), _HINT_OF_CUT if not is_element and "truncated" in str(error) else hint)
+    if isinstance(record, dict) or _are_messages(record):
+        return cast(_Value, record)
+    expected = "a JSON object as the element of the array" if is_element else "one JSON object a line"
+    return RecordError(f"found {json_type(record)}, expected {expected}", reason="not-an-object", hint=hint)
+
+
+def _are_messages(value: object) -> bool:
+    """Whether it is a list of objects that all say who speaks."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and any(isinstance(entry.get(key), str) for key in _SPEAKERS) for entry in value
+        )
+    )
+
+
+def _not_json(line: bytes, message: str, hint: str) -> RecordError:
+    """Why the decoder refuses a line, for which it says `message`: its text, or what other parsers take for JSON."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as wrong:
+        message = f"not UTF-8: byte 0x{line[wrong.start]:02x} at column {wrong.start + 1} ({wrong.reason})"
+        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_int=len)
+        json.dumps(value, ensure_ascii=False).encode()
+        return RecordError("a number beyond 64 bits", reason="not-json", hint="write it as a string, or leave it out")
+    except UnicodeEncodeError as error:
+        message = f"a lone surrogate, \\u{ord(error.object[error.start]):04x}, in a string"
+        return RecordError(message, reason="not-json", hint="it is half of a character: fix the text")
+    except (ValueError, RecursionError):
+        pass
+    if line.startswith(BOM):
+        message = "a byte order mark, which only the first line may have"
+        return RecordError(message, reason="not-json", hint="leave it out: it is there where files were joined")
+    if b"\0" in line:
+        message = f"a zero byte at column {line.index(0) + 1}, as UTF-16 and UTF-32 have them"
+        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")
+    return RecordError(f"not JSON: {message}", reason="not-json", hint=hint)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _without_duplicates(line: bytes, row: _Value | RecordError) -> _Value | RecordError:
+    """`row`, but the error of a line with a key twice in one object: the decoder keeps the last of them silently."""
+    if isinstance(row, RecordError) or len(_KEY_END.findall(line)) == _num_keys([row]):
+        return row
+    try:
+        json.loads(line.decode(), object_pairs_hook=_distinct, parse_int=len, parse_float=len)
+    except KeyError as error:
+        message = f"the key {json.dumps(error.args[0])} is there twice in one object"
+        return RecordError(message, reason="duplicate-keys", hint="leave one of the two out")
+    except RecursionError:
+        return _TOO_DEEP
+    return row
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> None:
+    """Raises KeyError for a key that is there twice."""
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise KeyError(key)
+        seen.add(key)
+
+
+def _most_keys(text: bytes) -> int:
+    """How many keys there are in JSON lines, or more: text in strings may look like keys. Faster than `_KEY_END`."""
+    padded = np.frombuffer(b"   " + text, np.uint8)
+    colons = np.flatnonzero(padded == ord(":"))
+    first, second, third = (padded[colons - distance] for distance in (1, 2, 3))
+    are_ends = (first == ord('"')) & ((second != ord("\\")) | (third == ord("\\")))
+    are_ends |= (first <= ord(" ")) & ((second == ord('"')) | (second <= ord(" ")))
+    return int(are_ends.sum())
+
+
+def _num_keys(records: Sequence[_Value | RecordError]) -> int:
+    """How many keys all objects in `records` have together."""
+    num_keys = 0
+    values: list[Any] = list(records)
+    for value in values:  # grows on the way
+        if type(value) is dict:
+            num_keys += len(value)
+            values.extend(inner for inner in value.values() if type(inner) is dict or type(inner) is list)
+        else:
+            values.extend(inner for inner in value if type(inner) is dict or type(inner) is list)
+    return num_keys

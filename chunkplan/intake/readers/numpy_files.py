@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,11 @@ import numpy.typing as npt
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers.columns import complete, plain_lengths
-from chunkplan.intake.readers.parsing import Row, sampled
-from chunkplan.intake.readers.stream import check_head, fetch, unreadable
+from chunkplan.intake.readers.rows import Lengths, Row, parse_lengths, plain_lengths, sampled
+from chunkplan.intake.readers.streams import check_head, fetch, unreadable
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
-
-_HEAD_BYTES = 64
 
 #: What files of numpy begin with.
 _MAGIC = b"\x93NUMPY"
@@ -32,12 +30,7 @@ KEY = "length"
 
 
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
-    """The pieces of a file, which is copied into `folder` if it is behind a URL.
-
-    Raises:
-        RecordError: unreadable: not an array of whole numbers in one row, torn, or empty.
-        UsageError: the file cannot be read.
-    """
+    """The pieces of a file, which is copied into `folder` if it is behind a URL."""
     is_copy = is_spooled(file)
     path = fetch(file.path, folder / f"source-{source:05}.npy") if is_copy else file.path
     values = _open(path, file.path)
@@ -54,31 +47,26 @@ def is_spooled(file: SourceFile) -> bool:
 
 
 def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """The lengths of a piece in batches.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be read.
-    """
-    values = _open(piece.path, piece.path)
-    for start in range(piece.start, piece.stop, pieces.COLUMN_RECORDS):
-        lengths = np.array(values[start : min(start + pieces.COLUMN_RECORDS, piece.stop)])
-        chosen = np.flatnonzero(sampled(start + np.arange(len(lengths)), sample))
-        plain = plain_lengths(lengths[chosen], np.ones(len(chosen), np.bool_))
-        rest: list[Row] = [{KEY: value} for value in lengths[chosen[~plain.taken]].tolist()]
-        numbers, columns, rejected, _ = complete(plain, layout, rest, start - piece.start + chosen)
-        yield Batch(numbers, columns, len(lengths), len(lengths), lengths.nbytes, rejected)
+    """See `readers.read`."""
+    values = _values(piece)
+    for start in range(0, len(values), pieces.COLUMN_RECORDS):
+        lengths = np.array(values[start : start + pieces.COLUMN_RECORDS])
+        chosen = start + np.flatnonzero(sampled(piece.start + start + np.arange(len(lengths)), sample))
+        found = values[chosen]
+        taken = plain_lengths(found, np.ones(len(found), np.bool_))
+        rest: list[Row] = [{KEY: value} for value in found[~taken].tolist()]
+        parsed = parse_lengths(Lengths(found, taken, Counter()), layout, rest, chosen)
+        yield Batch(parsed.numbers, parsed.records, len(lengths), len(lengths), lengths.nbytes, parsed.rejected)
 
 
 def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
     """The first `count` lengths."""
-    values = _open(piece.path, piece.path)[piece.start : min(piece.start + count, piece.stop)]
-    return [{KEY: value} for value in values.tolist()]
+    return [{KEY: value} for value in _values(piece)[:count].tolist()]
 
 
 def digest(piece: Piece) -> str:
     """SHA-256 of the type and the numbers."""
-    values = _open(piece.path, piece.path)[piece.start : piece.stop]
+    values = _values(piece)
     return hashlib.sha256(values.dtype.str.encode() + values.tobytes()).hexdigest()
 
 
@@ -93,11 +81,15 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
     return replace(piece, start=start, stop=start + 1, origin=origin)
 
 
+def _values(piece: Piece) -> npt.NDArray[Any]:
+    return _open(piece.path, piece.path)[piece.start : piece.stop]
+
+
 def _open(path: str, shown: str) -> npt.NDArray[Any]:
     """The numbers, mapped into memory; errors name the file as `shown`."""
     with reading(path):
         with open_file(path) as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(64)
         check_head(head, shown)
         hint = "save whole numbers with numpy.save"
         if not head.startswith(_MAGIC):

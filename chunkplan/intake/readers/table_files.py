@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
-from chunkplan.intake.readers.stream import check_head, unreadable
+from chunkplan.intake.readers.streams import check_head, unreadable
 from chunkplan.intake.rejection import RecordError
 
 #: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
@@ -30,15 +30,9 @@ _SIGNATURE_BYTES = 28
 #: At the end of a Parquet file: how long its footer is, and the four bytes it began with.
 _END_BYTES = 8
 
-#: What Arrow says of text that it checks.
-_NOT_UTF8 = "Invalid UTF8"
-
 
 class RowGroup(NamedTuple):
-    """A row group of Parquet, or a record batch of Arrow.
-
-    It has `num_bytes` of data in `stored` bytes of the file, as far as these are known.
-    """
+    """A row group of Parquet, or a record batch of Arrow: `num_bytes` of data in about `stored` bytes of the file."""
 
     num_rows: int
     num_bytes: int
@@ -50,24 +44,6 @@ class Lost(NamedTuple):
 
     num_rows: int
     error: RecordError
-
-
-class TableFile(Protocol):
-    """A table in a file that is open."""
-
-    schema: pa.Schema
-
-    def row_groups(self) -> Iterator[RowGroup]:
-        """The row groups in order; of a file that is cut short, those before the cut, then the error."""
-
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
-        """Some columns of the rows of row groups [start, stop), in order, in batches of about `BLOCK_BYTES`.
-
-        No more than there are; of a row group that is damaged, all rows behind the damage are lost.
-        """
-
-    def digest(self, start: int, stop: int) -> str:
-        """SHA-256 of the row groups [start, stop)."""
 
 
 @contextmanager
@@ -93,17 +69,21 @@ def open_table(path: str, kind: str, *, is_look: bool = False) -> Iterator[Table
                 raise unreadable("several columns of the same name", path, hint="write it again with other names")
             yield table
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names may not be text
-            raise unreadable(
-                f"not a {kind} file, or it is torn: {_damage(error)}", path, hint="fetch or write the file again"
-            ) from error
+            message = f"not a {kind} file, or it is torn: {_damage(error)}"
+            raise unreadable(message, path, hint="fetch or write the file again") from error
 
 
 class _Parquet:
+    """A Parquet file; see `_Arrow` for its methods."""
+
     def __init__(self, path: str, file: Any, head: bytes, block_bytes: int) -> None:
         self._path = path
         self._file = file
+        encrypted = unreadable(
+            "it is encrypted, or some of its columns are", path, hint="write it again without encryption"
+        )
         if head.startswith(_ENCRYPTED):
-            raise _encrypted(path)
+            raise encrypted
         # Of a row group of any size only a few pages are in memory.
         self._table = pq.ParquetFile(file, buffer_size=block_bytes, pre_buffer=False)
         self.schema = self._table.schema_arrow
@@ -111,22 +91,18 @@ class _Parquet:
         file.seek(-_END_BYTES, os.SEEK_END)
         num_bytes = int.from_bytes(file.read(_END_BYTES)[:4], "little")
         if num_bytes == self._table.metadata.serialized_size + _SIGNATURE_BYTES:
-            raise _encrypted(path)
+            raise encrypted
 
     def row_groups(self) -> Iterator[RowGroup]:
-        for group in self._groups(0, self._table.metadata.num_row_groups):
-            yield RowGroup(
-                group.num_rows, group.total_byte_size, sum(chunk.total_compressed_size for chunk in _chunks(group))
-            )
+        for group in self._groups(0, sys.maxsize):
+            stored = sum(chunk.total_compressed_size for chunk in _chunks(group))
+            yield RowGroup(group.num_rows, group.total_byte_size, stored)
 
     def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
         for index, group in enumerate(self._groups(start, stop), start):
-            num_bytes = sum(
-                chunk.total_uncompressed_size
-                for chunk in _chunks(group)
-                if chunk.path_in_schema.split(".")[0] in columns
-            )
-            num_rows, num_left = _rows_in(num_bytes, group.num_rows, max_rows), group.num_rows
+            own = [chunk for chunk in _chunks(group) if chunk.path_in_schema.split(".")[0] in columns]
+            num_rows = _rows_in(sum(chunk.total_uncompressed_size for chunk in own), group.num_rows, max_rows)
+            num_left = group.num_rows
             message, reason = "it ends too early", "unreadable"
             try:
                 for batch in self._table.iter_batches(num_rows, row_groups=[index], columns=columns, use_threads=False):
@@ -134,44 +110,37 @@ class _Parquet:
                     yield batch
             except (pa.ArrowException, OSError) as error:
                 message = _damage(error)
-                reason = "not-utf8" if _NOT_UTF8 in message else reason  # of a column whose values are listed once
-            lost = RecordError(
-                f"row group {index} cannot be read to its end: {message}",
-                reason=reason,
-                where=self._path,
-                hint="fetch or write the file again",
-            )
+                reason = "not-utf8" if "Invalid UTF8" in message else reason  # of a column whose values are listed once
+            message, hint = f"row group {index} cannot be read to its end: {message}", "fetch or write the file again"
+            lost = RecordError(message, reason=reason, where=self._path, hint=hint)
             while num_left > 0:
                 yield Lost(min(num_left, max_rows), lost)
                 num_left -= max_rows
 
     def digest(self, start: int, stop: int) -> str:
-        """SHA-256 of the schema and the raw bytes."""
         hasher = hashlib.sha256(self.schema.serialize())
         for group in self._groups(start, stop):
-            ranges = [
-                (
-                    min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0),
-                    chunk.total_compressed_size,
-                )
-                for chunk in _chunks(group)
-            ]
-            at, stop = min(ranges, default=(0, 0))[0], max((start + size for start, size in ranges), default=0)
-            hasher.update(f"{group.num_rows} {stop - at} ".encode())
+            begins, ends = [0], [0]
+            for chunk in _chunks(group):
+                offsets = filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))
+                begins.append(min(offsets, default=0))
+                ends.append(begins[-1] + chunk.total_compressed_size)
+            at, end = min(begins[1:], default=0), max(ends)
+            hasher.update(f"{group.num_rows} {end - at} ".encode())
             self._file.seek(at)
-            while at < stop and (data := self._file.read(min(pieces.BLOCK_BYTES, stop - at))):
+            while at < end and (data := self._file.read(min(pieces.BLOCK_BYTES, end - at))):
                 hasher.update(data)
                 at += len(data)
         return hasher.hexdigest()
 
     def _groups(self, start: int, stop: int) -> Iterator[Any]:
-        return (
-            self._table.metadata.row_group(index)
-            for index in range(start, min(stop, self._table.metadata.num_row_groups))
-        )
+        metadata = self._table.metadata
+        return (metadata.row_group(index) for index in range(start, min(stop, metadata.num_row_groups)))
 
 
 class _Arrow:
+    """An Arrow file or stream."""
+
     def __init__(self, path: str, file: Any, head: bytes) -> None:
         # What is mapped is not copied; only what is looked at comes into memory.
         self._source = pa.PythonFile(file, mode="r") if is_url(path) else pa.memory_map(path)
@@ -180,10 +149,15 @@ class _Arrow:
         self.schema = self._open(self._source).schema
 
     def row_groups(self) -> Iterator[RowGroup]:
+        """The row groups in order; of a file that is cut short, those before the cut, then the error."""
         for batch in self._read(0, sys.maxsize):
             yield RowGroup(batch.num_rows, batch.nbytes, batch.nbytes)
 
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
+        """Some columns of the rows of row groups [start, stop), in order, in batches of about `BLOCK_BYTES`.
+
+        No more than there are; of a row group that is damaged, all rows behind the damage are lost.
+        """
         for batch in self._read(start, stop):
             chosen = batch.select(columns)
             num_rows = _rows_in(chosen.nbytes, batch.num_rows, max_rows)
@@ -202,12 +176,8 @@ class _Arrow:
         """Batches [start, stop), of which every value is known to be within the file, if not to be what it should."""
         self._source.seek(0)
         table = self._open(self._source)
-        found: Iterator[pa.RecordBatch]
-        if self._is_file:
-            found = (table.get_batch(index) for index in range(start, min(stop, table.num_record_batches)))
-        else:
-            found = islice(table, start, stop)
-        for batch in found:
+        wanted = range(start, min(stop, table.num_record_batches)) if self._is_file else range(0)
+        for batch in map(table.get_batch, wanted) if self._is_file else islice(table, start, stop):
             batch.validate()
             for column in batch.columns:
                 column.view(_without_text(column.type)).validate(full=True)
@@ -237,10 +207,9 @@ def _without_text(kind: pa.DataType) -> pa.DataType:
         return pa.dictionary(kind.index_type, _without_text(kind.value_type), kind.ordered)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_without_text(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_without_text(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_without_text(kind.value_type)))
+    for is_kind, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return made(kind.value_field.with_type(_without_text(kind.value_type)))
     return kind
 
 
@@ -251,10 +220,6 @@ def _damage(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _encrypted(path: str) -> RecordError:
-    return unreadable("it is encrypted, or some of its columns are", path, hint="write it again without encryption")
-
-
 def _chunks(group: Any) -> Iterator[Any]:
     return (group.column(index) for index in range(group.num_columns))
 
@@ -262,3 +227,6 @@ def _chunks(group: Any) -> Iterator[Any]:
 def _rows_in(num_bytes: int, num_rows: int, max_rows: int) -> int:
     """How many rows are read together of `num_rows` with `num_bytes`."""
     return max(1, min(max_rows, pieces.BLOCK_BYTES * num_rows // max(num_bytes, 1)))
+
+
+TableFile = _Parquet | _Arrow

@@ -1,33 +1,26 @@
-"""Schemas: how a source's records are laid out, one schema a file; a record of one becomes its neutral form."""
+"""Schemas: how a source's records are laid out, and what a record of one becomes."""
 
 from __future__ import annotations
 
 from chunkplan.intake.records import JsonObject, Record
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.beside import refuse_answer
 from chunkplan.intake.schemas.detection import detect
-from chunkplan.intake.schemas.input_ids import refuse_mixed
-from chunkplan.intake.schemas.layout import RecordLayout
-from chunkplan.intake.schemas.left_over import with_left_over
-from chunkplan.intake.schemas.marks import without_ignored
-from chunkplan.intake.schemas.refused import SUSPECT, refuse
-from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.unread import count_unread
+from chunkplan.intake.schemas.fields import without_ignored
+from chunkplan.intake.schemas.messages import SUSPECT, refuse
+from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, refuse_label
+from chunkplan.intake.schemas.tokens import refuse_mixed
+from chunkplan.intake.schemas.unread import count_unread, with_left_over
 
 __all__ = ["SCHEMAS", "RecordLayout", "count_unread", "detect", "parse"]
 
 
 def parse(layout: RecordLayout, record: JsonObject) -> Record:
-    """The neutral form of a record of a source that is laid out so.
-
-    Raises:
-        RecordError: the record does not fit, or has nothing to train on.
-    """
+    """Convert one source record to its neutral form; raises RecordError where it does not fit or is empty."""
     record = without_ignored(record, layout.ignored)
     if not SUSPECT.isdisjoint(record):
         refuse(record)
     if "label" in layout.columns:
-        refuse_answer(record, layout.columns)
+        refuse_label(record, layout.columns)
     if layout.marks is not None:
         refuse_mixed(record, layout.columns, layout.marks)
     try:

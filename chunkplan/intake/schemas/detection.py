@@ -11,34 +11,42 @@ from chunkplan.config.intake import Said
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas.beside import is_label
-from chunkplan.intake.schemas.fields import MOST_LISTED, listed, messages_in, quoted, shortened
-from chunkplan.intake.schemas.flags import TRY, Flag, LayoutError, column_flags, spaced
-from chunkplan.intake.schemas.layout import RecordLayout, has_all
-from chunkplan.intake.schemas.readings import Reading, choose_reading
-from chunkplan.intake.schemas.refused import refuse
-from chunkplan.intake.schemas.registry import SCHEMAS
-from chunkplan.intake.schemas.suggestion import suggest, unread_content
-from chunkplan.intake.schemas.what_to_write import SAY, are_messages_each, what_else
+from chunkplan.intake.schemas.fields import (
+    MOST_LISTED,
+    TRY,
+    LayoutError,
+    column_flags,
+    listed,
+    messages_in,
+    quoted,
+    shortened,
+)
+from chunkplan.intake.schemas.messages import refuse
+from chunkplan.intake.schemas.readings import (
+    SAY,
+    Reading,
+    are_messages_each,
+    choose_reading,
+    suggest,
+    unread_content,
+    what_else,
+)
+from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, has_all, is_label
 
 
 def detect(
     records: Sequence[JsonObject], *, schema: str | None = None, columns: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """The layout of a source that begins with `records`.
-
-    It is the schema that all records fit best; single ones that fit none are left to be rejected. Roles that `columns`
-    names leave only the schemas that have them.
+    """Choose the schema that fits all of a source's first records best; single ones that fit none are rejected later.
 
     Args:
-        records: the first that can be read.
-        schema: the name of the schema, where the user says it.
-        columns: role -> key, where the user says it.
+        records: the first readable records.
+        schema: the name of the schema, where the user names it.
+        columns: role -> key, where the user names some; they leave only the schemas that have these roles.
 
     Raises:
         UsageError: there is no such schema or role.
-        LayoutError: no schema fits, records want different ones, one can be read in two ways that differ, or no record
-            has a key that the user named.
+        LayoutError: no schema fits, records fit different ones, one can be read in two ways, or a named key is missing.
         DataError: there is no record.
     """
     columns = Said.of(columns or {})
@@ -48,64 +56,29 @@ def detect(
     if missing:
         raise _no_key(missing, columns, candidates, readable)
     chosen = [choose_reading(record, candidates, columns, is_chosen=schema is not None) for record in readable]
-    are_null = [_is_null(record, candidates, columns) for record in readable]
-    wanted = Counter(None if reading is None else reading.schema for reading in chosen)
-    resolved = {name: _resolve(name, columns, readable, chosen) for name in candidates}
-    num_unfit = wanted.pop(None, 0) - sum(are_null)
+    num_unfit = sum(
+        reading is None and not _is_null(record, candidates, columns)
+        for record, reading in zip(readable, chosen, strict=True)
+    )
+    wanted = Counter(reading.schema for reading in chosen if reading is not None)
     if schema is not None and (wanted or not readable):
-        evidence = f"--format {schema}{_evidence(schema, resolved[schema], readable)}"
-        return RecordLayout(schema, resolved[schema], evidence)
-    names = [name for name in wanted if name is not None]
-    if len(names) == 1 and wanted[names[0]] >= num_unfit:
-        name = names[0]
-        return RecordLayout(name, resolved[name], _evidence(name, resolved[name], readable).removeprefix(": "))
-    if len(names) > 1:
-        several = ", ".join(f"{wanted[name]} {name}" for name in names)
-        raise LayoutError(
-            f"the records are of different schemas: {several}; found: {_found(readable)}",
-            ["put them into different files, or ", *SAY],
-        )
+        resolved = _resolve(schema, columns, readable, chosen)
+        return RecordLayout(schema, resolved, f"--format {schema}{_evidence(schema, resolved, readable)}")
+    if len(wanted) == 1 and wanted.total() >= num_unfit:
+        [name] = wanted
+        resolved = _resolve(name, columns, readable, chosen)
+        return RecordLayout(name, resolved, _evidence(name, resolved, readable).removeprefix(": "))
+    if len(wanted) > 1:
+        several = ", ".join(f"{number} {name}" for name, number in wanted.items())
+        message = f"the records are of different schemas: {several}; found: {_found(readable)}"
+        raise LayoutError(message, hint=f"put them into different files, or {SAY}")
     if not readable:
         raise DataError("no record can be read", hint="give files with at least one record")
     raise _no_schema(schema, columns, candidates, readable)
 
 
-def _no_key(missing: list[str], columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
-    """The error of keys that the user has named for the roles `missing`, and that no record has."""
-    found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
-    role, place = missing[0], columns.place(missing[0], "--column")
-    words: Sequence[str | Flag] = ["name a key that the records have"]
-    if found and set(missing) <= found[1].keys():
-        is_typed = place.startswith("--column")
-        words = (
-            ["in place of it, ", TRY, *spaced(column_flags(found[1]))] if is_typed else [f"is it `{found[1][role]}`?"]
-        )
-    message = f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}"
-    return LayoutError(message, words, missing=missing)
-
-
-def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
-    """The error of records that no schema fits, or not the one that the user has named."""
-    found = None if not columns and are_messages_each(records) else suggest(records, candidates, columns)
-    closest = _closest(candidates, columns, records) if found is None else (found[0], SCHEMAS[found[0]].choices({})[0])
-    message = f"no schema fits the keys of the records: {_found(records)}"
-    if schema is not None:
-        message += f"; --format {schema} expects {_needs(schema)}"
-    elif closest is not None:
-        message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
-    if schema is not None and (other := _other_schema(columns, records)) is not None:
-        return LayoutError(message, ["in place of it, ", TRY, Flag("--format", other)])
-    if found is not None:
-        return LayoutError(message, [TRY, *spaced(column_flags(found[1]))])
-    return LayoutError(message, what_else(records, candidates, columns))
-
-
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
-    """Whether `record` fits no schema, or not the one that the user has named, only as what it would have is null.
-
-    Raises:
-        UsageError: there is no such schema or role.
-    """
+    """Return whether `record` fits no schema only as keys are null; raises UsageError for an unknown schema or role."""
     said = Said.of(columns)
     return None in record.values() and _is_null(record, _candidates(schema, said), said)
 
@@ -118,27 +91,16 @@ def _is_null(record: JsonObject, names: list[str], columns: Mapping[str, str]) -
     return not fits and any(all(key in record for key in keys.values()) for keys in choices)
 
 
-def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
-    """The schema that reads all content of these records, where the user has named another."""
-    with suppress(DataError, UsageError):
-        layout = detect(records, columns=columns)
-        return None if unread_content(layout, records) else layout.schema
-    return None
-
-
 def _candidates(schema: str | None, columns: Said) -> list[str]:
     """The schemas that fit what the user says, by name."""
     if schema is not None and schema not in SCHEMAS:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
     names = [schema] if schema is not None else list(SCHEMAS)
+    roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
     for role in columns:
-        if not any(role in SCHEMAS[name].roles for name in names):
-            roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
+        if role not in roles:
             none = f"{schema} has no such role" if schema else "no schema has such a role"
-            raise UsageError(
-                f"{columns.place(role, '--column')}: {none}",
-                hint=f"roles are {', '.join(roles)}",
-            )
+            raise UsageError(f"{columns.place(role, '--column')}: {none}", hint=f"roles are {', '.join(roles)}")
     fitting = [name for name in names if columns.keys() <= SCHEMAS[name].roles.keys()]
     if not fitting:
         roles_of = "; ".join(f"{name}: {', '.join(SCHEMAS[name].roles)}" for name in names)
@@ -152,10 +114,9 @@ def _readable(records: Sequence[JsonObject]) -> list[JsonObject]:
     for record in records:
         try:
             refuse(record)
+            readable.append(record)
         except RecordError as error:
             refused = refused or error
-        else:
-            readable.append(record)
     if refused is not None and not readable:
         raise refused
     return readable
@@ -180,52 +141,77 @@ def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> 
     """ ": `prompt` and `body` (completion) in 3 of the first 4 records", and what else there is; "" of no records."""
     if not records:
         return ""
-    required, optional = SCHEMAS[name].required, SCHEMAS[name].optional
-    number = sum(has_all(record, _required(name, columns, record)) for record in records)
+    schema = SCHEMAS[name]
+    own = [{role: schema.keys_of(record, columns)[role] for role in schema.required} for record in records]
+    number = sum(map(has_all, records, own))
     where = "the first record" if len(records) == 1 else f"{number} of the first {len(records)} records"
-    keys = [f"`{columns[role]}`{'' if columns[role] in usual else f' ({role})'}" for role, usual in required.items()]
+    keys = [
+        f"`{columns[role]}`{'' if columns[role] in keys else f' ({role})'}" for role, keys in schema.required.items()
+    ]
     text = f": {' and '.join(keys)} in {where}"
-    others = [columns[role] for role in optional if any(_is_said(role, columns[role], record) for record in records)]
+    others = [columns[role] for role in schema.optional if any(_is_said(role, columns[role], one) for one in records)]
     if others:
         text += f", some with {quoted(others)}"
-    roles = _roles([value for record in records for value in _values(name, columns, record)])
-    return text + (f"; roles {listed(roles[:MOST_LISTED], len(roles))}" if roles else "")
+    roles = dict.fromkeys(
+        shortened(str(role))
+        for record, keys in zip(records, own, strict=True)
+        for one, key in keys.items()
+        for message in _messages_under(record, one, key)[:100]
+        if isinstance(message, dict) and (role := message.get("role") or message.get("from"))
+    )
+    return text + (f"; roles {listed([*roles][:MOST_LISTED], len(roles))}" if roles else "")
 
 
-def _required(name: str, columns: dict[str, str], record: JsonObject) -> dict[str, str]:
-    """The keys that `record` itself has for the required roles."""
-    keys = SCHEMAS[name].keys_of(record, columns)
-    return {role: keys[role] for role in SCHEMAS[name].required}
-
-
-def _values(name: str, columns: dict[str, str], record: JsonObject) -> list[Any]:
-    """What `record` has for the required roles; messages that are written as JSON, decoded."""
-    values = []
-    for role, key in _required(name, columns, record).items():
-        value = record.get(key)
-        if type(value) is str and role in ("messages", "conversations"):
-            with suppress(RecordError):
-                value = messages_in(record, key)
-        values.append(value)
-    return values
+def _messages_under(record: JsonObject, role: str, key: str) -> list[Any]:
+    """The list under `key` of a required role, which messages may be written as JSON; nothing where it is none."""
+    value = record.get(key)
+    if type(value) is str and role in ("messages", "conversations"):
+        with suppress(RecordError):
+            return messages_in(record, key)
+    return value if isinstance(value, list) else []
 
 
 def _is_said(role: str, key: str, record: JsonObject) -> bool:
-    """Whether `record` says something for an optional role; a label that is false does."""
+    """Return whether `record` has a value for an optional role; a label that is false is one."""
     value = record.get(key)
     return value is not None and is_label(value, key) if role == "label" else bool(value)
 
 
-def _roles(values: list[Any]) -> list[str]:
-    """The roles of messages, in the lists of messages among `values`, each once."""
-    messages = [message for value in values if isinstance(value, list) for message in value[:100]]
-    return list(
-        dict.fromkeys(
-            shortened(str(message.get("role") or message.get("from")))
-            for message in messages
-            if isinstance(message, dict) and (message.get("role") or message.get("from"))
-        )
-    )
+def _no_key(missing: list[str], columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+    """The error of keys that the user has named for the roles `missing`, and that no record has."""
+    found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
+    role, place = missing[0], columns.place(missing[0], "--column")
+    hint = "name a key that the records have"
+    if found and set(missing) <= found[1].keys():
+        is_typed = place.startswith("--column")
+        hint = f"in place of it, {TRY}{column_flags(found[1])}" if is_typed else f"is it `{found[1][role]}`?"
+    message = f"no record has the key `{columns[role]}` of {place}; found: {_found(records)}"
+    return LayoutError(message, hint=hint, missing=missing)
+
+
+def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+    """The error of records that no schema fits, or not the one that the user has named."""
+    found = None if not columns and are_messages_each(records) else suggest(records, candidates, columns)
+    message = f"no schema fits the keys of the records: {_found(records)}"
+    if schema is not None:
+        message += f"; --format {schema} expects {_needs(schema)}"
+        if (other := _other_schema(columns, records)) is not None:
+            return LayoutError(message, hint=f"in place of it, {TRY}--format {other}")
+    elif found is not None:
+        message += f"; closest is {found[0]} ({_all_of(SCHEMAS[found[0]].choices({})[0])})"
+    elif closest := _closest(candidates, columns, records):
+        message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
+    if found is not None:
+        return LayoutError(message, hint=TRY + column_flags(found[1]))
+    return LayoutError(message, hint=what_else(records, candidates, columns))
+
+
+def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
+    """Return the schema that reads all content of these records, where the user has named another."""
+    with suppress(DataError, UsageError):
+        layout = detect(records, columns=columns)
+        return None if unread_content(layout, records) else layout.schema
+    return None
 
 
 def _found(records: list[JsonObject]) -> str:
@@ -239,13 +225,14 @@ def _found(records: list[JsonObject]) -> str:
 
 
 def _closest(names: list[str], columns: Said, records: list[JsonObject]) -> tuple[str, dict[str, str]] | None:
-    """The schema most of whose keys the records have, the first of equals, and these keys; None for none."""
+    """Return the schema most of whose keys the records have, the first of equals, with these keys; None for none."""
     found = Counter(key for record in records for key, value in record.items() if value is not None)
-    choices = [(name, keys) for name in names for keys in SCHEMAS[name].choices(columns)]
-    share, index = max(
-        (sum(map(found.__getitem__, keys.values())) / len(keys), -index) for index, (_, keys) in enumerate(choices)
-    )
-    return choices[-index] if share else None
+
+    def share(choice: tuple[str, dict[str, str]]) -> float:
+        return sum(found[key] for key in choice[1].values()) / len(choice[1])
+
+    best = max(((name, keys) for name in names for keys in SCHEMAS[name].choices(columns)), key=share)
+    return best if share(best) else None
 
 
 def _needs(name: str) -> str:

@@ -1,24 +1,37 @@
-"""What the schemas share: values of a record, checked, with errors that name the user's own key."""
+"""Checked values of records, and errors and hints that name the user's own keys."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from chunkplan.intake.records import JsonObject, as_tools
+from chunkplan.errors import DataError
+from chunkplan.intake.records import JsonObject
 from chunkplan.intake.rejection import RecordError
 
 T = TypeVar("T", bool, str, list[Any], JsonObject)
 
 HINT = "fix this record, or leave it out"
 
+#: What stands in a hint before flags to be pasted, and before flags one of which is to be chosen.
+TRY, CHOOSE = "try this: ", "say which: "
+
+#: How a key of the objects in a list is named, in screens and by the user: messages[].weight.
+OF_EACH = "[]."
+
 #: The most keys that a message lists, and the most characters of each.
-MOST_LISTED = 10
-_LONGEST = 60
+MOST_LISTED, _LONGEST = 10, 60
+
+#: A flag in a hint that is for all sources, and the first word of its value, as it is typed.
+_FLAG = re.compile(
+    r"(--column |--ignore-column |--format (?=[\w+]+(?:[ ,;]|$)))('[^']*'|[\w@%+=:,./-]*[\w@%+=:/-])", re.ASCII
+)
 
 _TYPES = {
     type(None): "null",
@@ -32,9 +45,43 @@ _TYPES = {
 _EXPECTED = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
-def json_type(value: object) -> str:
-    """The JSON name of a value's type, with its article; values of tables may be of other types."""
-    return _TYPES.get(type(value), f"a {type(value).__name__}")
+class LayoutError(DataError):
+    """Nobody knows how a source is laid out; `missing` are roles whose keys the user named and no record has."""
+
+    def __init__(self, message: str, *, hint: str, where: str | None = None, missing: Sequence[str] = ()) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.missing = tuple(missing)
+
+    @property
+    def line(self) -> str:
+        """The flags to be pasted, all together, for the source to be read; "" where they are not known."""
+        return self.hint.partition(TRY)[2]
+
+    @property
+    def is_definite(self) -> bool:
+        """Return whether the hint has flags that work as they are: to be pasted, or to choose from."""
+        return TRY in self.hint or CHOOSE in self.hint
+
+
+def column_flags(keys: Mapping[str, str]) -> str:
+    """The options that name the keys of these roles, as they are typed."""
+    return " ".join(f"--column {shlex.quote(f'{role}={key}')}" for role, key in keys.items())
+
+
+def ignoring(*keys: str) -> str:
+    """The options that ignore `keys`; paths such as `messages[3].weight` stand for all messages."""
+    names = dict.fromkeys(re.sub(r"\[[0-9]+\]", "[]", key) for key in keys)
+    return " ".join(f"--ignore-column {shlex.quote(name)}" for name in names)
+
+
+def hint_of_source(hint: str, source: str | None) -> str:
+    """`hint`, whose flags of all sources are for those that `source` names."""
+
+    def of_source(found: re.Match[str]) -> str:
+        sign = "=" if found[1] == "--format " else ":"
+        return found[1] + shlex.quote(f"{source}{sign}{found[2].strip(chr(39))}")
+
+    return hint if source is None else _FLAG.sub(of_source, hint)
 
 
 def wrong(message: str, hint: str = HINT) -> NoReturn:
@@ -52,12 +99,24 @@ def empty(message: str) -> NoReturn:
     raise RecordError(message, reason="empty", hint="leave this record out")
 
 
-def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
-    """`record[key]`, which has to be of `kind`; `inside` is the path of `record` within the source's record.
+def refuse_unread(*keys: str, says: str, ways: str = "") -> NoReturn:
+    """Raise RecordError for unread `keys` that may say what is learnt; `ways` are hints besides ignoring them."""
+    hint = f"{ways}if it does not matter here: {ignoring(*keys)}"
+    unsupported(f"`{shortened(keys[0])}` is not read, and has {says}", hint)
 
-    Raises:
-        RecordError: it is missing or of another type.
-    """
+
+def refuse_contradiction(key: str, other: str, what: str) -> NoReturn:
+    """Raises RecordError for two keys that say different things of `what`."""
+    wrong(f"`{key}` and `{other}` contradict each other: {what}", f"{CHOOSE}{ignoring(other)}, or {ignoring(key)}")
+
+
+def json_type(value: object) -> str:
+    """The JSON name of a value's type, with its article; values of tables may be of other types."""
+    return _TYPES.get(type(value), f"a {type(value).__name__}")
+
+
+def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
+    """Return `record[key]`; raises RecordError where it is missing or not of `kind`. `inside` is its path."""
     value = record.get(key)
     if type(value) is kind:
         return value
@@ -69,14 +128,60 @@ def field(record: JsonObject, key: str, kind: type[T], inside: str = "") -> T:
 
 
 def typed(value: Any, kind: type[T], path: str, hint: str = HINT) -> T:
-    """`value`, found at `path`, which has to be of `kind`.
-
-    Raises:
-        RecordError: it is of another type.
-    """
+    """`value`, found at `path`; raises RecordError where it is not of `kind`."""
     if not isinstance(value, kind):
         wrong(f"`{path}` is {json_type(value)}, expected {_EXPECTED[kind]}", hint)
     return value
+
+
+def optional_text(record: JsonObject, key: str) -> str | None:
+    """`record[key]`, or None where it is missing, null or blank; raises RecordError where it is no string."""
+    value = record.get(key)
+    return None if value is None or is_blank(typed(value, str, key)) else value
+
+
+def messages_in(record: JsonObject, key: str) -> list[Any]:
+    """Return the list in `record[key]`, or the one written there as JSON; raises RecordError for anything else."""
+    value = record.get(key)
+    if type(value) is not str:
+        return field(record, key, list)
+    try:
+        value = msgspec.json.decode(value)
+    except (ValueError, RecursionError) as error:
+        wrong(f"`{key}` is a string, expected a list, or one written as JSON ({error})")
+    return value if type(value) is list else wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
+
+
+def objects(value: Any, path: str, *, or_one: bool = False) -> list[JsonObject]:
+    """The objects of a list found at `path`, which may be written as JSON, null or blank; or of one alone."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = msgspec.json.decode(value)
+        except (ValueError, RecursionError) as error:
+            wrong(f"`{path}` is a string that is not JSON ({error}), expected a list")
+        if not isinstance(value, (list, type(None))) and not (or_one and isinstance(value, dict)):
+            wrong(f"`{path}` is {json_type(value)} written as JSON, expected a list")
+    if value is None or isinstance(value, str):
+        return []
+    if or_one and isinstance(value, dict):
+        return [value] if value else []
+    return [typed(entry, dict, f"{path}[{index}]") for index, entry in enumerate(typed(value, list, path))]
+
+
+def without_ignored(record: JsonObject, ignored: tuple[str, ...]) -> JsonObject:
+    """`record` without the keys `ignored`; `messages[].weight` is one of the objects in the list `messages`."""
+    if not ignored:
+        return record
+    kept = {key: value for key, value in record.items() if key not in ignored}
+    for path in ignored:
+        key, _, inner = path.partition(OF_EACH)
+        if inner and isinstance(kept.get(key), (list, str)):
+            with suppress(RecordError):  # of a string that is no list, which is refused where it is read
+                kept[key] = [
+                    {name: one for name, one in value.items() if name != inner} if isinstance(value, dict) else value
+                    for value in messages_in(kept, key)
+                ]
+    return kept
 
 
 def quoted(keys: Collection[str]) -> str:
@@ -90,87 +195,17 @@ def listed(words: Sequence[str], number: int) -> str:
     return ", ".join(words) + (f" and {rest:,} more" if rest else "")
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, longest: int = _LONGEST) -> str:
     """A key or a role from data, for a message: long ones are cut."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def words_of(key: str) -> list[str]:
     """The words in the name of a key, in lower case and without the s of a plural: `InstructionTexts`, `my-text`."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower()
-    return [
-        word if word in ("ids", "sys") else word.removesuffix("s") or word for word in re.findall(r"[^\W\d_]+", apart)
-    ]
-
-
-def optional_text(record: JsonObject, key: str) -> str | None:
-    """`record[key]`, a string, or None where it is missing, null or blank.
-
-    Raises:
-        RecordError: it is of another type.
-    """
-    value = record.get(key)
-    if value is None:
-        return None
-    text = typed(value, str, key)
-    return text if text.strip() else None
+    apart = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key).lower())
+    return [word if word in ("ids", "sys") else word.removesuffix("s") or word for word in apart]
 
 
 def is_blank(text: str | None) -> bool:
-    """Whether there is nothing in it but whitespace."""
+    """Return whether a text has nothing in it but whitespace."""
     return not text or text.isspace()
-
-
-def messages_in(record: JsonObject, key: str) -> list[Any]:
-    """The list in `record[key]`, or the one that is written there as JSON.
-
-    Raises:
-        RecordError: it is missing, or neither.
-    """
-    value = record.get(key)
-    if type(value) is str:
-        try:
-            value = msgspec.json.decode(value)
-        except (ValueError, RecursionError) as error:
-            wrong(f"`{key}` is a string, expected a list, or one written as JSON ({error})")
-        if type(value) is not list:
-            wrong(f"`{key}` is {json_type(value)} written as JSON, expected a list")
-        return value
-    return field(record, key, list)
-
-
-def tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | None:
-    """The tools that a chat template may describe to the model: `tools`, or `functions` as OpenAI had them before.
-
-    Each is a list, or one written as JSON. None if there are none.
-
-    Raises:
-        RecordError: they are something else, a tool is no object, or both are there.
-    """
-    key, functions_key = columns["tools"], columns["functions"]
-    found, functions = objects(record.get(key), key), objects(record.get(functions_key), functions_key)
-    if any("functionDeclarations" in tool for tool in found):
-        unsupported(f"`{key}` has `functionDeclarations` of Gemini, which no chat template reads")
-    if not functions:
-        return found or None
-    if found:
-        wrong(f"`{key}` and `{functions_key}` are both there", hint="leave one of the two out")
-    return as_tools(functions)
-
-
-def objects(value: Any, path: str, *, or_one: bool = False) -> list[JsonObject]:
-    """The objects of a list found at `path`, which may be written as JSON, null or blank; or of one alone."""
-    if isinstance(value, str):
-        if not value.strip():
-            return []
-        try:
-            value = msgspec.json.decode(value)
-        except (ValueError, RecursionError) as error:
-            wrong(f"`{path}` is a string that is not JSON ({error}), expected a list")
-        if not isinstance(value, (list, type(None))) and not (or_one and isinstance(value, dict)):
-            wrong(f"`{path}` is {json_type(value)} written as JSON, expected a list")
-    if value is None:
-        return []
-    if or_one and isinstance(value, dict):
-        return [value] if value else []
-    return [typed(entry, dict, f"{path}[{index}]") for index, entry in enumerate(typed(value, list, path))]

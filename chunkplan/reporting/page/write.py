@@ -6,7 +6,7 @@ from pathlib import Path
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
-from chunkplan.files.whole_file import refuse_overwriting, refuse_unwritable, whole_file
+from chunkplan.files.writing import refuse_overwriting, refuse_unwritable, whole_file
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan

@@ -1,0 +1,466 @@
+"""What is read in order: compressed files, the standard input, URLs, JSON arrays, objects over several lines, texts.
+
+What cannot be cut by seeking is read once and spooled: temporary files of whole lines, one a piece. Elements of an
+array are told apart in bounded memory, whatever their size; what is in them is for who reads the lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from chunkplan.arrays import Int64Array
+from chunkplan.errors import ChunkplanError
+from chunkplan.intake import pieces
+from chunkplan.intake.files import STDIN, is_url, open_file, reading
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers import lines
+from chunkplan.intake.readers.rows import BOM, Row, parse_rows, sampled, too_large
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.signatures import HEAD_BYTES, compression_of
+from chunkplan.intake.sources import SourceFile
+from chunkplan.intake.store import check_room
+
+#: What git leaves in place of a file that Git LFS has not fetched.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+_NOT_UTF8 = b"\xff"
+_LF = b"\n"
+_SPACES = b" \t\r\n"
+
+#: A raw line end within a string is an error, and as CR it stays one; anywhere else both are spaces.
+_LINE_END = bytes.maketrans(b"\n", b"\r")
+
+#: How far a .json is read to see what it holds.
+_START_BYTES = 1 << 20
+
+_QUOTE, _COMMA = ord('"'), ord(",")
+_OPENING = b"[{"
+
+#: How much deeper each byte leads, and which bytes say where elements end.
+_STEP = np.zeros(256, np.int64)
+_STEP[list(_OPENING)], _STEP[list(b"]}")] = 1, -1
+_IS_MARK = _STEP != 0
+_IS_MARK[_COMMA] = True
+
+
+@dataclass
+class Taken:
+    """How many bytes of a file, as it is stored, have been read so far."""
+
+    num_bytes: int = 0
+
+
+def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is_look: bool = False) -> Iterator[bytes]:
+    """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
+
+    Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
+
+    `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
+
+    Raises:
+        RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way.
+        UsageError: it cannot be opened or read.
+    """
+    taken = taken or Taken()
+    block_bytes = pieces.LOOK_BYTES if is_look and is_url(path) else pieces.BLOCK_BYTES
+    with reading(path), open_file(path, block_bytes if is_look else None) as file:
+        head = file.read(len(_LFS_POINTER))
+        check_head(head, path)
+        compression = compression_of(head[:HEAD_BYTES], compression)
+        if compression is None:
+            taken.num_bytes = len(head)
+            yield head
+            while data := file.read(block_bytes):
+                taken.num_bytes += len(data)
+                yield data
+        elif not file.seekable():
+            message = f"it is compressed ({compression}), and can be read only once"
+            raise unreadable(message, path, hint="decompress it before, or name a file")
+        else:
+            file.seek(0)
+            for data in _decompressed(file, path, compression, block_bytes):
+                taken.num_bytes = file.tell()
+                yield data
+
+
+def _decompressed(file: BinaryIO, path: str, compression: str, block_bytes: int) -> Iterator[bytes]:
+    """Members and frames that follow one another are one stream, as they are for gzip, zstd and bzip2."""
+    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), compression)
+    buffer = bytearray(block_bytes)
+    num_bytes = 0
+    while True:
+        buffer[:] = _NOT_UTF8 * len(buffer)
+        try:
+            size = stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # What came before the damage is in the buffer, though nothing says how much; the fill is no text.
+            rest = bytes(buffer.rstrip(_NOT_UTF8))
+            if rest:
+                yield rest
+            what = "cut short" if "Truncated" in str(error) else f"damaged, or not {compression} ({error})"
+            message = f"{what} after {num_bytes + len(rest):,} bytes of its content"
+            raise unreadable(message, path, hint="fetch or make the file again") from error
+        if not size:
+            break
+        yield bytes(buffer[:size])
+        num_bytes += size
+    if not num_bytes:
+        raise unreadable("there is nothing in it", path, hint="leave it out, or make the file again")
+
+
+def fetch(path: str, target: Path) -> str:
+    """Copy what is at a URL to `target`, and return that; raises as `chunks`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        for data in chunks(path, None):
+            check_room(target.parent, len(data), f"a copy of {path}")
+            file.write(data)
+    return str(target)
+
+
+def check_head(head: bytes, path: str) -> None:
+    """Refuse a file that begins with `head` if there is nothing to read in it.
+
+    Raises:
+        RecordError: it is empty, or a pointer of Git LFS.
+    """
+    if not head:
+        name = "the standard input" if path == STDIN else "the file"
+        raise unreadable(f"{name} is empty (0 bytes)", path, hint="leave it out, or fetch it again")
+    if head.startswith(_LFS_POINTER):
+        raise unreadable("a pointer of Git LFS, not the data", path, hint="run `git lfs pull` where it was cloned")
+
+
+def unreadable(message: str, path: str, *, hint: str) -> RecordError:
+    """The error of a file, or the rest of one."""
+    return RecordError(message, reason="unreadable", where=path, hint=hint)
+
+
+def is_spooled(file: SourceFile) -> bool:
+    """Whether lines of a file cannot be cut by seeking."""
+    return file.compression is not None or file.num_bytes is None or is_url(file.path)
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The pieces of a source of kind jsonl or json: ranges of lines where that can be, else spooled into `folder`."""
+    taken = Taken()
+    data, reader = contents(file, taken)
+    if reader == "elements" or is_spooled(file):
+        yield from _spool(data, taken, source, folder, reader)
+    else:
+        yield from lines.cut(file.path, source, file.num_bytes or 0)
+
+
+def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
+    """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
+
+    `taken` and `is_look` are as in `chunks`.
+
+    Raises:
+        RecordError: unreadable; also while the bytes are taken, after all that can be read.
+        UsageError: the file cannot be read.
+    """
+    data = chunks(file.path, file.compression, taken, is_look=is_look)
+    start = b""
+    if file.kind == "json":
+        for block in data:  # so much that it says whether it is an array, and if not has a line, unless that is long
+            start += block
+            text = start.removeprefix(BOM).lstrip(_SPACES)
+            if text.startswith(b"[") or text.count(_LF) > 1 or len(start) > _START_BYTES:
+                break
+        if text.startswith(b"["):
+            return elements(chain([text], data), file.path), "elements"
+        if _is_spread(text):
+            return objects(chain([text], data), file.path), "elements"
+    elif not is_spooled(file):
+        start = next(data)  # refuses what is no data at all
+    return chain([start], data), "lines"
+
+
+def _is_spread(text: bytes) -> bool:
+    """Whether a file that begins with `text` has objects over several lines: the first line goes on in the next.
+
+    Where the next one begins with `{`, these are lines of which the first is cut short.
+    """
+    first, _, rest = text.partition(_LF)
+    rest = rest.lstrip(_SPACES)
+    if not rest or rest.startswith(b"{") or not first.startswith(b"{"):
+        return False
+    try:
+        msgspec.json.decode(first)
+    except (ValueError, RecursionError) as error:
+        return "truncated" in str(error)
+    return False
+
+
+def _spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reader: str) -> Iterator[Piece]:
+    """Write lines into files of `folder`, and yield each as a piece once it is whole; the next when it is asked for.
+
+    A piece ends with the first line that brings it to `PIECE_BYTES`. Where `data` ends in an error, that is raised
+    after a piece with all whole lines before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index, origin, rest, before = 0, 0, b"", 0
+    ending: ChunkplanError | None = None
+    is_more = True
+    while is_more and ending is None:
+        check_room(folder, pieces.PIECE_BYTES, "the next piece of what is read as a stream")
+        path = folder / f"source-{source:05}-piece-{index:05}.jsonl"
+        with path.open("wb") as file:
+            try:
+                size, rest, is_more = _fill(file, rest, data)
+            except ChunkplanError as error:
+                size, ending = file.tell(), error
+        if size:
+            share, before = taken.num_bytes - before, taken.num_bytes
+            yield Piece(source, index, str(path), reader, 0, size, origin, True, num_bytes=size, share=share)
+        else:
+            path.unlink()
+        index, origin = index + 1, origin + size
+    if ending is not None:
+        raise ending
+
+
+def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, bytes, bool]:
+    """Write `chunk` and more of `data` into `file` up to the end of a line at or behind `PIECE_BYTES`.
+
+    Returns how much was written, what was read beyond, and whether `data` has not ended. At an error of `data`, the
+    file is left with whole lines.
+    """
+    size, whole = 0, 0
+    while True:
+        stop = chunk.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1
+        if stop:
+            file.write(chunk[:stop])
+            return size + stop, chunk[stop:], True
+        file.write(chunk)
+        whole = size + chunk.rfind(_LF) + 1 if _LF in chunk else whole
+        size += len(chunk)
+        try:
+            chunk = next(data)
+        except StopIteration:
+            return size, b"", False
+        except ChunkplanError:
+            file.seek(whole)
+            file.truncate()
+            raise
+
+
+def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
+    """The elements of the array in `data`, which begins with its `[`: each on a line that ends with LF, in parts.
+
+    Raises:
+        RecordError: unreadable: no `]`, something behind it, an element that is missing, or a comma; or as `data`.
+    """
+    array = _Array(path)
+    for block in data:
+        found: list[bytes] = []
+        try:
+            array.take(block, found)
+        finally:
+            yield b"".join(found)
+    array.check_end()
+
+
+def objects(data: Iterator[bytes], path: str) -> Iterator[bytes]:
+    """The objects in `data`, each over as many lines as it likes: each on a line that ends with LF, in parts.
+
+    Raises:
+        RecordError: unreadable: something is between them, or the last has no end; or as `data`.
+    """
+    marks = _Marks(0)
+    num_done, is_open = 0, False
+    for block in data:
+        found: list[bytes] = []
+        at = 0
+        for position in [*marks.find(block).tolist(), len(block)]:
+            mark = block[position : position + 1]
+            if is_open:
+                found.append(block[at : position + len(mark)].translate(_LINE_END))
+                if mark and mark != b"}":
+                    yield b"".join(found)
+                    raise _misplaced(f"expected `}}` at the end of object {num_done}", mark[0], path, "objects")
+                is_open = not mark
+                if mark:
+                    found.append(_LF)
+                    num_done += 1
+                    at = position + 1
+            else:
+                wrong = block[at:position].strip(_SPACES) or (b"" if mark == b"{" else mark)
+                if wrong:
+                    yield b"".join(found)
+                    raise _misplaced(f"expected `{{` of object {num_done}", wrong[0], path, "objects")
+                is_open, at = bool(mark), position
+        yield b"".join(found)
+    if is_open:
+        raise _misplaced(f"expected `}}` at the end of object {num_done}", None, path, "objects")
+
+
+def _misplaced(message: str, found: int | None, path: str, counted: str) -> RecordError:
+    what = "the end of the file" if found is None else f"`{chr(found)}`" if found < 0x80 else f"byte {found:#04x}"
+    return unreadable(
+        f"{message}, found {what}; {counted} are counted from 0",
+        path,
+        hint="fix the file, or write it as JSONL: one object a line",
+    )
+
+
+class _Array:
+    """A position in an array that is read block by block."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._marks = _Marks(1)
+        self._depth = 0
+        self._num_done = 0
+        self._has_ended = False
+        self._has_begun = False  # the element: there is something of it
+        self._is_whole = False  # its brackets are closed again
+        self._is_due = False  # a comma was before it
+
+    def take(self, block: bytes, found: list[bytes]) -> None:
+        """Add to `found` the elements that are in `block`, whole or in part."""
+        at = 0
+        for position in self._marks.find(block).tolist():
+            mark = block[position]
+            if self._has_ended:
+                break
+            if mark in _OPENING:
+                if self._is_whole:
+                    raise self._error(f"expected `,` or `]` behind element {self._num_done}", mark)
+                self._depth += 1
+                at = position + 1 if self._depth == 1 else at
+            elif mark == _COMMA:
+                self._add(block[at:position], found)
+                self._end_element(mark, found)
+                self._is_due = True
+                at = position + 1
+            else:
+                self._depth -= 1
+                self._is_whole = self._depth == 1
+                if not self._depth:
+                    self._add(block[at:position], found)
+                    if self._has_begun or self._is_due:
+                        self._end_element(mark, found)
+                    if mark != ord("]"):
+                        raise self._error("expected `,` or `]`", mark)
+                    self._has_ended = True
+                    at = position + 1
+        if not self._has_ended:
+            self._add(block[at:], found)
+        elif behind := block[at:].strip(_SPACES):
+            raise self._error("expected nothing behind the array", behind[0])
+
+    def check_end(self) -> None:
+        """Raises RecordError where the array goes on, or there was nothing in it."""
+        if not self._has_ended:
+            raise self._error("expected `,` or `]`", None)
+        if not self._num_done:
+            raise unreadable("an array without elements", self._path, hint="leave the file out")
+
+    def _add(self, text: bytes, found: list[bytes]) -> None:
+        if not self._has_begun:
+            text = text.lstrip(_SPACES)
+        if text:
+            self._has_begun = True
+            found.append(text.translate(_LINE_END))
+
+    def _end_element(self, mark: int, found: list[bytes]) -> None:
+        if not self._has_begun:
+            raise self._error(f"expected element {self._num_done}", mark)
+        found.append(_LF)
+        self._num_done += 1
+        self._has_begun = self._is_whole = self._is_due = False
+
+    def _error(self, message: str, found: int | None) -> RecordError:
+        return _misplaced(message, found, self._path, "elements")
+
+
+class _Marks:
+    """Finds brackets, and commas between them, that are not in strings and down to some depth."""
+
+    def __init__(self, deepest: int) -> None:
+        self._deepest = deepest
+        self._depth = 0
+        self._in_string = 0
+        self._is_escaped = False  # the first byte of the next block
+
+    def find(self, block: bytes) -> Int64Array:
+        """Where in `block`, which follows the last, brackets up to the depth are that begin or end there, and commas.
+
+        Of an array, 1 is the depth of its elements; of objects one after another, 0.
+        """
+        if self._is_escaped and block[:1] in (b'"', b"\\"):  # a bracket behind a backslash is one all the same
+            block = b"_" + block[1:]
+        if b"\\" in block:  # blank out what is escaped: of a run of backslashes, pairs from its begin
+            block = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        self._is_escaped = block.endswith(b"\\")
+        text = np.frombuffer(block, np.uint8)
+        quotes = np.flatnonzero(text == _QUOTE)
+        marks = np.flatnonzero(_IS_MARK[text])
+        marks = marks[(np.searchsorted(quotes, marks) + self._in_string) % 2 == 0]
+        steps = _STEP[text[marks]]
+        after = self._depth + np.cumsum(steps)
+        self._depth += int(steps.sum())
+        self._in_string = (self._in_string + len(quotes)) % 2
+        found: Int64Array = marks[np.minimum(after, after - steps) <= self._deepest]
+        return found
+
+
+def text_piece(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """A text file as one piece, which is one record."""
+    num_bytes, how = file.num_bytes or 0, file.compression
+    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes, compression=how)
+
+
+def read_text(
+    piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None
+) -> Iterator[Batch]:
+    """See `readers.read`: the one record of a text file, which is rejected where the file cannot be read."""
+    row = [_text(piece, max_record_bytes)] if sampled(np.zeros(1, np.int64), sample)[0] else []
+    numbers, records, rejected, _ = parse_rows(layout, row, range(len(row)))
+    yield Batch(numbers, records, 1, 1, piece.num_bytes, rejected)
+
+
+def digest_text(piece: Piece) -> str:
+    """SHA-256 of the content; of a file that cannot be read, of so much as can be."""
+    hasher = hashlib.sha256()
+    try:
+        for data in chunks(piece.path, piece.compression):
+            hasher.update(data)
+    except RecordError as error:
+        hasher.update(error.message.encode())
+    return hasher.hexdigest()
+
+
+def _text(piece: Piece, max_record_bytes: int) -> Row:
+    held: list[bytes] = []
+    num_bytes = 0
+    try:
+        for data in chunks(piece.path, piece.compression):
+            num_bytes += len(data)
+            held = [*held, data] if num_bytes <= max_record_bytes else []
+    except RecordError as error:
+        if not piece.num_bytes and piece.compression is None:  # of a corpus, not damage
+            return RecordError(error.message, reason="empty", hint=error.hint)
+        return error
+    if num_bytes > max_record_bytes:
+        return too_large(num_bytes, max_record_bytes)
+    content = b"".join(held).removeprefix(BOM)
+    try:
+        return {"text": content.decode()}
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} ({error.reason})"
+        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")

@@ -1,0 +1,302 @@
+"""Tables, Parquet and Arrow: pieces are row groups or record batches; every row is one record or rejected."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from chunkplan.arrays import BoolArray, offsets_of
+from chunkplan.intake import pieces
+from chunkplan.intake.files import is_url
+from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.readers.rows import (
+    Parsed,
+    Row,
+    are_lengths,
+    is_valid,
+    lengths_of,
+    parse_lengths,
+    parse_rows,
+    rejection,
+    sampled,
+    too_large,
+)
+from chunkplan.intake.readers.streams import fetch, unreadable
+from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
+from chunkplan.intake.records import JsonObject
+from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.schemas import SCHEMAS, RecordLayout
+from chunkplan.intake.schemas.keys import may_say
+from chunkplan.intake.schemas.messages import SUSPECT
+from chunkplan.intake.schemas.tokens import HARMLESS
+from chunkplan.intake.schemas.unread import is_looked_at, named
+from chunkplan.intake.sources import SourceFile
+from chunkplan.planfile.arrow import to_arrow, to_numpy
+
+_INT32 = np.iinfo(np.int32)
+
+#: Types whose values have a length that is known without looking at them.
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+
+
+def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
+    """The pieces of a table: whole row groups up to about `PIECE_BYTES`, or one larger row group.
+
+    Arrow behind a URL cannot be cut: it is copied into `folder`, as one piece.
+    """
+    is_copy = is_spooled(file)
+    path = fetch(file.path, folder / f"source-{source:05}.{file.kind}") if is_copy else file.path
+    piece = Piece(source, 0, path, file.kind, 0, 0, origin=0, is_temporary=is_copy)
+    num_rows = 0
+    damage: RecordError | None = None
+    try:
+        with open_table(path, file.kind, is_look=True) as table:
+            for group in table.row_groups():
+                if num_rows and piece.num_bytes + group.num_bytes > pieces.PIECE_BYTES and not is_copy:
+                    yield piece
+                    index, origin = piece.index + 1, piece.origin + num_rows
+                    piece = replace(piece, index=index, start=piece.stop, origin=origin, num_bytes=0, share=0)
+                    num_rows = 0
+                num_bytes, share = piece.num_bytes + group.num_bytes, piece.share + group.stored
+                piece = replace(piece, stop=piece.stop + 1, num_bytes=num_bytes, share=share)
+                num_rows += group.num_rows
+    except RecordError as error:
+        error.where = file.path
+        damage = error
+    if num_rows:
+        yield piece
+    if damage is not None:
+        raise damage
+    if not num_rows and not piece.index:
+        raise unreadable("a table without rows", file.path, hint="leave it out, or write it again")
+
+
+def is_spooled(file: SourceFile) -> bool:
+    """Whether a file is copied before it is read."""
+    return file.kind == "arrow" and is_url(file.path)
+
+
+def length_column(file: SourceFile) -> str | None:
+    """The name of the only column of a table, if that has whole numbers; raises as `readers.default_columns`."""
+    with open_table(file.path, file.kind, is_look=True) as table:
+        only = table.schema.field(0) if len(table.schema) == 1 else None
+    return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
+
+
+def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+    """See `readers.read`; rows that are lost to damage are rejected each.
+
+    Of a file that cannot even be opened any more, all is one that is rejected.
+    """
+    max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", "input_ids") else pieces.BATCH_RECORDS
+    row, total = 0, 0
+    not_wanted: list[str] = []  # of columns that are not read it is not known which rows have a value
+
+    def batch_of(found: pa.RecordBatch | Lost) -> Batch:
+        is_chosen = sampled(piece.origin + row + np.arange(found.num_rows), sample)
+        if isinstance(found, Lost):
+            rejected = [rejection(number, found.error) for number in (row + np.flatnonzero(is_chosen)).tolist()]
+            parsed = Parsed(np.empty(0, np.int64), [], rejected, Counter())
+        else:
+            parsed = _parse(found, is_chosen, row, layout, max_record_bytes)
+        unread = dict.fromkeys(not_wanted) | parsed.unread if len(parsed.numbers) else {}
+        before, behind = (piece.num_bytes * rows // total for rows in (row, row + found.num_rows))
+        num_rows = found.num_rows
+        return Batch(parsed.numbers, parsed.records, num_rows, num_rows, behind - before, parsed.rejected, unread)
+
+    try:
+        with open_table(piece.path, piece.reader) as table:
+            total = _num_rows(table, piece)
+            wanted = _wanted(table.schema, layout)
+            others = (field for field in table.schema if field.name not in wanted)
+            not_wanted = [named(field.name) for field in others if not pa.types.is_null(field.type)]
+            for found in table.batches(piece.start, piece.stop, wanted, max_rows):
+                yield batch_of(found)
+                row += found.num_rows
+    except RecordError as error:
+        if total:
+            yield batch_of(Lost(total - row, error))
+        else:
+            yield Batch(np.empty(0, np.int64), [], 1, 0, piece.num_bytes, [rejection(-1, error)])
+
+
+def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
+    """The first `count` rows that can be read, with all their columns; if all are lost, rows behind the piece."""
+    found: list[JsonObject] = []
+    with open_table(piece.path, piece.reader, is_look=True) as table:
+        for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
+            for batch in table.batches(start, stop, table.schema.names, count):
+                if isinstance(batch, pa.RecordBatch):
+                    found += [row for row in _rows(_mark_suspects(batch, ())) if isinstance(row, dict)]
+                if len(found) >= count:
+                    break
+            if found:
+                break
+    return found[:count]
+
+
+def digest(piece: Piece) -> str:
+    """SHA-256 of what is read: of Parquet the raw bytes, of Arrow the data."""
+    with open_table(piece.path, piece.reader) as table:
+        return table.digest(piece.start, piece.stop)
+
+
+def num_rows(piece: Piece) -> int:
+    """How many rows there are."""
+    with open_table(piece.path, piece.reader) as table:
+        return _num_rows(table, piece)
+
+
+def alone(piece: Piece, number: int, folder: Path) -> Piece:
+    """The piece of one row, which is written into `folder` with all of its columns."""
+    path = folder / "row.arrow"
+    before = 0
+    with open_table(piece.path, piece.reader) as table:
+        for found in table.batches(piece.start, piece.stop, table.schema.names, pieces.BATCH_RECORDS):
+            if number < before + found.num_rows:
+                break
+            before += found.num_rows
+        if isinstance(found, Lost):
+            raise found.error
+        with pa.ipc.new_file(str(path), found.schema) as file:
+            file.write_batch(found.slice(number - before, 1))
+    origin = piece.origin + number
+    return replace(piece, path=str(path), reader="arrow", start=0, stop=1, origin=origin, is_temporary=True)
+
+
+def _wanted(schema: pa.Schema, layout: RecordLayout) -> list[str]:
+    """The columns that records of the layout may have, and those they are refused for.
+
+    All if there are none of the former, for errors to say what there is. None of those that are ignored.
+    """
+    names = [name for name in schema.names if name not in layout.ignored]
+    keys = SCHEMAS[layout.schema].all_keys(layout.columns)
+    if keys.isdisjoint(names):
+        return names
+    more = (name for name in names if is_looked_at(name, layout.schema) or _is_mark(schema.field(name), layout))
+    wanted = keys | SUSPECT.union(more)
+    return [name for name in names if name in wanted]
+
+
+def _is_mark(field: pa.Field, layout: RecordLayout) -> bool:
+    """Whether a column beside token ids may say what is learnt, by its name or as it has lists, but of texts."""
+    if layout.schema != "input_ids" or field.name in HARMLESS:
+        return False
+    is_lists = any(is_kind(field.type) for is_kind in _LISTS)
+    return may_say(field.name) or (is_lists and not any(is_kind(field.type.value_type) for is_kind in _TEXTS))
+
+
+def _parse(
+    batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: RecordLayout, max_record_bytes: int
+) -> Parsed:
+    """The records of the chosen rows of a batch whose first is `row` of the piece."""
+    large = []
+    batch = _mark_suspects(batch, layout.columns.values())
+    if batch.nbytes > max_record_bytes:
+        for index in np.flatnonzero(is_chosen).tolist():
+            num_bytes = batch.slice(index, 1).nbytes
+            if num_bytes > max_record_bytes:
+                is_chosen[index] = False
+                large.append(rejection(row + index, too_large(num_bytes, max_record_bytes)))
+    numbers = row + np.flatnonzero(is_chosen)
+    batch = _take(batch, is_chosen)
+    lengths = lengths_of(batch, layout) if are_lengths(layout) else None
+    if lengths is not None:
+        parsed = parse_lengths(lengths, layout, _rows(_take(batch, ~lengths.taken)), numbers)
+    else:
+        as_rows = _token_rows if layout.schema == "input_ids" else _rows
+        parsed = parse_rows(layout, as_rows(batch), numbers.tolist())
+    return parsed._replace(rejected=sorted(large + parsed.rejected))
+
+
+def _take(batch: pa.RecordBatch, is_taken: BoolArray) -> pa.RecordBatch:
+    return batch if is_taken.all() else batch.take(to_arrow(np.flatnonzero(is_taken)))
+
+
+def _rows(batch: pa.RecordBatch) -> list[Row]:
+    """Every row as keys and values. What is null is left out: Arrow has every key in every row, records have not."""
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except UnicodeDecodeError as error:
+        if len(batch) > 1:
+            return [row for index in range(len(batch)) for row in _rows(batch.slice(index, 1))]
+        message = f"not UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start} of a text ({error.reason})"
+        return [RecordError(message, reason="not-utf8", hint="write the file again, with text as UTF-8")]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        first = next((inner for inner in value if inner is not None), None)  # the others are of its type
+        return [_without_nulls(inner) for inner in value] if isinstance(first, (dict, list, bytes)) else value
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _token_rows(batch: pa.RecordBatch) -> list[Row]:
+    """As `_rows`, of records that are tokens: lists of whole numbers that fit int32 are arrays of it, [n]."""
+    names = [name for name in batch.schema.names if _are_numbers(batch.column(name))]
+    others = batch.drop_columns(names)
+    found: list[Row] = _rows(others) if others.num_columns else [{} for _ in range(len(batch))]
+    for name in names:
+        column = batch.column(name)
+        present, values = is_valid(column), to_numpy(column.flatten()).astype(np.int32)  # without what is behind a null
+        offsets = offsets_of(np.where(present, np.diff(to_numpy(column.offsets)), 0)).tolist()
+        for index, row in enumerate(found):
+            if present[index] and isinstance(row, dict):
+                row[name] = values[offsets[index] : offsets[index + 1]]
+    return found
+
+
+def _are_numbers(column: pa.Array) -> bool:
+    """Whether a column has lists of whole numbers, all of which fit int32."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    if not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+        return False
+    values = column.flatten()
+    numbers = to_numpy(values)
+    return not values.null_count and (not numbers.size or (numbers.min() >= _INT32.min and numbers.max() <= _INT32.max))
+
+
+def _mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:
+    """`batch` with true or false in place of what only has to be there for a record to be refused, but for `keys`.
+
+    Null stays null, and what is empty is false: images are not decoded only to see that there are some.
+    """
+    for index, name in enumerate(batch.schema.names):
+        if name in SUSPECT and name not in keys:
+            batch = batch.set_column(index, name, _mark(batch.column(index)))
+    return batch
+
+
+def _mark(column: pa.Array) -> pa.Array:
+    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        parts = [to_numpy(part.is_valid()) for part in column.flatten()]
+        says = to_arrow(np.any([np.zeros(len(column), np.bool_), *parts], axis=0))
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        says = pc.greater(pc.list_value_length(column), 0)
+    elif any(is_kind(kind) for is_kind in _TEXTS):
+        says = pc.greater(pc.binary_length(column), 0)
+    elif pa.types.is_dictionary(kind):
+        return _mark(column.dictionary_decode())
+    else:
+        return pa.array([None if value is None else bool(value) for value in column.to_pylist()], pa.bool_())
+    return pc.if_else(column.is_valid(), says, None)
+
+
+def _num_rows(table: TableFile, piece: Piece) -> int:
+    return sum(group.num_rows for group in islice(table.row_groups(), piece.start, piece.stop))
