@@ -78,8 +78,9 @@ def hint_of_source(hint: str, source: str | None) -> str:
     """`hint`, whose flags of all sources are for those that `source` names."""
 
     def of_source(found: re.Match[str]) -> str:
-        sign = "=" if found[1] == "--format " else ":"
-        return found[1] + shlex.quote(f"{source}{sign}{found[2].strip(chr(39))}")
+        flag, value = found[1], found[2].strip("'")
+        sign = "=" if flag == "--format " else ":"
+        return flag + shlex.quote(f"{source}{sign}{value}")
 
     return hint if source is None else _FLAG.sub(of_source, hint)
 

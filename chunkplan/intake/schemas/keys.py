@@ -121,15 +121,15 @@ def kind_of(key: str) -> Kind:
 @lru_cache(maxsize=1 << 12)
 def may_mark(key: str) -> bool:
     """Return whether a number under a key may say what counts in the loss, by its name."""
-    words = words_of(key)
-    return not _MARKS.isdisjoint((*words, *words_of(key.lower()))) and _NUMBERED.isdisjoint(words[-1:])
+    found = words_of(key)
+    return not _MARKS.isdisjoint((*found, *words_of(key.lower()))) and _NUMBERED.isdisjoint(found[-1:])
 
 
 @lru_cache(maxsize=1 << 12)
 def may_split(key: str) -> bool:
     """Return whether a number under a key may say which tokens are a prompt."""
-    words = {*words_of(key)}
-    return not words.isdisjoint(_PARTS) and not words.isdisjoint(_PLACES)
+    found = {*words_of(key)}
+    return not found.isdisjoint(_PARTS) and not found.isdisjoint(_PLACES)
 
 
 def may_say(key: str) -> bool:
@@ -169,12 +169,12 @@ def holds_content(key: str, value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         are_numbers = any(isinstance(one, (bool, int, float)) for one in value)  # of each token, perhaps
         return are_numbers or any(holds_content(key, one) for one in value)
-    words = words_of(key)
+    found = words_of(key)
     if isinstance(value, str):
         about = _SAYS_ABOUT if len(value.split()) > 1 else _SAYS_ABOUT | _IN_A_WORD
-        return bool(value.strip()) and about.isdisjoint(words[-1:])
+        return bool(value.strip()) and about.isdisjoint(found[-1:])
     about = _SAYS_ABOUT | _IN_A_WORD | _IN_A_NUMBER
-    return value is not None and about.isdisjoint(words[-1:]) and not {"n", "num"}.intersection(words[:1])
+    return value is not None and about.isdisjoint(found[-1:]) and not {"n", "num"}.intersection(found[:1])
 
 
 def _ends(key: str) -> set[str]:
