@@ -25,9 +25,9 @@ from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
 from chunkplan.intake.schemas.tokens import marks_of
+from chunkplan.intake.signatures import kind_of
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import COMPRESSIONS, LINK, SourceFile
-from chunkplan.intake.unknown_suffix import kind_of
 
 #: Records that say how those of a source are laid out, and how many are looked at where these are null.
 _RECORDS, _MOST_RECORDS = 100, 10_000

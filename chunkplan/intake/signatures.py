@@ -1,11 +1,23 @@
-"""What a file is by its first bytes, which its name may not say: how it is compressed, and which table it is."""
+"""What a file is by its bytes, where its name does not say it: how it is compressed, which table or text it is.
+
+Of a file that is not read it is said what makes files of it that are.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
+import shlex
+import tarfile
+import zipfile
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 
-from chunkplan.intake.files import open_file
+import pyarrow as pa
+
+from chunkplan.intake.files import is_url, name_of, open_file, reading
 
 #: How many bytes tell.
 HEAD_BYTES = 16
@@ -26,6 +38,33 @@ _TABLES = {
 }
 
 
+#: How much of a file is looked at: as it is stored, of its content, and of the members of an archive.
+_STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
+
+#: The suffix of what is compressed, by the name that Arrow has for it.
+_PACKINGS = {"gzip": "gz", "zstd": "zst", "bz2": "bz2"}
+
+#: How other files begin, or texts are named: the Python that writes Parquet, with the file and the new one in it.
+_TO_PARQUET = {
+    b"ORC": "import pyarrow.orc as o, pyarrow.parquet as p; p.write_table(o.read_table(%s), %s)",
+    b"Obj\x01": "import polars; polars.read_avro(%s).write_parquet(%s)",
+    ".csv": "import polars; polars.read_csv(%s, infer_schema=False).write_parquet(%s)",
+    ".tsv": r'import polars; polars.read_csv(%s, infer_schema=False, separator="\t").write_parquet(%s)',
+}
+
+#: What unpacks a file of one other, and what such files begin with.
+_UNPACK = "import {0}, shutil; shutil.copyfileobj({0}.open(%s), open(%s, 'xb'))"
+_MODULES = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+
+#: How the names of texts end of which the whole is no text to be trained.
+_STRUCTURED = {".csv", ".tsv", ".psv", ".tab", ".yaml", ".yml", ".toml", ".xml", ".ini", ".sql", ".ipynb", ".svg"}
+
+#: What is in every file of an office, which is an archive by its bytes.
+_OFFICE = {"[Content_Types].xml", "mimetype"}
+
+_WRITE = "write its records as JSON lines (.jsonl, an object each) or as Parquet, with all that is to be trained"
+
+
 def by_bytes(path: str, kind: str, compression: str | None) -> tuple[str, str | None]:
     """The kind and the compression of a file of this machine, which its name says as given."""
     with open_file(path) as file:
@@ -41,11 +80,105 @@ def table_of(head: bytes) -> str | None:
 def compression_of(head: bytes, named: str | None) -> str | None:
     """How a file that begins with `head` is compressed; `named` where it is neither text nor known."""
     found = next((name for name, begin in _COMPRESSED.items() if begin.match(head)), None)
-    return found if found or _is_text(head) else named
+    return found if found or _text(head) else named
 
 
-def _is_text(head: bytes) -> bool:
-    try:
-        return bool(codecs.getincrementaldecoder("utf-8")().decode(head)) and b"\0" not in head
-    except UnicodeDecodeError:
-        return False
+def what_to_do(path: str) -> str:
+    """What has the content of the file at `path` read, as words for a hint."""
+    is_here = Path(path).is_file()
+    if not is_here and not is_url(path):
+        return _WRITE  # what can be read only once
+    with reading(path), open_file(path) as file:
+        stored = file.read(_STORED_BYTES)
+    name = name_of(path)
+    codec = compression_of(stored, None)
+    packing = codec and _PACKINGS[codec]
+    head = _content(stored, codec)
+    suffix = Path(name.removesuffix(f".{packing}")).suffix.lower()
+    kind = kind_of(head, suffix)
+    if kind and (packing is None or table_of(head) is None):
+        words = "it is one text, the whole file a record" if kind == "txt" else f"its bytes are those of .{kind}"
+        format_of_it = ".".join([kind, *([packing] if packing else [])])
+        return f"{words}: --format {shlex.quote(f'{name}={format_of_it}')}"
+    return (is_here and (_of_archive(path, stored, head) or _by_python(path, stored, head, suffix))) or _WRITE
+
+
+def _content(stored: bytes, codec: str | None) -> bytes:
+    if codec is None:
+        return stored[:_BYTES]
+    with suppress(OSError):
+        return bytes(pa.CompressedInputStream(pa.BufferReader(stored), codec).read(_BYTES))
+    return b""
+
+
+def kind_of(head: bytes, suffix: str) -> str | None:
+    """The suffix of what begins with these bytes, where it is one that is read."""
+    if table := table_of(head):
+        return table
+    with suppress(pa.ArrowException):
+        if head.startswith(b"\xff\xff\xff\xff") and pa.ipc.open_stream(head).schema:
+            return "arrow"
+    text = _text(head).lstrip("\ufeff \t\r\n")
+    if text[:1] in ("{", "["):
+        return _json_kind(text)
+    return "txt" if text and suffix not in _STRUCTURED else None
+
+
+def _text(head: bytes) -> str:
+    """The text that begins with these bytes, "" where they are none."""
+    with suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        return "" if "\0" in text else text
+    return ""
+
+
+def _json_kind(text: str) -> str | None:
+    """The suffix of JSON that begins with `text`, whose records are objects or lists of them."""
+    decoder = json.JSONDecoder()
+    with suppress(ValueError, RecursionError):
+        if text.startswith("["):
+            first, _ = decoder.raw_decode(text[1:].lstrip())  # of an array as large as it may be
+            rest = text.partition("\n")[2].lstrip()
+            return ("jsonl" if rest.startswith("[{") else "json") if isinstance(first, dict) else None
+        _, end = decoder.raw_decode(text)
+        return "json" if "\n" in text[:end] or text[end:].lstrip(" \t\r")[:1] not in ("", "\n") else "jsonl"
+    return None
+
+
+def _of_archive(path: str, stored: bytes, head: bytes) -> str | None:
+    """What unpacks an archive, unless several of its files are one sample; None where it is none."""
+    module, names = "tarfile", list[str]()
+    with suppress(OSError, tarfile.TarError, zipfile.BadZipFile):
+        if stored.startswith(b"PK\3\4"):
+            with zipfile.ZipFile(path) as archive:
+                module, names = "zipfile", archive.namelist()[:_MEMBERS]
+        elif head[257:262] == b"ustar":
+            with tarfile.open(path) as tar:
+                names = [member.name for member in islice(tar, _MEMBERS) if member.isfile()]
+    if not names or not _OFFICE.isdisjoint(names):
+        return None
+    stems: dict[str, str] = {}
+    for name in names:
+        folder, slash, file = name.rpartition("/")
+        first = stems.setdefault(folder + slash + file.partition(".")[0], name)
+        if first != name and not file.startswith("."):
+            return f"files of one name are one sample, such as {first} and {name}: {_WRITE}"
+    unpack = shlex.join(["python", "-m", module, "-e", path, f"{path}.d"])
+    return f"`{unpack}` unpacks it; then name {shlex.quote(f'{path}.d')}, whose files are sources"
+
+
+def _by_python(path: str, stored: bytes, head: bytes, suffix: str) -> str | None:
+    """The command that writes what is read, from the file at `path`; None where there is none."""
+    module = next((module for begin, module in _MODULES.items() if stored.startswith(begin)), None)
+    to_parquet = next((code for begin, code in _TO_PARQUET.items() if begin in (suffix, head[: len(begin)])), None)
+    if suffix in _TO_PARQUET and not _text(head):
+        to_parquet = None
+    if to_parquet and module in (None, "gzip"):
+        new, code, what = f"{path}.parquet", to_parquet, "writes it as Parquet"
+        what += ", if its first line names the columns" if suffix in _TO_PARQUET else ""
+    elif module and path.endswith((".gz", ".bz2", ".xz")):
+        new, code, what = path.rpartition(".")[0], _UNPACK.format(module), "unpacks it"
+    else:
+        return None
+    files = tuple(json.dumps(file, ensure_ascii=False) for file in (path, new))
+    return f"`python -c {shlex.quote(code % files)}` {what}; then name {shlex.quote(new)}"

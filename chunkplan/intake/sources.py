@@ -28,9 +28,8 @@ from chunkplan.config.intake import SCHEMAS, Said
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
-from chunkplan.intake.signatures import by_bytes
+from chunkplan.intake.signatures import by_bytes, what_to_do
 from chunkplan.intake.source_columns import is_named
-from chunkplan.intake.unknown_suffix import what_to_do
 
 #: What may stand behind the suffix of a kind that is text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
