@@ -145,7 +145,7 @@ def _probe(report: Report) -> None:
 def _calibrate(report: Report) -> None:
     from gpu_probe import measure_calibration
 
-    from chunkplan.cost.calibration_file import write_profile
+    from chunkplan.cost.calibrate import write_profile
 
     calibration, chunks = measure_calibration(report.device, toy=report.toy, add=report.add("calibrated_chunks"))
     write_profile(calibration, report.calibrated, torch_version=torch.__version__)

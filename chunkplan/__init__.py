@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chunkplan.cost.model import CostModel
     from chunkplan.cost.model_config import read_model_config
     from chunkplan.exporting.export import export
+    from chunkplan.exporting.rows import pack
     from chunkplan.exporting.torch_pipelining import export_order
     from chunkplan.intake.reading import IntakeRequest, analyze
     from chunkplan.intake.shard import merge, write_shard
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from chunkplan.reporting.plan_report import plan_report
     from chunkplan.reporting.record_view import view_record
     from chunkplan.reporting.token_text import open_tokenizer
-    from chunkplan.rows import pack
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
     from chunkplan.summary import summarize_plan
@@ -98,7 +98,7 @@ HOMES = {
     "load_plan": "chunkplan.planfile.load",
     "merge": "chunkplan.intake.shard",
     "open_tokenizer": "chunkplan.reporting.token_text",
-    "pack": "chunkplan.rows",
+    "pack": "chunkplan.exporting.rows",
     "per_step": "chunkplan.reporting.per_step",
     "plan_report": "chunkplan.reporting.plan_report",
     "read_model_config": "chunkplan.cost.model_config",

@@ -101,7 +101,7 @@ NAMED = {
     "chunkplan.summary": ["PlanSummary"],
     "chunkplan.validation.validate": ["Validation"],
     "chunkplan.schedule.simulated": ["Simulation"],
-    "chunkplan.rows": ["PackedRows"],
+    "chunkplan.exporting.rows": ["PackedRows"],
     "chunkplan.tuning.tune": ["Tuning"],
     "chunkplan.cost.calibrate": ["Calibration"],
     "chunkplan.cost.hardware": ["Hardware"],
@@ -174,7 +174,7 @@ sequences are in host memory. `router_loss` is that [of `ChunkTrainer`](chunk-tr
 TRAINING = """## Training, parity and calibration
 
 The functions of `python -m chunkplan_runtime.train`, `chunkplan parity` and `chunkplan calibrate`
-([training.md](training.md)). `chunkplan.cost.calibration_file.write_profile` writes a profile to a file.
+([training.md](training.md)). `chunkplan.cost.calibrate.write_profile` writes a profile to a file.
 """
 
 #: Functions and classes of these, by module.

@@ -12,8 +12,8 @@ from itertools import groupby
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing
 from chunkplan.cost.fused import fuses_gate, fuses_norms
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import GRADIENT_BYTES
 from chunkplan.cost.shape import Layer
-from chunkplan.cost.sums import GRADIENT_BYTES
 
 #: Norms and the log-sum-exp of attention are in float32.
 _FLOAT32 = 4

@@ -11,9 +11,9 @@ from functools import cache
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
+from chunkplan.cost.optimizers import GRADIENT_BYTES
 from chunkplan.cost.rates import Again, Rates
 from chunkplan.cost.shape import Layer, ModelShape
-from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.cost.attention_rates import KERNELS, AttentionRates
-from chunkplan.cost.entries import from_entries
+from chunkplan.cost.shape_entries import from_entries
 from chunkplan.domains import Domain, one_of
 from chunkplan.errors import DataError, UsageError
 

@@ -37,9 +37,9 @@ from chunkplan.cost.held import (
     without_levels,
 )
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import tokens_at_once
 from chunkplan.cost.reduction import stage_parameters
 from chunkplan.cost.states import held_states, product_gradient_bytes
-from chunkplan.cost.sums import tokens_at_once
 from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 #: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of

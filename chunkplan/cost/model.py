@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -10,20 +11,73 @@ from typing import Any, Literal
 
 from chunkplan.cost import fused
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
-from chunkplan.cost.attention import with_attention
-from chunkplan.cost.attention_rates import MAKES_PLANS
+from chunkplan.cost.attention_rates import MAKES_PLANS, MEASURED_QUERIES, WHOLE_ONLY, AttentionRates
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, Kernels, copied_elements, fewer_kernels
 from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
 from chunkplan.cost.model_config import read_model_config
-from chunkplan.cost.optimizers import OPTIMIZERS, Optimizer
-from chunkplan.cost.rates import Rates, Sums
-from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
+from chunkplan.cost.optimizers import GRADIENT_BYTES, LOGIT_BYTES, OPTIMIZERS, Optimizer, sums_of
+from chunkplan.cost.rates import AttentionTime, Rates, Sums
+from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
-from chunkplan.cost.sums import GRADIENT_BYTES, LOGIT_BYTES, sums_of
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
+
+# How long attention takes in a layer, by the rates of a profile.
+
+
+def with_attention(rates: Rates, shape: ModelShape, hardware: Hardware, slower: float, tp: int) -> Rates:
+    """`rates` with what they say of attention, which takes `slower` times as long as in bf16, on `tp` GPUs.
+
+    A pair without a mask has half of the 4 FLOPs of one that is seen. A square takes as long as a block with as many
+    pairs, and what its mask costs each of its queries. Chunks of several sequences count as many pairs as take as long.
+    """
+    if not hardware.attention:
+        pair = 2e9 * slower * shape.mean(lambda layer: layer.attention_width) / tp / hardware.attention_flops
+        return rates._replace(pair=pair)
+
+    def mean(flops: float, of: Callable[[AttentionRates], float], several: bool = False) -> float:
+        return 1e9 * slower * flops * shape.mean(partial(_of_layer, hardware, several, of)) / tp
+
+    def of_direction(flops: float, blocks: str, squares: str, several: bool = False) -> AttentionTime:
+        pair = mean(flops, lambda rates: 1 / rates.of_many(getattr(rates, blocks)), several)
+        mask = mean(flops, lambda rates: 1 / getattr(rates, squares), several) - pair
+        return AttentionTime(pair, max(0.0, MEASURED_QUERIES * mask))
+
+    forward, packed = (of_direction(2, "forward_blocks", "forward_squares", several) for several in (False, True))
+    ramp = mean(2, lambda rates: rates.ramp_queries / rates.of_many(rates.forward_blocks))
+    return rates._replace(
+        pair=forward.pair,
+        mask=forward.token,
+        ramp_queries=ramp / forward.pair if forward.pair else 0.0,
+        packed=(packed.pair / forward.pair, (packed.token - forward.token) / forward.pair) if forward.pair else (1, 0),
+        attention_backward=of_direction(5, "backward_blocks", "backward_squares"),
+    )
+
+
+def _of_layer(hardware: Hardware, several: bool, of: Callable[[AttentionRates], float], layer: Layer) -> float:
+    """What `of` says of the rates of a layer, for each element of its width."""
+    if not layer.attention_width:
+        return 0.0
+    return layer.attention_width * of(
+        _rates_of(hardware, layer.attention_width / layer.num_query_heads, several or layer.window is not None)
+    )
+
+
+def _rates_of(hardware: Hardware, head_size: float, is_hard: bool) -> AttentionRates:
+    """The rates with heads of the size nearest to `head_size`, of the first kernel of a profile that serves them.
+
+    `is_hard`: there are several sequences, or a window. Where no other is known, any kernel counts.
+    """
+
+    def serves(kernel: str) -> bool:
+        return kernel not in WHOLE_ONLY or (not is_hard and head_size <= WHOLE_ONLY[kernel])
+
+    serving = [each for each in hardware.attention if serves(each.kernel)] or hardware.attention
+    of_kernel = [rates for rates in serving if rates.kernel == serving[0].kernel]
+    return min(of_kernel, key=lambda rates: abs(rates.head_size - head_size))
+
 
 Precision = Literal["bf16", "fp32"]
 

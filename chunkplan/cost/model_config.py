@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.model_families import EXPERTS, FULL, LINEAR, MLP, SLIDING, Family
-from chunkplan.cost.model_layers import Config
+from chunkplan.cost.model_families import EXPERTS, FULL, LINEAR, MLP, SLIDING, Config, Family
 from chunkplan.cost.model_types import FAMILIES, TEXT_TYPES
 from chunkplan.cost.shape import Layer, ModelShape, kinds_and_order
 from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import GRADIENT_BYTES
 from chunkplan.cost.shape import Layer
-from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.optimizers import moment_bytes
+from chunkplan.cost.optimizers import GRADIENT_BYTES, moment_bytes
 from chunkplan.cost.reduction import StageWeights
 from chunkplan.cost.shape import Layer, Layers
-from chunkplan.cost.sums import GRADIENT_BYTES
 
 #: Where weights are sharded, the layer at work and the next one are whole on every GPU; where gradients are, those of
 #: the layer at work and of the one whose gradients are being reduced. Embeddings and head are whole for all of a step,

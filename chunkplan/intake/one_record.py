@@ -12,11 +12,11 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import temporary_folder
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.pieces import Batch, LengthColumn, Piece
+from chunkplan.intake.pieces import LengthColumn, Piece
 from chunkplan.intake.probe import find_layout, look_ahead
 from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
 from chunkplan.intake.records import JsonObject, LengthRecord, Record
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources, suffixes_of
@@ -152,24 +152,18 @@ def _found(
     keys: JsonObject | None = None
     if piece.reader != "text":
         keys = next(iter(first_records(piece, 1, max_record_bytes=most)), None)
-    line = _line(piece) if keys is None and piece.reader in ("lines", "elements") else None
-    more = 0 if line is None else max(0, piece.num_bytes - _SHOWN_BYTES)
-    return FoundRecord(where, number, layout, keys, line, _record(batch), more)
-
-
-def _record(batch: Batch) -> Record | RecordError:
-    """The one record of a batch."""
+    line, more = None, 0
+    if keys is None and piece.reader in ("lines", "elements"):
+        with Path(piece.path).open("rb") as file:
+            file.seek(piece.start)
+            line = file.read(min(piece.num_bytes, _SHOWN_BYTES)).decode("utf-8", "backslashreplace")
+        more = max(0, piece.num_bytes - _SHOWN_BYTES)
+    read_as: Record | RecordError
     if batch.rejected:
-        rejected: Rejected = batch.rejected[0]
-        return RecordError(rejected.message, reason=rejected.reason, hint=rejected.hint)
-    match batch.records:
-        case LengthColumn(num_tokens):
-            return LengthRecord(int(num_tokens[0]))
-        case records:
-            return records[0]
-
-
-def _line(piece: Piece) -> str:
-    with Path(piece.path).open("rb") as file:
-        file.seek(piece.start)
-        return file.read(min(piece.num_bytes, _SHOWN_BYTES)).decode("utf-8", "backslashreplace")
+        _, reason, message, hint = batch.rejected[0]
+        read_as = RecordError(message, reason=reason, hint=hint)
+    elif isinstance(batch.records, LengthColumn):
+        read_as = LengthRecord(int(batch.records.num_tokens[0]))
+    else:
+        read_as = batch.records[0]
+    return FoundRecord(where, number, layout, keys, line, read_as, more)

@@ -176,7 +176,12 @@ def _check_records(
     source: Source, piece: Piece, layout: RecordLayout, records: Sequence[JsonObject], options: IntakeOptions
 ) -> None:
     """Refuse a source of whose first records none can be read, or that begins with a part of one."""
-    goes_on = _goes_on(piece)
+    head = b""
+    if piece.reader == "lines":
+        with Path(piece.path).open("rb") as file:
+            file.seek(piece.start)
+            head = file.read(pieces.LOOK_BYTES)
+    goes_on = head.split(b"\n")[0].strip() in (b"{", b"[")  # nothing but the beginning of a JSON value
     if not goes_on and any(_is_readable(layout, record) for record in records):
         return
     rejected = _first_bad(piece, layout, options)
@@ -184,25 +189,11 @@ def _check_records(
         source.reader = piece.reader
         where = source.place(0, rejected.number)
         hint = rejected.hint
-        if rejected.reason == "not-json" and rejected.number == 0 and goes_on and kind_of(_head(piece), "") == "json":
+        if rejected.reason == "not-json" and rejected.number == 0 and goes_on and kind_of(head, "") == "json":
             suffix = {None: ""} | {how: suffix for suffix, how in COMPRESSIONS.items()}
             name = f"{name_of(source.file.path)}=json{suffix[source.file.compression]}"
             hint = f"a value goes on over several lines, as in .json: {TRY}--format {shlex.quote(name)}"
         raise RecordError(rejected.message, reason=rejected.reason, hint=hint, where=where)
-
-
-def _goes_on(piece: Piece) -> bool:
-    """Return whether the first line of a piece of lines has nothing but the beginning of a JSON value."""
-    if piece.reader != "lines":
-        return False
-    return _head(piece).split(b"\n")[0].strip() in (b"{", b"[")
-
-
-def _head(piece: Piece) -> bytes:
-    """Read the beginning of a piece of lines."""
-    with Path(piece.path).open("rb") as file:
-        file.seek(piece.start)
-        return file.read(pieces.LOOK_BYTES)
 
 
 def _is_readable(layout: RecordLayout, record: JsonObject) -> bool:

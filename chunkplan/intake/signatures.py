@@ -1,7 +1,4 @@
-"""What a file is by its bytes, where its name does not say it: how it is compressed, which table or text it is.
-
-Of a file that is not read it is said what makes files of it that are.
-"""
+"""What a file is by its first bytes, which its name may not say, and what to do with one whose suffix is not known."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import re
 import shlex
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -31,12 +29,7 @@ _COMPRESSED = {
 }
 
 #: How tables and arrays begin.
-_TABLES = {
-    "parquet": re.compile(rb"PAR1\x15"),
-    "arrow": re.compile(rb"ARROW1\0\0"),
-    "npy": re.compile(rb"\x93NUMPY"),
-}
-
+_TABLES = {"parquet": re.compile(rb"PAR1\x15"), "arrow": re.compile(rb"ARROW1\0\0"), "npy": re.compile(rb"\x93NUMPY")}
 
 #: How much of a file is looked at: as it is stored, of its content, and of the members of an archive.
 _STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
@@ -157,14 +150,19 @@ def _of_archive(path: str, stored: bytes, head: bytes) -> str | None:
                 names = [member.name for member in islice(tar, _MEMBERS) if member.isfile()]
     if not names or not _OFFICE.isdisjoint(names):
         return None
-    stems: dict[str, str] = {}
-    for name in names:
-        folder, slash, file = name.rpartition("/")
-        first = stems.setdefault(folder + slash + file.partition(".")[0], name)
-        if first != name and not file.startswith("."):
-            return f"files of one name are one sample, such as {first} and {name}: {_WRITE}"
+    if samples := _of_one_sample(names):
+        return f"files of one name are one sample, such as {samples[0]} and {samples[1]}: {_WRITE}"
     unpack = shlex.join(["python", "-m", module, "-e", path, f"{path}.d"])
     return f"`{unpack}` unpacks it; then name {shlex.quote(f'{path}.d')}, whose files are sources"
+
+
+def _of_one_sample(names: Sequence[str]) -> list[str]:
+    """The first files that differ in nothing but what stands behind the first dot of their names."""
+    stems: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        stems.setdefault((folder, file.partition(".")[0]), []).append(name)
+    return next((files for (_, stem), files in stems.items() if stem and len(files) > 1), [])
 
 
 def _by_python(path: str, stored: bytes, head: bytes, suffix: str) -> str | None:

@@ -12,10 +12,8 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing
-from chunkplan.packing.bounds import martello_toth_counted
-from chunkplan.packing.histogram import Histogram, starts
-from chunkplan.packing.solution import Solution
+from chunkplan.packing.best_fit_decreasing import best_fit_decreasing, martello_toth_counted
+from chunkplan.packing.histogram import Histogram, Solution, starts
 
 # Items put into a bin or taken back, for one set.
 _SEARCH = 2000

@@ -1,16 +1,110 @@
-"""The memory of what a configuration plans: what tells its moments apart, and each stage at one of them."""
+"""Memory of a plan: each stage at its fullest moment, host memory of nodes, and the longest sequence that fits."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.held import Held, HeldBytes
-from chunkplan.cost.host_memory import stage_host_bytes
+from chunkplan.cost.activations import runs_of
+from chunkplan.cost.held import KV_GRADIENT_BYTES, Held, HeldBytes, kept_attention_bytes
 from chunkplan.cost.memory import StageMemory, held_bytes, split_gradient_bytes, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.layers import STRAIGHT, StagePlacement, stage_parts
 from chunkplan.schedule.holdings import ACTIVATIONS, ATTENTION_ON_HOST, KV
+
+# Host memory of the GPUs of each pipeline stage: inputs of layers, keys and values, and attention, that lie there.
+
+
+def stage_host_bytes(
+    cost: CostModel,
+    *,
+    layers: Sequence[int],
+    retained_tokens: Sequence[int],
+    kv_tokens: Sequence[int],
+    attention_tokens: Sequence[int],
+    placement: StagePlacement = STRAIGHT,
+) -> tuple[int, ...]:
+    """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values with their
+    gradients, attention.
+
+    What torch rounds up, as it takes page-locked memory in powers of two, is left out. `retained_tokens`: of
+    each stage the most whose activations are there; `kv_tokens`: the most whose keys and values are;
+    `attention_tokens`: the most that keep attention there. They may be of different moments. Else the arguments are
+    those of `stage_memory`.
+    """
+    pp = len(retained_tokens)
+    stages = []
+    parts = stage_parts(runs_of(cost, layers), pp, placement)
+    for own, retained, held, kept in zip(parts, retained_tokens, kv_tokens, attention_tokens, strict=True):
+        most = max(sum(count for _, level, count in part if level == "offload") for part in own)
+        inputs = retained * most * cost.shape.hidden_size * cost.num_bytes / cost.tp
+        of_token = sum(count * layer.cached_width for part in own for layer, _, count in part) / cost.tp
+        offloaded = held * of_token * (cost.num_bytes + KV_GRADIENT_BYTES) if cost.kv_offload else 0
+        stages.append(ceil(inputs + offloaded + kept * max(kept_attention_bytes(cost, own))))
+    return tuple(stages)
+
+
+# The longest sequence that fits, by how many ranks share it.
+
+
+#: No sequence is longer: tokens are counted in 32 bits.
+_MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestSequence:
+    """`num_tokens`: of the longest sequence that fits where `num_ranks` ranks share it, 0 where none does, and None
+    where no sequence is too long."""
+
+    num_ranks: int
+    num_tokens: int | None
+
+
+def longest_sequences(
+    cost: CostModel, *, dp: int, chunk_size: int, k: int, activations: int, gpu_bytes: int
+) -> tuple[LongestSequence, ...]:
+    """The longest sequence that fits `gpu_bytes` on one stage, for groups of 1, 2, 4 and so on of `dp` ranks.
+
+    Of its keys, values and their gradients every rank of a group has its share, beside all else: states, logits,
+    fetched pages, and the activations of `k` chunks of `chunk_size`, or `activations` bytes where a plan holds more.
+    One of at most `chunk_size` tokens is not split: it needs none of that.
+
+    There are three moments, see `schedule.holdings.fullest_moments`: `k` chunks before the first backward; after it all
+    gradients of keys and values; and with these a chunk that is run again.
+    """
+
+    def fits(num_tokens: int, num_ranks: int) -> bool:
+        own, chunks = -(-num_tokens // num_ranks), -(-num_tokens // (num_ranks * chunk_size))
+        if num_ranks > 1:  # of a chunk a rank has two slices at most, each of which may have a token more
+            own += 2 * chunks
+        elif chunks > 1:  # short sequences in the last chunk of one that is split count as parts of it
+            own = chunks * chunk_size
+        chunk, kept, kv = min(chunk_size, own), min(k * chunk_size, own), own if num_tokens > chunk_size else 0
+        moments = [Held(activations=kept, kv=kv)]
+        if kv:
+            moments.append(Held(activations=kept - chunk, kv=kv, kv_gradients=kv, last_layer=chunk))
+            moments.append(Held(activations=chunk if own > kept else 0, kv=kv, kv_gradients=kv))
+        return max(taken(held, num_ranks) for held in moments) <= gpu_bytes
+
+    def taken(held: Held, num_ranks: int) -> int:
+        layers = (cost.shape.num_layers,)
+        [memory] = stage_memory(cost, dp=dp, layers=layers, held=[held], chunk_size=chunk_size, shared_by=num_ranks)
+        return memory.total + (0 if held.kv_gradients else max(activations - memory.activations, 0))
+
+    found = []
+    for num_ranks in (1 << power for power in range(dp.bit_length()) if dp % (1 << power) == 0):
+        low, high = 0, _MOST_TOKENS  # the longest is from `low` on, and below `high`
+        if fits(high, num_ranks):
+            found.append(LongestSequence(num_ranks=num_ranks, num_tokens=None))
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle, num_ranks) else (low, middle)
+        found.append(LongestSequence(num_ranks=num_ranks, num_tokens=low))
+    return tuple(found)
 
 
 def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:

@@ -45,7 +45,7 @@ from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.alignment import meeting_of, meeting_on
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
-from chunkplan.schedule.quick_slots import quick_slots
+from chunkplan.schedule.slots import quick_slots
 
 
 @dataclass(frozen=True)

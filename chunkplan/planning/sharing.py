@@ -33,7 +33,7 @@ _WORTH = 256
 _NEVER = np.int64(1) << 53
 
 #: See `_near_enough`.
-_MUCH = 48
+_CHUNK_SHARE = 48
 
 #: Where ranks meet in slots, all of them share a sequence or none do, unless a step takes more than this many times as
 #: long then: ranks that share with fewer have other chunks, and wait for each other in most slots.
@@ -222,7 +222,7 @@ def _near_enough(step: Step) -> int:
     That ranks' last chunks are not full delays all of them, whatever is shared, by a part of `chunk_ns`; where this is
     much of a step, all is tried nevertheless.
     """
-    return step.bound // _WORTH + min(3 * step.chunk_ns // 4, step.bound // _MUCH)
+    return step.bound // _WORTH + min(3 * step.chunk_ns // 4, step.bound // _CHUNK_SHARE)
 
 
 @compiled

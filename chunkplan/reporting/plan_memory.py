@@ -10,7 +10,6 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.held import HeldBytes
-from chunkplan.cost.longest import LongestSequence
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.errors import DataError
@@ -19,7 +18,7 @@ from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
+from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, memory_of_stages
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.trial import longest_of

@@ -13,8 +13,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import KINDS, Plan
-from chunkplan.reporting.per_step import per_step
-from chunkplan.reporting.plan_chunks import PlanChunks, plan_chunks
+from chunkplan.reporting.per_step import PlanChunks, per_step, plan_chunks
 from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
 from chunkplan.reporting.shared_sequences import SharedRow, exchange_us, shared_rows
 from chunkplan.reporting.slow_steps import StepTimeSummary, step_times

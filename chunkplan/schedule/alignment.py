@@ -5,11 +5,11 @@ of them have to do the same fetches and sums in the same order, whatever their o
 meeting: one op, on one virtual stage. In it every rank of the stage either does its next action, if that is the slot's,
 or takes part without one, which is a *padding*. What meets nobody (`meeting_of`) is done between slots.
 
-*Nobody waits for ever.* `align_steps` plays the step through on all stages of all ranks, event by event. An event is a
+*Nothing deadlocks.* `align_steps` plays the step through on all stages of all ranks, event by event. An event is a
 slot of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it
 did before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So
 the order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but
-its rank's place in that order. Processes that do the events of theirs in this order cannot wait in a circle, as the
+its rank's place in that order. Processes that do the events of theirs in this order cannot wait in a cycle, as the
 first event of it that is not done waits for nothing that is not done. And the play goes on to the end for every plan
 that is valid without slots, as any action that could come next there has its slot, and whoever else is on the stage can
 pad.
@@ -64,12 +64,12 @@ def align_steps(
 
     Returns:
         int64 [num_actions] both. If an action meets others, the slot after those before it is its own, and it is over
-        for all at once. The end of what is never done is -1, as ranks wait for each other for ever.
+        for all at once. The end of what is never done is -1, as ranks deadlock.
     """
     ends, before = np.empty(actions.ops.size, np.int64), np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
         own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
-        step = step_of(chunks, actions, times, first, dp, pp, placement, np.empty((0, 0, 0), np.int64))
+        step = step_of(chunks, actions, times, first, dp, pp, placement)
         slots = slot_kinds(step, actions.virtual_stages[own], meeting, times.durations.shape[1] // pp)
         now = _fastest(step, slots, meeting, pp)
         ends[own], before[own] = now.ends, now.before

@@ -39,6 +39,7 @@ from chunkplan.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    RECOMPUTE,
     Actions,
     empty_actions,
     times_of_rank,
@@ -56,8 +57,139 @@ from chunkplan.schedule.orders import (
     units_by_work,
 )
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.tails import write_tails
 from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_template
+
+# How long it takes from a job to the end of all, whatever stages do: what makes one job more urgent than another.
+
+
+@compiled
+def write_tails(
+    chunks: Chunks, times: ChunkTimes, jobs: Jobs, order: Order, rank: int, forwards: Int64Array, tails: Int64Array
+) -> int:
+    """Write the tail of every job of a rank into `tails` int64 [pp, 2 n], and return the longest one.
+
+    A tail is the longest path from the start of a job to the end of all: over links, from the last stage's forward of a
+    chunk to its backward, along both orders, and from a backward to the first forward that has to wait for it.
+    No schedule with these orders and limits is done before the longest tail is.
+
+    `jobs`, `order` (the chunks of one rank after another) and `forwards` int64 [pp, n], the most forwards of the rank
+    before each of its backwards in order, no fewer than `least_forwards`, are those of all ranks of `chunks`.
+    """
+    n, pp = order.forwards.size, forwards.shape[0]
+    base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    backward_place = np.empty(n, np.int64)
+    backward_place[order.backwards[base:end]] = np.arange(base, end)
+    # The places in both orders that are next, from the last one down.
+    forward, backward = np.full(pp, end - 1), np.full(pp, end - 1)
+    longest, moving = np.int64(0), True
+    while moving:
+        moving = False
+        for stage in range(pp):
+            while backward[stage] >= base:
+                place = backward[stage]
+                chunk, limit = order.backwards[place], base + forwards[stage, place]
+                is_limit = place + 1 < end and limit < end
+                if (stage > 0 and backward[stage - 1] >= place) or (is_limit and forward[stage] >= limit):
+                    break
+                tail = np.int64(0)
+                if stage > 0:
+                    tail = _from_arrival(chunks, times, tails, stage - 1, chunk) + times.link[chunk]
+                if place + 1 < end:
+                    tail = max(tail, tails[stage, n + order.backwards[place + 1]])
+                if is_limit:
+                    tail = max(tail, tails[stage, order.forwards[limit]])
+                tails[stage, n + chunk] = tail + jobs.work[stage, n + chunk]
+                longest = max(longest, tails[stage, n + chunk])
+                backward[stage] -= 1
+                moving = True
+        for stage in range(pp - 1, -1, -1):
+            while forward[stage] >= base:
+                place = forward[stage]
+                chunk = order.forwards[place]
+                if stage + 1 < pp:
+                    if forward[stage + 1] >= place:
+                        break
+                    tail = tails[stage + 1, chunk] + times.link[chunk]
+                else:
+                    if backward[stage] >= backward_place[chunk]:
+                        break
+                    tail = tails[stage, n + chunk]
+                if place + 1 < end:
+                    tail = max(tail, tails[stage, order.forwards[place + 1]])
+                tails[stage, chunk] = tail + jobs.work[stage, chunk]
+                longest = max(longest, tails[stage, chunk])
+                forward[stage] -= 1
+                moving = True
+    return int(longest)
+
+
+@compiled
+def _from_arrival(chunks: Chunks, times: ChunkTimes, tails: Int64Array, stage: int, chunk: int) -> int:
+    """The time from the arrival of a chunk's gradient at `stage`, which has recomputed it by then, to the end."""
+    tail = tails[stage, chunks.keeps_activations.size + chunk]
+    return int(tail if chunks.keeps_activations[chunk] else tail - times.durations[RECOMPUTE, stage, chunk])
+
+
+# `auto`, and `zero-bubble`, of all ranks of a step: effort goes where the step can be done sooner.
+
+
+#: Where state-aware 1F1B is as near to the lower bound of a step, one part in so many, nothing else is tried.
+_NEAR = 50
+
+
+@compiled
+def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool) -> Actions:
+    """The order of all ranks of a step, [num_ranks * pp] stages: the rank that is done last counts.
+
+    Ranks that share chunks are scheduled together. Others are one by one, the slowest of state-aware 1F1B first: none
+    need be done sooner than those before it could be, or than the bound of the step, and of those that are alike one is
+    looked at. Groups of different ranks have different numbers.
+    """
+    actions, _, _, ends = as_template(chunks, times, pp, memory_tokens, splits_backward)
+    enough = order_bound(chunks, times, pp, splits_backward)
+    if np.max(ends) <= enough + enough // _NEAR:
+        return actions
+    if np.any(chunks.cp_size > 1):
+        return auto(chunks, times, pp, memory_tokens, 0, splits_backward)[0]
+    slowest_first = np.argsort(-ends, kind="mergesort")
+    for place, rank in enumerate(slowest_first):
+        if ends[rank] <= enough:
+            break
+        twin = _twin(chunks, times, rank, slowest_first[:place])
+        to = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
+        if twin >= 0:
+            of = slice(actions.stages[twin * pp], actions.stages[(twin + 1) * pp])
+            actions.ops[to], actions.chunk_ids[to] = actions.ops[of], actions.chunk_ids[of]
+            continue
+        rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
+        found, end = auto(rank_chunks, rank_times, pp, memory_tokens, enough, splits_backward)
+        actions.ops[to], actions.chunk_ids[to] = found.ops, found.chunk_ids
+        enough = max(enough, end)
+    return actions
+
+
+@compiled
+def _twin(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
+    """The first of some ranks whose chunks are those of `rank`, which are of the same kinds and take as long, or -1."""
+    start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+    for other in others:
+        shift = chunks.rank_chunks[other] - start
+        is_twin = chunks.rank_chunks[other + 1] - shift == stop
+        chunk = start
+        while is_twin and chunk < stop:
+            twin = chunk + shift
+            is_twin = chunks.num_tokens[chunk] == chunks.num_tokens[twin]
+            is_twin &= chunks.keeps_activations[chunk] == chunks.keeps_activations[twin]
+            is_twin &= (chunks.group_id[chunk] < 0) == (chunks.group_id[twin] < 0)
+            if chunk > start and chunks.group_id[chunk] >= 0:
+                same = chunks.group_id[chunk] == chunks.group_id[chunk - 1]
+                is_twin &= same == (chunks.group_id[twin] == chunks.group_id[twin - 1])
+            is_twin &= np.all(times.durations[:, :, chunk] == times.durations[:, :, twin])
+            chunk += 1
+        if is_twin:
+            return int(other)
+    return -1
+
 
 #: No more memory than state-aware 1F1B takes.
 AS_TEMPLATE = -1
@@ -66,7 +198,7 @@ AS_TEMPLATE = -1
 _ACTIONS = 8_000
 
 #: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
-_IN_VAIN = 128
+_MAX_FUTILE = 128
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
 _FIRST_ACTIONS = 60_000
@@ -133,11 +265,11 @@ def auto(
                         best = end
                         actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
     history = np.full(HISTORY, now)
-    state, in_vain = 1, 0 if n > 1 else _IN_VAIN  # of one chunk there is one order
-    while best > good and in_vain < _IN_VAIN and num_tried * actions.ops.size < _ACTIONS:
+    state, num_futile = 1, 0 if n > 1 else _MAX_FUTILE  # of one chunk there is one order
+    while best > good and num_futile < _MAX_FUTILE and num_tried * actions.ops.size < _ACTIONS:
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
-        in_vain += 1
+        num_futile += 1
         new, is_other, state = _changed(chunks, answer, pp, state)
         if not is_other:
             continue
@@ -147,7 +279,7 @@ def auto(
         if end >= 0:
             now, answer = end, new
             if end < best:
-                best, in_vain = end, 0
+                best, num_futile = end, 0
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
         history[turn] = min(history[turn], now)
     return actions, best

@@ -23,9 +23,9 @@ from chunkplan.schedule.actions import (
 )
 from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.bounds import least_memory
-from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots
 from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
 
 #: Name -> the rule it follows, the same for all ranks.
@@ -130,7 +130,7 @@ def schedule_ranks(
     retained = -(-peak_retained(chunks, actions) // placement.virtual_stages)
     if memory_tokens is not None:
         _refuse_too_large(retained, pp, schedule, memory_tokens, place)
-    assert (ends >= 0).all(), "a schedule in which stages wait for each other for ever"
+    assert (ends >= 0).all(), "a schedule in which stages deadlock"
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound, slots)
 
 
@@ -144,8 +144,7 @@ def _of_step(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, ranks: range, splits: bool
 ) -> Actions:
     """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
-    from chunkplan.schedule.auto import AS_TEMPLATE
-    from chunkplan.schedule.auto_step import auto_step
+    from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
 
     memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
     step = chunks_of_ranks(chunks, ranks.start, ranks.stop)

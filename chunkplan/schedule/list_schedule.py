@@ -2,7 +2,7 @@
 
 The order of forwards and that of backwards are given, the same for all stages of a rank. How they interleave on each
 stage is decided here, under limits on how far forwards run ahead of backwards and on the tokens whose activations a
-stage retains. With limits between `least_forwards` and `most_forwards`, stages never wait for each other for ever.
+stage retains. With limits between `least_forwards` and `most_forwards`, stages never deadlock.
 
 Ranks that share chunks are scheduled together: what they do with a shared chunk they begin at the same time, when all
 can. Shared chunks come first in both orders, as on all ranks that have them, so that these have done equally many.

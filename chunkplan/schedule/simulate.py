@@ -10,11 +10,9 @@ A step of one or more ranks is played through. What an action waits for:
 - **Slots**, where ranks share weights or gradients: all that ranks do in one, they begin and end together, and the
   other ranks of the stage take part in it between two of their own actions. Which slots there are is given here;
   `alignment` chooses them, over the same play.
-- **The link to host memory** of each stage, which carries one thing after another: what a forward sends goes on beside
-  what follows, what any other action fetches has to be there before it ends. (Durations have it already where it takes
-  longer than the layers beside it, see `cost.durations`.)
+(What goes over the link to host memory is in the durations, see `cost.durations`.)
 
-Where they wait for each other for ever, the actions that are never done end at -1.
+Where they deadlock, the actions that are never done end at -1.
 """
 
 from __future__ import annotations
@@ -42,16 +40,15 @@ from chunkplan.schedule.actions import (
 class PlayedStep(NamedTuple):
     """What ranks that follow one another do, by action, [num_actions] each, int64 but for `ops` int8.
 
-    `rows` int64 [num_ranks * pp + 1]: where those of each stage of each rank begin. `lasts`: how long it takes, and
-    `moves`, how long the link to host memory does; [0] where it carries nothing. `needs`: the action whose end it waits
-    for, -1 for none, -2 for one that is not there; `links`, what comes after that on the way. `meets`: one number for
-    all that ranks begin together, -1 for what one does alone; `blocks`, the first of their rows; `sizes`, how many.
+    `rows` int64 [num_ranks * pp + 1]: where those of each stage of each rank begin. `lasts`: how long it takes.
+    `needs`: the action whose end it waits for, -1 for none, -2 for one that is not there; `links`, what comes after
+    that on the way. `meets`: one number for all that ranks begin together, -1 for what one does alone; `blocks`, the
+    first of their rows; `sizes`, how many.
     """
 
     rows: Int64Array
     ops: Int8Array
     lasts: Int64Array
-    moves: Int64Array
     needs: Int64Array
     links: Int64Array
     meets: Int64Array
@@ -62,13 +59,12 @@ class PlayedStep(NamedTuple):
 class Now(NamedTuple):
     """Where a play is.
 
-    By row, int64: when it is `free`, when its `host` link is, its `next` action; and bool, whether it `is_in` the slot
-    that is to be played. By action, int64: its `ends`, -1 if it is not done, and how many slots of its stage were over
+    By row, int64: when it is `free`, and its `next` action; and bool, whether it `is_in` the slot that is to be
+    played. By action, int64: its `ends`, -1 if it is not done, and how many slots of its stage were over
     `before` it. By stage, int64: how many slots are `over`.
     """
 
     free: Int64Array
-    host: Int64Array
     next: Int64Array
     is_in: BoolArray
     ends: Int64Array
@@ -86,8 +82,7 @@ def simulate(
     where model stages lie, see `model_stage_of`.
     """
     meeting, before = np.full(len(OPS), -1, np.int8), np.empty(0, np.int64)
-    moves = np.empty((0, 0, 0), np.int64)
-    return simulate_slots(chunks, actions, times, pp, placement, dp, meeting, before, moves)
+    return simulate_slots(chunks, actions, times, pp, placement, dp, meeting, before)
 
 
 @compiled
@@ -100,20 +95,18 @@ def simulate_slots(
     dp: int,
     meeting: Int8Array,
     before: Int64Array,
-    moves: Int64Array,
 ) -> Int64Array:
-    """The same with slots, and the link to host memory.
+    """The same with slots.
 
     Args:
         meeting: the op of the slot that each op needs, see `alignment.meeting_of`.
         before: int64 [num_actions], how many slots of its stage are over in its step when each action begins; if it
             needs one, the one after these is its own. Empty where there are no slots.
-        moves: int64, as `times.durations`: how long the link is busy with each action; empty where it is not.
     """
     ends = np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
         own = slice(actions.stages[first * pp], actions.stages[(first + dp) * pp])
-        step = step_of(chunks, actions, times, first, dp, pp, placement, moves)
+        step = step_of(chunks, actions, times, first, dp, pp, placement)
         now = beginning(step, pp)
         play(step, now, pp, meeting, before[own] if before.size else before)
         ends[own] = now.ends
@@ -129,7 +122,6 @@ def step_of(
     dp: int,
     pp: int,
     placement: StagePlacement,
-    moves: Int64Array,
 ) -> PlayedStep:
     """What the `dp` ranks from `first` on do; the arguments are those of `simulate_slots`."""
     start, base = actions.stages[first * pp], chunks.rank_chunks[first]
@@ -139,7 +131,6 @@ def step_of(
     n = chunks.rank_chunks[first + dp] - base
     columns = np.empty((6, ops.size), np.int64)  # in one piece, as steps are small and many
     lasts, needs, links, meets, blocks, sizes = columns[0], columns[1], columns[2], columns[3], columns[4], columns[5]
-    moved = np.empty(ops.size if moves.size else 0, np.int64)
     # Of forwards and backwards, by model stage and chunk; before they are known, `needs` says where they will be here.
     sent_by = np.full(2 * num_model_stages * n, -2, np.int64)
     for row in range(dp * pp):
@@ -150,8 +141,6 @@ def step_of(
             chunk = of_rank + number
             model_stage = model_stage_at(stage, actions.virtual_stages[start + action], pp, placement)
             lasts[action] = times.durations[op, model_stage, chunk]
-            if moves.size:
-                moved[action] = moves[op, model_stage, chunk]
             needs[action], links[action], meets[action], blocks[action], sizes[action] = -1, 0, -1, row, 1
             if op != RECOMPUTE and op != BACKWARD_WEIGHT:
                 is_forward = op <= FORWARD_KV
@@ -169,7 +158,7 @@ def step_of(
     for action in range(ops.size):
         if needs[action] >= 0:
             needs[action] = sent_by[needs[action]]
-    return PlayedStep(rows, ops, lasts, moved, needs, links, meets, blocks, sizes)
+    return PlayedStep(rows, ops, lasts, needs, links, meets, blocks, sizes)
 
 
 @compiled
@@ -177,7 +166,6 @@ def beginning(step: PlayedStep, pp: int) -> Now:
     """Where nothing is done yet."""
     num_rows = step.rows.size - 1
     return Now(
-        np.zeros(num_rows, np.int64),
         np.zeros(num_rows, np.int64),
         step.rows[:-1].copy(),
         np.zeros(num_rows, np.bool_),
@@ -212,19 +200,14 @@ def start_of(step: PlayedStep, now: Now, row: int, pp: int) -> int:
 @inlined
 def end_of(step: PlayedStep, now: Now, row: int, begin: int) -> int:
     """When the next action of a row ends that begins at `begin`, and meets no slot."""
-    action = now.next[row]
-    end: int = begin + step.lasts[action]
-    if step.moves.size and step.moves[action] > 0 and step.ops[action] > FORWARD_KV:
-        end = max(end, max(now.host[row], begin) + step.moves[action])
+    end: int = begin + step.lasts[now.next[row]]
     return end
 
 
 @inlined
-def do(step: PlayedStep, now: Now, row: int, begin: int, end: int, stage: int) -> None:
+def do(now: Now, row: int, end: int, stage: int) -> None:
     """Do the next action of a row."""
     action = now.next[row]
-    if step.moves.size and step.moves[action] > 0:
-        now.host[row] = max(now.host[row], begin) + step.moves[action]
     now.free[row] = now.ends[action] = end
     now.before[action] = now.over[stage]
     now.next[row] += 1
@@ -235,7 +218,7 @@ def do_together(step: PlayedStep, now: Now, row: int, begin: int, pp: int) -> No
     """Do the next action of a row, with all ranks that share its chunk."""
     block, size = step.blocks[now.next[row]], step.sizes[now.next[row]]
     for other in range(block, block + size * pp, pp):
-        do(step, now, other, begin, end_of(step, now, other, begin), row % pp)
+        do(now, other, end_of(step, now, other, begin), row % pp)
 
 
 @compiled_in_place
@@ -247,7 +230,7 @@ def meet(step: PlayedStep, now: Now, stage: int, begin: int, pp: int) -> None:
             end = max(end, end_of(step, now, row, begin))
     for row in range(stage, now.free.size, pp):
         if now.is_in[row]:
-            do(step, now, row, begin, end, stage)
+            do(now, row, end, stage)
         else:
             now.free[row] = end
     now.over[stage] += 1

@@ -19,8 +19,8 @@ from chunkplan.planfile.chunks import Chunks, chunks_of_rows, exchange_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan, PlanStep
 from chunkplan.schedule.actions import Actions, join_actions
 from chunkplan.schedule.alignment import meeting_on
-from chunkplan.schedule.given_slots import ends_in_slots
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots
 
 
 class StepRanks(NamedTuple):
@@ -57,7 +57,7 @@ def simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> 
         slots = planned_slots(described, config.dp, config.pp)
         ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.placement)
     if (ends < 0).any():
-        raise DataError("stages wait for each other for ever", where=place, hint=VALIDATE_HINT)
+        raise DataError("stages deadlock", where=place, hint=VALIDATE_HINT)
     return StepRanks(chunks, times, actions, ends, meeting)
 
 

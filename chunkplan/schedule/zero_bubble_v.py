@@ -36,7 +36,7 @@ from chunkplan.schedule.actions import (
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.list_schedule import ADDED, next_weight, units
 from chunkplan.schedule.orders import Order, least_forwards, units_by_work
-from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
+from chunkplan.schedule.templates import state_aware_1f1b
 
 #: Later than any time, and far enough from the largest integer to be added to.
 _NEVER = 2**62
@@ -106,7 +106,7 @@ def _list_schedule(chunks: Chunks, times: ChunkTimes, order: Order, rule: _Rule,
 
     What can start first is done first; of what can start at the same time backwards, then forwards, and of these those
     of second virtual stages. Weight halves fill what would be waiting, as in `list_schedule`. Forwards leave the room
-    that backwards need (`_leaves_room`), so that stages never wait for each other for ever.
+    that backwards need (`_leaves_room`), so that stages never deadlock.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
     n, pp = chunks.num_tokens.size, actions.stages.size - 1

@@ -10,13 +10,12 @@ import numpy as np
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.longest import LongestSequence, longest_sequences
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.planning.memory import held_bytes_of, host_bytes_of, memory_of_stages
+from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, longest_sequences, memory_of_stages
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
 from chunkplan.schedule.families import Scheduled
 from chunkplan.schedule.holdings import fullest, fullest_moments

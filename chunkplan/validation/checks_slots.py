@@ -1,4 +1,4 @@
-"""The invariant of slots: all ranks of a stage walk through one list of them, and nobody waits for ever.
+"""The invariant of slots: all ranks of a stage walk through one list of them, and nothing deadlocks.
 
 As the other checks it shares no code with the planner.
 """
@@ -74,12 +74,12 @@ def _check(block: RankBlock, unit: Int64Array) -> Complaint | None:
         return _complaint(block, found, lambda at: f"in slot {slots[at]}, a rank that shares it in another")
     reached = _walk(stages, node, waits_for(block))
     if (found := node == reached[unit]).any():
-        return _complaint(block, found, lambda at: f"in slot {slots[at]}, which waits for ever: a deadlock")
+        return _complaint(block, found, lambda at: f"in slot {slots[at]}, which is never over: a deadlock")
     return None
 
 
 def _walk(stages: Int64Array, node: Int64Array, needed: Int64Array) -> Int64Array:
-    """Do the slots of all stages, those of each one after another, and say which one of each waits for ever.
+    """Do the slots of all stages, those of each one after another, and say which one of each never ends.
 
     Args:
         stages: int64 [num_units + 1], where the slots of each stage of each step begin.

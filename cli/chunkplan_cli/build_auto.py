@@ -12,8 +12,7 @@ from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.declared import Given
-from chunkplan_cli.machine_options import tune_options
+from chunkplan_cli.declared import Given, tune_options
 from chunkplan_cli.progress import progress_of_phases
 from chunkplan_cli.terminal import note, warn
 

@@ -26,10 +26,10 @@ def calibrate(
 
     Example: chunkplan calibrate --model-config Qwen2.5-7B/ --output mine.toml
     """
-    from chunkplan.cost.calibration_file import calibration_document, refuse_other_profile, write_profile
+    from chunkplan.cost.calibrate import calibration_document, refuse_other_profile, write_profile
     from chunkplan.cost.model_config import config_file
     from chunkplan.files.writing import refuse_overwriting
-    from chunkplan_cli.calibration_report import chunk_words, print_calibration
+    from chunkplan_cli.difference_report import chunk_words, print_calibration
     from chunkplan_runtime.requirements import require_torch
 
     options = make(CalibrationOptions, Given({**asked, "name": output.stem}))

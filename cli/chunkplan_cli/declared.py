@@ -10,9 +10,81 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from chunkplan.errors import UsageError
+from chunkplan.cost.model_config import config_file
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Config, Option, Options, options_of
-from chunkplan_cli.completion import one_of, some_of
+from chunkplan.tuning.options import TuneOptions
+
+# What a shell completes where an option takes one of some names, or a step or rank of a plan.
+
+
+#: Of more steps or ranks the first ones are offered.
+_MOST_NUMBERS = 10_000
+
+Completer = Callable[[str], list[str]]
+
+
+def one_of(names: tuple[str, ...]) -> Completer:
+    """Complete an option that takes one of `names`; the shell picks those that fit what is typed."""
+
+    def complete(incomplete: str) -> list[str]:
+        return list(names)
+
+    return complete
+
+
+def some_of(names: tuple[str, ...]) -> Completer:
+    """Complete the last name of an option that takes several with commas between."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names if name not in before.split(",")]
+
+    return complete
+
+
+def steps(context: typer.Context) -> list[str]:
+    """Complete the steps of the plan that the command is about, as far as it has been typed."""
+    return _numbers_below(context, "totals", "num_steps")
+
+
+def ranks(context: typer.Context) -> list[str]:
+    """Complete the data-parallel ranks of the plan that the command is about."""
+    return _numbers_below(context, "config", "dp")
+
+
+def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
+    """List the numbers from 0 up to one of the plan's manifest; nothing where no plan can be read."""
+    from chunkplan.files.json_file import read_json
+    from chunkplan.workspace import Workspace
+
+    typed = context.params  # without what stands before an option whose value is missing, which is in `args`
+    folder = next(iter(context.args), None) or typed.get("path") or typed.get("plan")
+    folder = folder or Workspace.find(typed.get("workspace")).plan
+    try:
+        found = read_json(Path(folder) / "manifest.json", hint="")
+        for name in entry:
+            found = found[name]
+        return [str(number) for number in range(min(int(found), _MOST_NUMBERS))]
+    except (ChunkplanError, OSError, LookupError, TypeError, ValueError):
+        return []
+
+
+# What the options of a model and of GPUs mean together.
+
+
+def tune_options(asked: Given) -> TuneOptions:
+    """Make the options of a tuning; what is not given takes its default."""
+    if "gpus" in asked and not asked.keys().isdisjoint({"dp", "pp"}):
+        raise UsageError("--gpus and --dp, --pp exclude each other", hint="give --gpus without them, or the others")
+    return TuneOptions(**asked)
+
+
+def files_read(machine: Given) -> tuple[Path | str, ...]:
+    """Return the files behind a model and a hardware profile that were given, which nothing may be written over."""
+    model, hardware = machine.typed.get("shape"), machine.typed.get("hardware")
+    return (*([config_file(Path(model))] if model else []), *([hardware] if hardware else []))
+
 
 #: The panel of the help for options that are of no other.
 OPTIONS = "Options"

@@ -14,8 +14,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
-from chunkplan_cli.completion import ranks, steps
-from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, takes
+from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, ranks, steps, takes
 from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
@@ -228,8 +227,7 @@ def _show_analysis(path: Path, as_json: bool) -> None:
 def _show_plan(plan: Plan, as_json: bool) -> None:
     from chunkplan.reporting.plan_report import plan_report
     from chunkplan.reporting.plan_words import PlanHeader
-    from chunkplan_cli.plan_report import print_plan_report
-    from chunkplan_cli.plan_tables import print_plan_tables
+    from chunkplan_cli.plan_report import print_plan_report, print_plan_tables
 
     with note_compilation():
         report = plan_report(plan)
@@ -279,7 +277,7 @@ def _show_chunk(
     from chunkplan.planfile.load import load_same_analysis
     from chunkplan.reporting.chunk_view import view_chunk
     from chunkplan.reporting.plan_words import PlanHeader
-    from chunkplan_cli.chunk_report import print_chunk
+    from chunkplan_cli.record_report import print_chunk
 
     analysis = None
     if decodes or options.analysis or plan.analysis_path.exists():

@@ -97,7 +97,7 @@ def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace
     How records are laid out the file of the workspace says, where neither does.
     """
     from chunkplan.intake.one_record import read_place
-    from chunkplan.reporting.analyzed_file import find_analyzed, options_for
+    from chunkplan.reporting.record_view import find_analyzed, options_for
 
     own = {name: value for name, value in request.files.items() if name == "length_column"}
     given = with_length_column({**request.reading, **own})

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkplan.quantities import power_of_two
-from chunkplan_cli.tables import bar, titled_table
+from chunkplan_cli.terminal import bar, titled_table
 
 if TYPE_CHECKING:
     from chunkplan.lengths import Estimate, LengthReport, Quantile, Tail

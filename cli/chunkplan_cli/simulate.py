@@ -13,11 +13,9 @@ from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
-from chunkplan_cli.completion import ranks, steps
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, takes
-from chunkplan_cli.machine_options import files_read
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, files_read, ranks, steps, takes
+from chunkplan_cli.difference_report import show_run
 from chunkplan_cli.progress import note_compilation
-from chunkplan_cli.run_report import show_run
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan.schedule.trace import LETTERS
 from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
-from chunkplan_cli.tables import titled_table
+from chunkplan_cli.terminal import titled_table
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig

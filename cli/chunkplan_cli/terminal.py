@@ -5,15 +5,50 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.visible import harmless, one_line
 from chunkplan.visible import visible as without_controls
+
+if TYPE_CHECKING:
+    from chunkplan.reporting import tables as reporting
+
+#: Of a table, in characters.
+_MAX_BAR = 20
+
+
+def titled_table(title: str) -> Table:
+    """Make a table with its title above it."""
+    return Table(
+        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim"
+    )
+
+
+def bar(console: Console, value: float, most: float, width: int) -> str:
+    """Draw a bar, of which `width` characters stand for `most`; a little is never nothing."""
+    block = "#" if console.options.ascii_only else "█"
+    return block * (max(1, round(width * value / most)) if value else 0)
+
+
+def drawn_table(console: Console, table: reporting.Table) -> Table:
+    """Draw a table of a report, with its bars."""
+    drawn = titled_table(table.caption)
+    for name in table.head:
+        is_words = name in table.texts
+        drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
+    if table.bars:
+        drawn.add_column("")
+    for number, row in enumerate(table.rows):
+        bars = [bar(console, table.bars[number], max(table.bars), _MAX_BAR)] if table.bars else []
+        drawn.add_row(*map(Text, row), *bars)
+    return drawn
+
 
 #: Around runs of target tokens.
 MARKS = ("⟦", "⟧")

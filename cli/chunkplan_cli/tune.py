@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
-from chunkplan_cli.machine_options import files_read, tune_options
+from chunkplan_cli.declared import (
+    AnalysisArgument,
+    Given,
+    JsonOption,
+    WorkspaceOption,
+    files_read,
+    output_option,
+    takes,
+    tune_options,
+)
 from chunkplan_cli.places import find_analysis
-from chunkplan_cli.plan_warnings import warn_of_positions
+from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import note_compilation, progress_of_phases
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 

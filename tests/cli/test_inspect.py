@@ -99,7 +99,7 @@ def test_a_plan_is_shown_in_one_look(command: Command, made: Path) -> None:
     shown = command("inspect", "--workspace", made).out
     titles = (
         "plan",
-        "Fill, of ChunkSize",
+        "Chunks by fill",
         "Chunks by kind",
         "Ranks, over all steps",
         "Time of the ranks",
@@ -116,7 +116,7 @@ def test_of_many_ranks_the_heaviest_and_the_lightest_are_shown(command: Command,
     np.save(tmp_path / "lengths.npy", np.arange(1, 200))
     command("build", "lengths.npy", "--chunk-size", 256, "--k", 1, "--dp", 12)
     shown = command("inspect").out
-    [table] = re.findall(r"heaviest and the lightest of 12 *\n.*?\n(.*?)\n\n", shown, re.DOTALL)
+    [table] = re.findall(r"3 heaviest and lightest of 12 *\n.*?\n(.*?)\n\n", shown, re.DOTALL)
     assert len(table.splitlines()) == 6
     assert len(json.loads(command("inspect", "--json").out)["ranks"]) == 12
 

@@ -12,9 +12,9 @@ from chunkplan.cost.durations import attention_pairs_of, balance_layers, duratio
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import GRADIENT_BYTES
 from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan.cost.sums import GRADIENT_BYTES
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.tuning.plan_only import why_plan_only

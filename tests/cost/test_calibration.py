@@ -13,10 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from chunkplan.cost.calibrate import FITTED, MEASURED, Calibration, calibrate, layers_that_fit, predicted_ns
-from chunkplan.cost.calibration_file import profile_text, refuse_other_profile, write_profile
+from chunkplan.cost.calibrate import (
+    FITTED,
+    MEASURED,
+    Calibration,
+    ChunkTime,
+    DeviceRates,
+    calibrate,
+    layers_that_fit,
+    predicted_ns,
+    profile_text,
+    refuse_other_profile,
+    write_profile,
+)
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.model import CostModel, Precision
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError

@@ -11,9 +11,9 @@ import pytest
 
 import chunkplan
 from chunkplan.cost.held import Held
-from chunkplan.cost.longest import longest_sequences
 from chunkplan.cost.memory import StageMemory, exchange_bytes, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.planning.memory import longest_sequences
 from chunkplan.reporting.plan_memory import PlanMemory
 from tests.support.places import ROOT
 

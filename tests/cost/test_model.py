@@ -17,9 +17,9 @@ from chunkplan.cost.attention_rates import KERNELS, AttentionRates
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
 from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
+from chunkplan.cost.optimizers import tokens_at_once
 from chunkplan.cost.rates import Sums
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan.cost.sums import tokens_at_once
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
 from chunkplan.operations import OPS

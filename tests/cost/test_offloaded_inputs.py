@@ -10,9 +10,9 @@ import pytest
 from chunkplan.cost.activations import activation_bytes_per_token, working_bytes_per_token
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.memory import held_bytes
 from chunkplan.operations import OPS
+from chunkplan.planning.memory import stage_host_bytes
 from tests.support.plain import PLAIN, plain_cost
 
 LAYERS = (7, 7, 7, 7)

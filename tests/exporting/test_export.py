@@ -22,8 +22,8 @@ import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.exporting.batches import read_batches
 from chunkplan.exporting.export import FORMATS
+from chunkplan.exporting.formats import write_shards
 from chunkplan.exporting.rows import ExportRows
-from chunkplan.exporting.shards import write_shards
 from chunkplan.exporting.torch_pipelining import TORCH_PIPELINING
 from chunkplan.planfile.analysis import Analysis
 from chunkplan_cli.export import Format

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from chunkplan.errors import UsageError
 from chunkplan.packing import PACKERS, Packing, pack_lengths
-from chunkplan.packing.assignment import close_gap
-from chunkplan.packing.histogram import histogram
-from chunkplan.packing.solution import Solution
+from chunkplan.packing.histogram import Solution, histogram
+from chunkplan.packing.packing import close_gap
 
 EVERY_PACKER = pytest.mark.parametrize("algorithm", PACKERS)
 LARGEST = 2**31 - 1

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import replace_folder
-from chunkplan.planfile import analysis_writer, token_file
+from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.hashing import ContentHasher, content_hash
 from chunkplan.planfile.load import load_analysis
@@ -115,7 +115,7 @@ def test_a_hash_is_what_the_format_says() -> None:
 def test_tokens_are_found_over_batches_and_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With batches of a few rows and parts of a few batches, every sequence still reads back as it was written."""
     monkeypatch.setattr(analysis_writer, "WAITING_SEQUENCES", 3)
-    monkeypatch.setattr(token_file, "BATCH_ROWS", 3)
+    monkeypatch.setattr(analysis_writer, "BATCH_ROWS", 3)
     monkeypatch.setattr(analysis_writer, "TOKEN_FILE_TOKENS", 40)
     random = np.random.default_rng(0)
     written = []

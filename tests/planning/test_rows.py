@@ -13,7 +13,7 @@ from chunkplan import pack
 from chunkplan.config.plan import Split
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.lengths_file import load_lengths
+from chunkplan.planfile.load import load_lengths
 
 
 @pytest.fixture(scope="module")

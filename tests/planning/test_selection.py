@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import analysis_writer, token_file
+from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planning.selection import (
     check_selection,
@@ -31,7 +31,7 @@ def test_a_key_is_the_digest_of_the_token_ids_whatever_the_files_are_cut_into(ma
     ]
     assert content_keys(make(a=data)).tolist() == expected
     monkeypatch.setattr(analysis_writer, "WAITING_SEQUENCES", 2)
-    monkeypatch.setattr(token_file, "BATCH_ROWS", 2)
+    monkeypatch.setattr(analysis_writer, "BATCH_ROWS", 2)
     monkeypatch.setattr(analysis_writer, "TOKEN_FILE_TOKENS", 5)
     cut = make(a=data)
     assert len(cut.manifest["tokens"]) > 1

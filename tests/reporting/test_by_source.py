@@ -15,7 +15,7 @@ from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.by_source import sources_of
-from chunkplan.reporting.plan_chunks import plan_chunks
+from chunkplan.reporting.per_step import plan_chunks
 from tests.support.page_cases import HOSTILE, build_plan, write_and_read
 from tests.support.places import ROOT
 

@@ -18,7 +18,7 @@ import chunkplan
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.planfile.manifest import reduction_us_of
 from chunkplan.planfile.plan import Chunk, Plan, PlanStep
-from chunkplan.reporting.plan_chunks import plan_chunks
+from chunkplan.reporting.per_step import plan_chunks
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.slow_steps import FACTORS, SEQUENCE, StepTimeSummary, step_times
 from tests.support.small_plans import CONFIGS, LENGTHS, built

@@ -14,11 +14,10 @@ from rich.console import Console
 
 import chunkplan
 from chunkplan.cost.durations import attention_pairs_of, work_ns
-from chunkplan.cost.longest import LongestSequence
 from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan.planning.memory import LongestSequence
 from chunkplan.quantities import seconds
-from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
+from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.plan_words import least_words, longest_words

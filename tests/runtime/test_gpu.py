@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
-from chunkplan.cost.sums import tokens_at_once
+from chunkplan.cost.optimizers import tokens_at_once
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS
 from chunkplan_runtime.execution.executor import RankExecutor

@@ -1,4 +1,4 @@
-"""Slots: ranks that share weights or gradients meet in one order, in which nobody waits for ever."""
+"""Slots: ranks that share weights or gradients meet in one order, in which nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slots(NamedTuple):
     `ops` int8 and `virtual_stages` int64 [num_slots], those of stage s from `stages[s]` to `stages[s + 1]` in order,
     int64 [pp + 1]. `before` int64 [num_actions]: how many slots of its stage are over when an action begins; if it
     meets others, the one after these is its own. `ends` int64 [num_actions]: when it ends, in the unit of the times; a
-    slot is over for all at once. -1 of what is never done, as ranks wait for each other for ever.
+    slot is over for all at once. -1 of what is never done, as ranks deadlock.
     """
 
     ops: Int8Array
@@ -171,7 +171,7 @@ def check(step: Step, sharding: Sharding) -> tuple[int, int]:
             needed = node_of[place_of[is_forward, is_backward, next_to, chunk[action]]]
             if needed != node:
                 waits.add(node, needed)
-    waits.prepare()  # raises where they wait in a circle
+    waits.prepare()  # raises where they wait in a cycle
     for shared in np.flatnonzero(meets & (step.chunks.cp_size[chunk] > 1) & (ops != OPS.index("backward_weight"))):
         same = (step.actions.chunk_ids == step.actions.chunk_ids[shared]) & (ops == ops[shared])
         same &= (model_stage == model_stage[shared]) & (step.chunks.cp_size[chunk] > 1)
@@ -222,11 +222,8 @@ def test_actions_that_wait_for_each_other_for_ever_are_never_done() -> None:
     assert (align(chunks, actions, times, meeting_of("weights"), 1, 2).ends < 0).any()
 
 
-def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> list[int]:
-    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is.
-
-    `moves`: how long the link to host memory is busy with each action, as in `times.durations`.
-    """
+def played(step: Step, sharding: Sharding) -> list[int]:
+    """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is."""
     slots, meeting = step.aligned(sharding), meeting_of(sharding)
     ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
     stages = model_stages_of(step.actions, step.pp, step.placement)
@@ -253,7 +250,7 @@ def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> l
     for key, queue in queues.items():
         for event, _ in queue:
             members.setdefault(event, []).append(key)
-    free, host = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
+    free = dict.fromkeys(queues, 0)
     sent: dict[tuple[bool, int, int], int] = {}
     ends: dict[int, int] = {}
     while any(queues.values()):
@@ -263,19 +260,12 @@ def played(step: Step, sharding: Sharding, moves: np.ndarray | None = None) -> l
             if all(queues[key] and queues[key][0][0] == event for key in members[event])
             and all(_needed(step, stages, chunk_of, queues[key][0][1], sent) is not None for key in members[event])
         ]
-        assert ready, "they wait for each other for ever"
+        assert ready, "they deadlock"
         for event in ready:
             own = [(key, queues[key].pop(0)[1]) for key in members[event]]
             needed = [_needed(step, stages, chunk_of, action, sent) or 0 for _, action in own]
             begin = max([*needed, *(free[key] for key, _ in own)])
             took = [int(step.times.durations[ops[a], stages[a], chunk_of[a]]) if a >= 0 else 0 for _, a in own]
-            for place, (key, action) in enumerate(own):
-                if moves is None or action < 0:
-                    continue
-                move = int(moves[ops[action], stages[action], chunk_of[action]])
-                host[key] = max(host[key], begin) + move if move else host[key]
-                if move and OPS[ops[action]] not in FORWARDS:
-                    took[place] = max(took[place], host[key] - begin)
             for (key, action), own_time in zip(own, took, strict=True):
                 is_slot = isinstance(event, tuple) and event[0] == "slot"
                 free[key] = begin + (max(took) if is_slot else own_time)
@@ -389,7 +379,7 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
         actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
         found = align(chunks, actions, times, meeting_of(sharding), 4, 1)
-        step = step_of(chunks, actions, times, 0, 4, 1, STRAIGHT, np.empty((0, 0, 0), np.int64))
+        step = step_of(chunks, actions, times, 0, 4, 1, STRAIGHT)
         slots = meeting_of(sharding)[actions.ops].astype(np.int64)
         assert alignment._are_alike(step, slots)
         for rule, patience in product((0, 1), (0, 1)):

@@ -16,14 +16,12 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule import families
 from chunkplan.schedule.actions import Actions, empty_actions
-from chunkplan.schedule.auto import AS_TEMPLATE, auto, order_bound
-from chunkplan.schedule.auto_step import auto_step
+from chunkplan.schedule.auto import AS_TEMPLATE, auto, auto_step, order_bound, write_tails
 from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.holdings import KV, kv_tokens, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.orders import least_forwards, limit_forwards, most_forwards, units_by_work
-from chunkplan.schedule.tails import write_tails
 from chunkplan.validation.validate import validate
 from tests.support.schedule_checks import Rank, look, make_rank, ranks, template
 from tests.support.small_plans import built
@@ -189,7 +187,7 @@ def test_what_was_asked_before_is_answered_without_a_search_and_anything_else_is
     before = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
     assert len(families._kept) == len({times.durations.tobytes() for times in (rank.times, slower)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkplan.schedule.auto_step.auto_step", None)
+        patch.setattr("chunkplan.schedule.auto.auto_step", None)
         again = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
     for one, other in zip(before, again, strict=True):
         assert all(np.array_equal(mine, its) for mine, its in zip(one.actions, other.actions, strict=True))

@@ -9,9 +9,8 @@ import numpy as np
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.schedule.actions import model_stages_of
 from chunkplan.schedule.alignment import meeting_of
-from chunkplan.schedule.given_slots import ends_in_slots
-from chunkplan.schedule.quick_slots import quick_slots
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots, quick_slots
 from tests.schedule.test_alignment import Step, _needed, random_step
 
 
@@ -31,7 +30,7 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
 
 
 def test_slots_that_cost_nothing_are_those_of_the_simple_rule() -> None:
-    """On one stage without playing event by event; and nobody waits for ever in them, on any pipeline."""
+    """On one stage without playing event by event; and nothing deadlocks in them, on any pipeline."""
     for seed in range(60):
         step = random_step(seed)
         given = step.chunks, step.actions, step.times

@@ -1,4 +1,4 @@
-"""Ranks that share chunks meet in one order, so that no process waits for ever."""
+"""Ranks that share chunks meet in one order, so that no process deadlocks."""
 
 from __future__ import annotations
 

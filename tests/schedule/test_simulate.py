@@ -1,4 +1,4 @@
-"""When actions end: with links, ranks that meet for chunks, slots that are given, and the link to host memory."""
+"""When actions end: with links, ranks that meet for chunks, and slots that are given."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ import numpy as np
 import pytest
 
 from chunkplan.cost.model import Sharding
-from chunkplan.operations import OPS
 from chunkplan.schedule.alignment import meeting_of
 from chunkplan.schedule.simulate import simulate, simulate_slots
 from tests.schedule.test_alignment import Step, played, random_step
 
-NOTHING = np.empty((0, 0, 0), np.int64)
 
-
-def in_slots(step: Step, sharding: Sharding, before: np.ndarray, moves: np.ndarray = NOTHING) -> list[int]:
+def in_slots(step: Step, sharding: Sharding, before: np.ndarray) -> list[int]:
     meeting = meeting_of(sharding)
-    return simulate_slots(
-        step.chunks, step.actions, step.times, step.pp, step.placement, step.dp, meeting, before, moves
-    ).tolist()
-
-
-def some_moves(seed: int, step: Step) -> np.ndarray:
-    draw = np.random.default_rng(seed)
-    return draw.integers(0, 90, step.times.durations.shape) * draw.integers(0, 2, step.times.durations.shape)
+    ends = simulate_slots(step.chunks, step.actions, step.times, step.pp, step.placement, step.dp, meeting, before)
+    return ends.tolist()
 
 
 def test_ranks_and_stages_wait_for_nothing_but_links_and_those_who_share_a_chunk() -> None:
@@ -65,21 +56,3 @@ def test_slots_in_an_order_that_ranks_do_not_keep_to_are_never_over() -> None:
     slots = step.aligned("weights")
     last = int(slots.before.max())
     assert min(in_slots(step, "weights", last - slots.before)) == -1
-
-
-@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "weights"])
-def test_what_is_fetched_from_the_host_is_there_before_an_action_ends(sharding: Sharding) -> None:
-    for seed in range(40):
-        step = random_step(seed)
-        moves, slots = some_moves(seed, step), step.aligned(sharding)
-        assert in_slots(step, sharding, slots.before, moves) == played(step, sharding, moves)
-
-
-def test_what_is_sent_to_the_host_goes_on_beside_what_follows() -> None:
-    step = random_step(4)
-    moves = np.zeros(step.times.durations.shape, np.int64)
-    none = in_slots(step, "optimizer", np.empty(0, np.int64))
-    moves[[OPS.index("forward"), OPS.index("forward_kv")]] = 10_000
-    assert in_slots(step, "optimizer", np.empty(0, np.int64), moves) == none
-    moves[[OPS.index("backward"), OPS.index("backward_input")]] = 1
-    assert max(in_slots(step, "optimizer", np.empty(0, np.int64), moves)) > max(none) + 10_000

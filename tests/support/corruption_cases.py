@@ -21,7 +21,7 @@ import numpy as np
 
 from chunkplan import PlanConfig, build, load_analysis, load_plan, validate
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import analysis_writer, token_file
+from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 
 #: Bytes of address space, and seconds that a case may take at most.
@@ -40,7 +40,7 @@ def write_pair(folder: Path, seed: int) -> None:
     with (
         patch.object(analysis_writer, "TOKEN_FILE_TOKENS", 400),
         patch.object(analysis_writer, "WAITING_SEQUENCES", 12),
-        patch.object(token_file, "BATCH_ROWS", 8),
+        patch.object(analysis_writer, "BATCH_ROWS", 8),
     ):
         for record, length in enumerate(random.integers(3, 60, 48).tolist()):
             target = random.random(length) < 0.7

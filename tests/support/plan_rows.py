@@ -92,7 +92,7 @@ def restate_slots(rows: Rows, config: dict[str, Any]) -> None:
                     sent.add((step, each, way, _model_stage(config, stage, action[2]), action[1]))
                 counts[step, stage] = counts.get((step, stage), 0) + 1
                 moving = True
-    for (step, stage, _), row in queues.items():  # of what waits for ever
+    for (step, stage, _), row in queues.items():  # of what is never done
         missing = len(row["actions"]) - len(row["slots"])
         start = counts.get((step, stage), 0)
         row["slots"] += range(start, start + missing)

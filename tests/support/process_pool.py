@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-#: Seconds that a case may take: what waits longer for another process waits for ever.
+#: Seconds that a case may take: what waits longer for another process never ends.
 TIMEOUT = 90
 
 
@@ -64,7 +64,7 @@ class ProcessPool:
             self._workers.append((process, ours))
 
     def _answers(self, world_size: int) -> dict[int, tuple[str | None, Any]]:
-        """Errors and values by rank; after an error those that come at once, for others may wait for ever."""
+        """Errors and values by rank; after an error those that come at once, for others may deadlock."""
         ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world_size])}
         answers: dict[int, tuple[str | None, Any]] = {}
         while len(answers) < world_size:

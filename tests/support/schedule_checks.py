@@ -13,7 +13,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule.actions import Actions, empty_actions
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.state_aware_1f1b import state_aware_1f1b
+from chunkplan.schedule.templates import state_aware_1f1b
 
 ALONE = -1
 

@@ -129,7 +129,7 @@ def test_ranks_that_share_a_chunk_are_in_one_slot(shared_plan: Path) -> None:
 
 
 def test_slots_of_another_order_of_play_hold(plan: Path) -> None:
-    """One rank after another, on both stages alike: slow, but nobody waits for ever."""
+    """One rank after another, on both stages alike: slow, but nothing deadlocks."""
 
     def change(rows: Rows) -> None:
         for stage in (0, 1):

@@ -1,4 +1,4 @@
-"""Ranks that share sequences meet; an order in which they wait for each other for ever is found, and who for whom."""
+"""Ranks that share sequences meet; an order in which they deadlock is found, and who for whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan import validate
-from chunkplan.validation.order import ActionGraph, find_cycle, run_stages
+from chunkplan.validation.checks_schedule import ActionGraph, find_cycle, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 
@@ -26,7 +26,7 @@ def test_ranks_that_meet_in_different_orders_are_named_with_what_each_waits_for(
     [violation] = validate(shared_plan).violations
     assert (violation.invariant, violation.step, violation.dp_rank, violation.chunk_id) == ("acyclic", 0, 7, 5)
     assert violation.message == (
-        "stage 0 waits for ever at action 0, `forward` of chunk 5: a deadlock; it waits for rank 6, stage 0 at "
+        "stage 0 is stuck at action 0, `forward` of chunk 5: a deadlock; it waits for rank 6, stage 0 at "
         "`forward_kv` of chunk 0, which waits for rank 7, stage 0"
     )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chunkplan import PlanConfig, build, validate
 from chunkplan.operations import BACKWARDS, FORWARDS
-from chunkplan.validation.order import ActionGraph, run_stages
+from chunkplan.validation.checks_schedule import ActionGraph, run_stages
 from tests.support.plan_rows import Rows, tamper
 
 #: (op, chunk_id, virtual_stage)
@@ -22,10 +22,10 @@ StageAction = tuple[str, int, int]
 
 
 class DeadlockError(ValueError):
-    """No stage can go on. `stage` and `position` name the first action that waits for ever."""
+    """No stage can go on. `stage` and `position` name the first action that is never done."""
 
     def __init__(self, stage: int, position: int) -> None:
-        super().__init__(f"stage {stage} waits for ever at action {position}")
+        super().__init__(f"stage {stage} is stuck at action {position}")
         self.stage = stage
         self.position = position
 
@@ -133,7 +133,7 @@ INTERLEAVED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
     "a virtual stage that is not there": ("actions", virtual_stage_that_is_not_there, "names virtual stage 2"),
     "a recompute missing": ("recompute", recompute_missing_on_a_virtual_stage, "a recompute directly before"),
     "chunks in different orders": ("links", gradients_crossed_on_a_virtual_stage, "stages 0 and 1"),
-    "a deadlock": ("acyclic", first_virtual_stage_waits_for_itself, "stage 0 waits for ever"),
+    "a deadlock": ("acyclic", first_virtual_stage_waits_for_itself, "stage 0 is stuck"),
 }
 
 
@@ -184,7 +184,7 @@ def last_backward_before_the_turn(rows: Rows) -> None:
 V_SHAPED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
     "a backward missing": ("actions", last_model_stage_missing_a_backward, "model stage (0, 1)"),
     "chunks in different orders": ("links", gradients_crossed_where_the_v_turns, "stages 1 and 1"),
-    "a deadlock": ("acyclic", last_backward_before_the_turn, "stage 1 waits for ever"),
+    "a deadlock": ("acyclic", last_backward_before_the_turn, "stage 1 is stuck"),
 }
 
 
@@ -199,7 +199,7 @@ def test_a_broken_v_of_virtual_stages_is_named(v_shaped: Path, case: str) -> Non
 
 
 def test_a_v_is_not_what_interleaved_stages_do(v_shaped: Path) -> None:
-    """The same actions under the name of another schedule wait for each other for ever."""
+    """The same actions under the name of another schedule deadlock."""
     tamper(v_shaped, lambda rows: None, schedule="interleaved")
     assert {violation.invariant for violation in validate(v_shaped).violations} == {"acyclic"}
 

@@ -227,32 +227,28 @@ def _refuse_beside_prompt(key: str, hint: str) -> NoReturn:
     )
 
 
-def _parse_instruction(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversation:
-    """Raises RecordError where one of the texts is not a string, all are blank, or `history` has no exchanges."""
-    columns = SCHEMAS["instruction"].keys_of(record, columns)
-    prompt, output = field(record, columns["instruction"], str), field(record, columns["output"], str)
-    addition = optional_text(record, columns["input"])
-    if addition is not None:
-        prompt = f"{prompt}\n{addition}" if prompt else addition
-    return _exchange(record, columns, prompt, output, (columns["instruction"], columns["output"]))
+def _pair_in(name: str) -> Callable[[JsonObject, dict[str, str]], Exchange | Conversation]:
+    """Return the parser of a question, perhaps with an `input`, and its answer, by the required roles of a schema.
+
+    A system text and the `history` beside them come first; all answers count in the loss.
+    """
+
+    def parse(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversation:
+        columns = SCHEMAS[name].keys_of(record, columns)
+        question, answer = (columns[role] for role in SCHEMAS[name].required)
+        prompt, completion = field(record, question, str), field(record, answer, str)
+        addition = optional_text(record, columns["input"]) if "input" in columns else None
+        if addition is not None:
+            prompt = f"{prompt}\n{addition}" if prompt else addition
+        if is_blank(prompt) and is_blank(completion):
+            empty(f"`{question}` and `{answer}` are blank")
+        exchange = Exchange(optional_text(record, system_key(record, columns)), prompt, completion)
+        return _with_history(exchange, record, columns["history"])
+
+    return parse
 
 
-def _parse_question(record: JsonObject, columns: dict[str, str]) -> Exchange | Conversation:
-    """Raises RecordError where one of the two is not a string, both are blank, or `history` has no exchanges."""
-    if record.get(columns["question"]) is None or record.get(columns["answer"]) is None:
-        columns = SCHEMAS["question+answer"].keys_of(record, columns)
-    keys = columns["question"], columns["answer"]
-    return _exchange(record, columns, field(record, keys[0], str), field(record, keys[1], str), keys)
-
-
-def _exchange(
-    record: JsonObject, columns: dict[str, str], prompt: str, answer: str, keys: tuple[str, str]
-) -> Exchange | Conversation:
-    """A question and its answer, behind the system text and the `history` beside them; all answers count."""
-    if is_blank(prompt) and is_blank(answer):
-        empty(f"`{keys[0]}` and `{keys[1]}` are blank")
-    exchange = Exchange(optional_text(record, system_key(record, columns)), prompt, answer)
-    key = columns["history"]
+def _with_history(exchange: Exchange, record: JsonObject, key: str) -> Exchange | Conversation:
     if not record.get(key):
         return exchange
     earlier: list[Message] = []
@@ -320,7 +316,7 @@ SCHEMAS = {
     "prompt+completion": Schema({"prompt": ("prompt",), "completion": ("completion",)}, _parse_prompt, _BESIDE_CHAT),
     "instruction": Schema(
         {"instruction": ("instruction",), "output": ("output", "response")},
-        _parse_instruction,
+        _pair_in("instruction"),
         {"input": ("input", "context"), **_BESIDE},
     ),
     "question+answer": Schema(
@@ -328,7 +324,7 @@ SCHEMAS = {
             "question": ("question", "problem", "query", "prompt", "input", "human"),
             "answer": ("answer", "solution", "response", "response", "output", "assistant"),
         },
-        _parse_question,
+        _pair_in("question+answer"),
         _BESIDE,
         is_paired=True,
     ),

@@ -50,13 +50,20 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     counts: dict[str, int] = {}
     for record in records:
         found: set[str] = set()
-        ignored = _ignored_in(record, layout.ignored)
+        ignored = {
+            key
+            for key in layout.ignored
+            if without_ignored(record, (key,)) != record and record.get(key, "") is not None
+        }
         record = without_ignored(record, layout.ignored)
         if not always_read.issuperset(record):
             found = {key for key in record.keys() - always_read if record[key] is not None}
             if not found.isdisjoint(perhaps_read):
                 found = {key for key in record.keys() - set(MEDIA) if record[key] is not None}
-                found -= _read(schema, columns, record)
+                if schema.reads:
+                    found -= {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
+                else:
+                    found -= {*_read_keys(schema, columns, record).values()}
             if not FLAGS.isdisjoint(found) and layout.schema not in ("input_ids", "length"):
                 found -= {key for key in FLAGS & found if type(record[key]) is not str or key == "mask"}
         for role, key in lists.items():
@@ -77,18 +84,6 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
 def named(key: str) -> str:
     """The name of a key in lists: long ones are cut."""
     return shortened(key, _LONGEST)
-
-
-def _ignored_in(record: JsonObject, ignored: tuple[str, ...]) -> set[str]:
-    """Return those of the keys `ignored` that have a value in `record`."""
-    return {key for key in ignored if without_ignored(record, (key,)) != record and record.get(key, "") is not None}
-
-
-def _read(schema: Schema, columns: dict[str, str], record: JsonObject) -> set[str]:
-    """The keys of `record` that are read."""
-    if schema.reads:
-        return {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
-    return {*_read_keys(schema, columns, record).values()}
 
 
 def _read_keys(schema: Schema, columns: dict[str, str], record: JsonObject) -> dict[str, str]:

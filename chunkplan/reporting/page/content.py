@@ -1,21 +1,32 @@
-"""The pages: what of a plan, or of an analysis, is on one."""
+"""The pages of a plan and of an analysis: their heads, their sections, and the HTML file that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import PurePath
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
 
+from chunkplan.errors import DataError
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted
-from chunkplan.reporting.by_source import sources_of
+from chunkplan.quantities import counted, percent, seconds
+from chunkplan.reporting.by_source import SourceRow, sources_of
 from chunkplan.reporting.page.candidates import choice_of_plan
-from chunkplan.reporting.page.document import render
-from chunkplan.reporting.page.head_words import gain_facts, no_gain_facts, source_facts, train_command
-from chunkplan.reporting.page.planned_lengths import holds_all_once, planned_lengths
+from chunkplan.reporting.page.lengths import holds_all_once, planned_lengths
+from chunkplan.reporting.page.parts import Section
 from chunkplan.reporting.page.sections import (
+    TextSource,
     analysis_lengths_section,
     candidates_section,
     examples_section,
@@ -24,14 +35,206 @@ from chunkplan.reporting.page.sections import (
     plan_lengths_section,
     steps_section,
 )
-from chunkplan.reporting.page.sources import sources_section
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
-from chunkplan.reporting.page.text_source import TextSource
-from chunkplan.reporting.per_step import per_step
-from chunkplan.reporting.plan_chunks import plan_chunks
+from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import report_of
 from chunkplan.reporting.plan_words import PlanHeader, caveats
-from chunkplan.tuning.document_entries import TuningDocument
+from chunkplan.reporting.tables import Table
+from chunkplan.summary import PlanSummary
+from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
+from chunkplan.tuning.plan_only import why_plan_only
+from chunkplan.tuning.tune import A_GAIN
+
+# Sections as one HTML file that fetches nothing: styles, scripts and plotly.js are in it.
+
+
+#: What a script block of JSON must not hold as it is.
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def render(
+    title: str,
+    warnings: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    command: str | None = None,
+) -> str:
+    """Return the page. All words are escaped; equal arguments give equal text. `command`: what to type next.
+
+    Its Content-Security-Policy allows nothing from elsewhere, and of scripts only those that are meant, by their hash.
+    """
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(_resource("page.html"))
+    scripts = [get_plotlyjs(), _resource("page.js")]
+    return template.render(
+        title=title,
+        warnings=warnings,
+        facts=facts,
+        command=command,
+        sections=sections,
+        style=_resource("page.css"),
+        scripts=scripts,
+        hashes=[_hash(script) for script in scripts],
+        charts=_charts_json(sections),
+    )
+
+
+def _charts_json(sections: Sequence[Section]) -> str:
+    """Return JSON of {chart: {label: figure}} that is harmless inside a script block."""
+    figures = {
+        chart.name: {
+            label: json.loads(to_json_plotly(figure, engine="json")) for label, figure in chart.figures.items()
+        }
+        for section in sections
+        for chart in section.charts
+    }
+    return json.dumps(figures, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _resource(name: str) -> str:
+    return (files("chunkplan.reporting.page") / name).read_text(encoding="utf-8")
+
+
+# What stands at the top of a page of a plan beside its settings: what it gains, its data, and how to train with it.
+
+
+#: Sources that are named.
+_NAMED = 3
+
+
+def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
+    """Say how many times as fast a step is as with the fastest way of today that fits and loses no token.
+
+    The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
+    step; or of the choice that the tuning takes, where there is no plan. Of a plan with other settings it is said what
+    that choice takes.
+    """
+    today = min(
+        (row for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]),
+        key=lambda row: row["step_seconds"],
+        default=None,
+    )
+    if today is None:
+        return [("gain", "no way of today fits without cutting sequences")]
+    chosen = tuning["chosen"]
+    if summary is None or own is not None:
+        step = (own or chosen)["step_seconds"]
+    else:
+        step = summary.total_us / 1e6 / summary.num_sequences * min(summary.global_batch, summary.num_sequences)
+    is_chosen = summary is None or own == chosen
+    todays = f"{seconds(today['step_seconds'] * 1e6)} a step"
+    if today["step_seconds"] >= A_GAIN * step:
+        words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
+    elif is_chosen:
+        words = f"nothing to gain: {today['name']} takes {todays}"
+    else:
+        words = f"none with this plan, which takes {seconds(step * 1e6)} a step; {today['name']} takes {todays}"
+    if not is_chosen:
+        words += f"; the setting that `tune` chose takes {seconds(chosen['step_seconds'] * 1e6)}"
+    return [("gain", words)]
+
+
+def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
+    """Say how to find what a plan gains: there is no tuning, or it `is_other`, for something else than the plan."""
+    gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
+    why = "the tuning is not for this plan; " if is_other else ""
+    command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"
+    return [("gain", f"not known: {why}{command} finds it, with `--model-config` and `--hardware` of the plan")]
+
+
+def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:
+    """Name the sources of the data; nothing where they are not known."""
+    paths = [] if analysis is None else [source["path"] for source in analysis.manifest.get("sources", ())]
+    if not paths:
+        return []
+    names = ", ".join(PurePath(path).name or path for path in paths[:_NAMED])
+    more = f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else ""
+    return [(counted(len(paths), "data source"), names + more)]
+
+
+def train_command(plan: Plan) -> str | None:
+    """Return the command that trains with `plan`; None where the runtime cannot, or where lengths are estimated or a
+    sample."""
+    described = plan.manifest["analysis"]
+    try:
+        cost = plan.cost
+    except DataError:
+        return None
+    if not described["exact"] or described.get("sample") is not None or why_plan_only(plan.config, cost) is not None:
+        return None
+    return shlex.join(["chunkplan", "train", "--plan", str(plan.path), "--model", "NAME"])
+
+
+# The data sources on a page: what each has, and what of it is split, left out, rejected or cut.
+
+
+#: Sources that are listed: those with the most tokens.
+_MOST_SOURCES = 100
+
+#: Columns that are there where a source has any of it: their names, values, and what they mean.
+_LOSSES: tuple[tuple[str, Callable[[SourceRow], int | None], str], ...] = (
+    (
+        "left out",
+        lambda row: row.num_absent_tokens,
+        "Left out are tokens of sequences that the plan does not hold: they are held out, dropped or not taken.",
+    ),
+    (
+        "records rejected",
+        lambda row: row.num_rejected,
+        "Rejected records became no sequence; `rejected.jsonl` of the analysis says why.",
+    ),
+    ("tokens cut", lambda row: row.num_cut_tokens, "Cut are the tokens of sequences beyond the maximum length."),
+)
+
+
+def sources_section(sources: Sequence[SourceRow]) -> list[Section]:
+    """Show the sources of an analysis, or what a plan holds of them; nothing where there are none."""
+    if not sources:
+        return []
+    is_plan = sources[0].num_split_tokens is not None
+    notes = ["What the plan holds of each source of the data." if is_plan else "What each source of the data has."]
+    losses = [loss for loss in _LOSSES if any(loss[1](row) for row in sources)]
+    notes += [" ".join(words for _, _, words in losses) or "Nothing of them is lost."]
+    shown = sources
+    if len(sources) > _MOST_SOURCES:
+        largest = sorted(range(len(sources)), key=lambda place: -sources[place].num_tokens)[:_MOST_SOURCES]
+        shown = [sources[place] for place in sorted(largest)]
+        notes.append(f"The {_MOST_SOURCES} with the most tokens, of {len(sources):,}.")
+    folder = _common_folder([row.path for row in shown])
+    notes += [f"The folder of all of them: {folder}"] if folder else []
+    total = max(sum(row.num_tokens for row in sources), 1)
+    head = ["source", "sequences", "tokens", "of all tokens", "trained tokens", "longest"]
+    head += ["in split sequences"] if is_plan else []
+    rows = [
+        (
+            row.path.removeprefix(folder),
+            f"{row.num_sequences:,}",
+            f"{row.num_tokens:,}",
+            percent(row.num_tokens / total),
+            f"{row.num_target_tokens:,}",
+            f"{row.longest:,}",
+            *([percent((row.num_split_tokens or 0) / max(row.num_tokens, 1))] if is_plan else []),
+            *(_number(value(row)) for _, value, _ in losses),
+        )
+        for row in shown
+    ]
+    table = Table("Sources of the data", [*head, *(name for name, _, _ in losses)], rows)
+    return [Section("sources", "Data sources", notes, tables=[table])]
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """The folders that all paths begin with, up to and with a slash; "" for a single path or where there are none."""
+    folders = zip(*(path.split("/")[:-1] for path in paths), strict=False) if len(paths) > 1 else ()
+    return "".join(f"{each[0]}/" for each in takewhile(lambda each: len(set(each)) == 1, folders))
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
 
 
 def plan_page(
@@ -65,7 +268,7 @@ def plan_page(
         steps_section(steps),
         gantt_section(plan, steps, report, step, text),
         *(examples_section(text, np.unique(chunks.table.sequence_id)) if text.tokenizer is not None else []),
-        numbers_section(report),
+        numbers_section(plan, report),
     ]
     sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
     title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"

@@ -2,32 +2,191 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from chunkplan.arrays import Int32Array, Int64Array
-from chunkplan.planfile.plan import Plan
+from chunkplan.intake.tokenizer import RecordTokenizer
+from chunkplan.planfile.analysis import Analysis, TokenReader
+from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan.quantities import counted, kept_words
+from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
 from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
-from chunkplan.reporting.page.chosen_steps import MOST_ACTIONS, DrawnStep, drawn_steps
-from chunkplan.reporting.page.chunk_texts import chunk_drawers
-from chunkplan.reporting.page.examples import MOST_SOURCES, MOST_TOKENS, example_texts, with_sequences
-from chunkplan.reporting.page.gantt import MOST_HATCHED, gantt_figure, gantt_table
+from chunkplan.reporting.page.gantt import MOST_ACTIONS, MOST_HATCHED, DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
-from chunkplan.reporting.page.marked_runs import HOW_MARKED
 from chunkplan.reporting.page.over_steps import (
     has_balance,
     over_steps_figure,
     over_steps_table,
+    plan_tables,
     points,
     points_note,
 )
-from chunkplan.reporting.page.parts import Chart, Section
-from chunkplan.reporting.page.plan_tables import plan_tables
+from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, Section
 from chunkplan.reporting.page.summary_words import summary_table
-from chunkplan.reporting.page.text_source import TextSource
 from chunkplan.reporting.plan_report import PlanReport
+from chunkplan.reporting.token_text import SequenceText, TextPiece, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
+from chunkplan.visible import visible
+
+# Decoded text as runs of a page: what is a target, what a special token, and what is left out.
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """An analysis and what decodes its tokens; without a tokenizer, `why_not` in words, None if nobody expects text."""
+
+    analysis: Analysis | None = None
+    tokenizer: RecordTokenizer | None = None
+    why_not: str | None = None
+
+
+#: How a page shows what is trained, in words.
+HOW_MARKED = "What counts in the loss has a background, special tokens are bold."
+
+#: The symbol of a line end, and one that more fonts have.
+_LINE_END = "\u240a", "\u21b5"
+
+
+def marked_runs(text: SequenceText) -> Iterator[tuple[str, str]]:
+    """Yield the runs of a `MarkedText`."""
+    yield from map(_run, text.first)
+    if text.num_left_out:
+        targets = counted(text.num_targets_left_out, "target")
+        yield f"\n... {counted(text.num_left_out, 'token')} left out here, {targets} among them ...\n", "note"
+    yield from map(_run, text.last)
+
+
+def _run(piece: TextPiece) -> tuple[str, str]:
+    kinds = [*(["special"] if piece.is_special else []), *(["target"] if piece.is_target else [])]
+    return visible(piece.text).replace(*_LINE_END), " ".join(kinds)
+
+
+# What the chunks of drawn steps hold: where each segment is from, its positions and, where it is decoded, its text.
+
+
+#: Chunks of all steps together, segments of a chunk, and tokens of a segment that a page has: it stays small.
+_MOST_CHUNKS, MOST_SEGMENTS, MOST_CHUNK_TOKENS = 160, 6, 100
+
+
+def chunk_drawers(drawn: Sequence[DrawnStep], chart: str, source: TextSource) -> list[Drawers]:
+    """Show the first chunks of each rank of `drawn`, the figures of `chart`, and say how to see the others.
+
+    Raises:
+        DataError: the analysis has no such sequences, or is damaged.
+    """
+    analysis = source.analysis
+    tokens = analysis.tokens() if analysis is not None and analysis.has_tokens else None
+    most = max(_MOST_CHUNKS // max(len(drawn), 1), 1)
+    return [_of_step(each, chart, source, tokens, most) for each in drawn]
+
+
+def _of_step(drawn: DrawnStep, chart: str, source: TextSource, tokens: TokenReader | None, most: int) -> Drawers:
+    step, has_ranks = drawn.step.step, len(drawn.step.chunks) > 1
+    places = [(chunk.chunk_id, rank, chunk) for rank in drawn.ranks for chunk in drawn.step.chunks[rank]]
+    shown = sorted(places, key=lambda place: place[:2])[:most]
+    shown.sort(key=lambda place: (place[1], place[0]))
+    command = f"chunkplan inspect --step {step}{' --rank R' if has_ranks else ''} --chunk C"
+    notes = []
+    if source.why_not is not None:
+        notes.append(f"Text is not shown: {source.why_not}")
+    elif source.tokenizer is not None:
+        command += " --text"
+        notes.append(
+            f"{HOW_MARKED} Of a segment with more than {MOST_CHUNK_TOKENS} tokens the first and the last are here."
+        )
+    if len(shown) < len(places):
+        notes.append(f"The first {len(shown):,} of {counted(len(places), 'chunk')} are here, of each rank alike.")
+    notes.append(f"`{command}` shows all of a chunk.")
+    drawers = [_of_chunk(chunk, step, rank, source, tokens, has_ranks=has_ranks) for _, rank, chunk in shown]
+    return Drawers(chart, drawn.label, f"What the chunks of step {step:,} hold", notes, drawers)
+
+
+def _of_chunk(
+    chunk: Chunk, step: int, rank: int, source: TextSource, tokens: TokenReader | None, *, has_ranks: bool
+) -> Drawer:
+    name = f"{f'rank {rank}, ' if has_ranks else ''}chunk {chunk.chunk_id}"
+    size = f"{counted(chunk.num_tokens, 'token')} in {counted(len(chunk.segments), 'segment')}"
+    notes = [f"{counted(chunk.num_target_tokens, 'target')} predicted here."]
+    if not chunk.segments:
+        notes = ["It holds nothing and counts for nothing: ranks that have too few chunks get such ones."]
+    if chunk.prefix_tokens:
+        notes.append(f"Its part of a sequence attends to {counted(chunk.prefix_tokens, 'token')} before it.")
+    if words := kept_words(chunk.kept_attention):
+        notes.append(f"It is run again, with its attention kept {words}.")
+    if len(chunk.segments) > MOST_SEGMENTS:
+        notes.append(f"The first {MOST_SEGMENTS} segments of {len(chunk.segments):,} are here.")
+    texts = [
+        _of_segment(segment, source.tokenizer, tokens)
+        for segment in view_segments(chunk, source.analysis, tokens, MOST_SEGMENTS)
+    ]
+    return Drawer(f"chunk-{step}-{rank}-{chunk.chunk_id}", f"{name}: {size}", [" ".join(notes)], texts)
+
+
+def _of_segment(segment: SegmentView, tokenizer: RecordTokenizer | None, tokens: TokenReader | None) -> MarkedText:
+    words = [f"sequence {segment.sequence_id:,}", f"[{segment.start:,}, {segment.end:,})"]
+    if segment.sequence_tokens is not None:
+        words[-1] += f" of {counted(segment.sequence_tokens, 'token')}"
+    if segment.part is not None:
+        words.append(f"part {segment.part[0] + 1} of {segment.part[1]}")
+    words += [] if segment.num_target_tokens is None else [counted(segment.num_target_tokens, "target")]
+    words += [] if segment.place is None else [segment.place]
+    runs: list[tuple[str, str]] = []
+    if tokenizer is not None and tokens is not None:
+        runs = list(marked_runs(segment_text(segment, tokens, tokenizer, MOST_CHUNK_TOKENS)))
+    return MarkedText(", ".join(words), runs)
+
+
+# A few sequences as they will be trained, decoded from the tokens that the analysis has: those that say most.
+
+
+#: Sources of which there is an example, and the tokens of one that are shown.
+MOST_SOURCES, MOST_TOKENS = 6, 600
+
+
+def example_texts(analysis: Analysis, tokenizer: RecordTokenizer, held: Int64Array | None) -> list[MarkedText]:
+    """The shortest, the median and the longest sequence, and the first of each of the first sources that have any; of a
+    long one, how it begins and ends.
+
+    `held`: the ids of those that a plan holds, ascending, int64 [n]; by default all of them are chosen from.
+
+    Raises:
+        DataError: a token file is damaged.
+    """
+    tokens = analysis.tokens()
+    texts = []
+    for sequence_id, reasons in _chosen(analysis, held).items():
+        input_ids, target = tokens(sequence_id)
+        size = f"{counted(len(input_ids), 'token')}, {counted(int(target.sum()), 'target')}"
+        shown = decode_sequence(tokenizer.library, input_ids, target, MOST_TOKENS)
+        caption = f"{', '.join(reasons).capitalize()}: {analysis.place(sequence_id)}: {size}"
+        texts.append(MarkedText(caption, list(marked_runs(shown))))
+    return texts
+
+
+def with_sequences(analysis: Analysis) -> list[SourceEntry]:
+    """The sources that sequences are of."""
+    return [source for source in analysis.manifest["sources"] if source["num_sequences"]]
+
+
+def _chosen(analysis: Analysis, held: Int64Array | None) -> dict[int, list[str]]:
+    """Return ids of sequences in the order in which they are shown, and why each is."""
+    ids = np.arange(analysis.num_sequences) if held is None else held
+    by_length = ids[np.argsort(analysis.num_tokens[ids], kind="stable")]
+    reasons: dict[int, list[str]] = {}
+    for why, place in (("shortest", 0), ("median", (ids.size - 1) // 2), ("longest", -1)):
+        reasons.setdefault(int(by_length[place]), []).append(why)
+    for source in with_sequences(analysis)[:MOST_SOURCES]:
+        first = source["first_sequence_id"]
+        place = int(np.searchsorted(ids, first))
+        if place < ids.size and ids[place] < first + source["num_sequences"]:
+            reasons.setdefault(int(ids[place]), []).append("first of its source")
+    return reasons
+
 
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
 _BEFORE_AND_AFTER = (
@@ -180,7 +339,7 @@ def _left_out(drawn: DrawnStep) -> list[str]:
     return said
 
 
-def numbers_section(report: PlanReport) -> Section:
+def numbers_section(plan: Plan, report: PlanReport) -> Section:
     """Show all numbers that `inspect` prints of a plan."""
     notes = [
         "Times and memory are predictions of a cost model: they rank plans, they do not promise seconds. Attention is "
@@ -200,4 +359,4 @@ def numbers_section(report: PlanReport) -> Section:
         )
     if report.memory is None:
         notes.append(f"Memory is not shown: {_NO_MACHINE}.")
-    return Section("numbers", "All of the plan", notes, tables=[summary_table(report.summary), *plan_tables(report)])
+    return Section("numbers", "All of the plan", notes, tables=[summary_table(plan, report), *plan_tables(report)])

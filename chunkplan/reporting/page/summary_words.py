@@ -5,11 +5,11 @@ from __future__ import annotations
 from chunkplan.lengths import LengthReport
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, gibibytes, k_words, kept_words, percent, ratio, seconds, selection_words
-from chunkplan.reporting.page.parts import Table
+from chunkplan.quantities import counted, gibibytes, k_words, seconds, selection_words
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import machine_words, schedule_words
+from chunkplan.reporting.plan_words import PlanHeader, machine_words, overview_rows, schedule_words
+from chunkplan.reporting.tables import Table
 from chunkplan.summary import PlanSummary
 
 Facts = list[tuple[str, str]]
@@ -91,51 +91,7 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
     ]
 
 
-def _shared_rows(summary: PlanSummary) -> Facts:
-    if not summary.num_shared_sequences:
-        return []
-    return [
-        ("sequences that ranks share", f"{summary.num_shared_sequences:,}"),
-        ("their share of the work", percent(summary.shared_work_share)),
-    ]
-
-
-def _kept_rows(summary: PlanSummary) -> Facts:
-    kept = [(f"attention kept {kept_words(where)}", counted(n, "chunk")) for where, n in summary.num_kept.items() if n]
-    return [("run again", counted(summary.num_recomputed, "chunk")), *kept] if kept else []
-
-
-def summary_table(summary: PlanSummary) -> Table:
-    """List the numbers of a whole plan."""
-    balance = [
-        ("heaviest rank over the mean rank, all steps", summary.heaviest_over_mean),
-        ("heaviest rank over work / dp, all steps", summary.heaviest_over_work),
-    ]
-    rows = [
-        ("sequences", f"{summary.num_sequences:,}"),
-        ("tokens", f"{summary.num_tokens:,}"),
-        ("target tokens", f"{summary.num_target_tokens:,}"),
-        ("longest sequence", f"{summary.longest_sequence:,} tokens"),
-        ("sequences of short last batches, dropped", f"{summary.num_dropped_sequences:,}"),
-        ("chunks", f"{summary.num_chunks:,}"),
-        ("standalone chunks", f"{summary.num_standalone - summary.num_zero_loss:,}"),
-        ("dependent chunks", f"{summary.num_dependent:,}"),
-        ("split or shared sequences" if summary.num_shared_sequences else "split sequences", f"{summary.num_groups:,}"),
-        ("zero-loss chunks", f"{summary.num_zero_loss:,}"),
-        ("fill of chunks", percent(summary.token_fill)),
-        ("chunks over their lower bound", f"{summary.chunks_over_bound:.4f}"),
-        ("chunks over the bound of each rank's sequences", f"{summary.packing_over_bound:.4f}"),
-        ("steps with the fewest chunks possible", f"{summary.num_optimal_steps:,}"),
-        *((name, ratio(value)) for name, value in balance if value is not None and summary.dp > 1),
-        ("steps with too long a sequence to be balanced", f"{summary.num_exceeding_steps:,}"),
-        *([("their share of the imbalance", percent(summary.exceeding_share))] if summary.num_exceeding_steps else []),
-        *_shared_rows(summary),
-        ("activations held at once on a stage", f"{summary.peak_retained_tokens:,} tokens"),
-        ("recomputed", f"{percent(summary.recompute_share)} of the work"),
-        *_kept_rows(summary),
-        ("predicted time", seconds(summary.total_us)),
-        *_reduction(summary),
-        ("lower bound of the time", seconds(summary.total_lower_bound_us)),
-        *_if_unshared(summary),
-    ]
-    return Table("The plan in numbers", ("of the whole plan", "value"), rows)
+def summary_table(plan: Plan, report: PlanReport) -> Table:
+    """List what a plan comes to, as the terminal does."""
+    rows = overview_rows(report.summary, PlanHeader.of(plan.manifest), report.memory)
+    return Table("The plan in numbers", ("of the whole plan", "value"), rows, texts=("value",))

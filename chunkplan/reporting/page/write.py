@@ -10,7 +10,7 @@ from chunkplan.files.writing import refuse_overwriting, refuse_unwritable, whole
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.text_source import TextSource
+from chunkplan.reporting.page.sections import TextSource
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.reporting.token_text import open_tokenizer
 from chunkplan.tuning.document import read_tuning_document, tuning_document

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from chunkplan.cost.attention_rates import MEASURED_QUERIES, AttentionRates
-from chunkplan.cost.calibrate import Calibration, layers_that_fit
+from chunkplan.cost.calibrate import Calibration, ChunkTime, DeviceRates, layers_that_fit
 from chunkplan.cost.calibrate import calibrate as fit
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
@@ -94,7 +93,7 @@ def calibrate(
     """Measure chunks on the device and fit a profile to them: the twin of `chunkplan calibrate`.
 
     Returns the calibration, whose `hardware` a `CostModel` or `TuneOptions` takes as it is and
-    `chunkplan.cost.calibration_file.write_profile` keeps, and the chunks that did not fit the memory. `report` is
+    `chunkplan.cost.calibrate.write_profile` keeps, and the chunks that did not fit the memory. `report` is
     called with the number of chunks measured and of those to measure, `show` with each one's times as soon as they are
     there.
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chunkplan.cost.measurements import ChunkTime
+from chunkplan.cost.calibrate import ChunkTime
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.execution.executor import RankExecutor

@@ -5,8 +5,8 @@ weighted sum. Cross-entropy is one, with or without label smoothing, and the loa
 (`models.router_loss`) another. What a token's loss is of its logits alone is a `LogitLoss`, which never holds the
 logits of a chunk: loss and gradient are computed together, a block of positions at a time, when the chunk runs
 backward, so that what a chunk in flight keeps of its loss is its final hidden states. How many positions a block has is
-for `chunkplan.cost.sums` to say, which counts their logits: the gradient of all of the head is made, and added to its
-sum, for every block.
+for `chunkplan.cost.optimizers` to say, which counts their logits: the gradient of all of the head is made, and added to
+its sum, for every block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkplan.cost.sums import LOGIT_BYTES, tokens_at_once
+from chunkplan.cost.optimizers import LOGIT_BYTES, tokens_at_once
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import NO_TARGET, RankWork
 from chunkplan_runtime.models.compiled import Refusable

@@ -14,14 +14,17 @@ import pytest
 import chunkplan
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.baseline_labels import baseline_labels
-from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
-from chunkplan.reporting.page.chosen_steps import DrawnStep, drawn_steps
-from chunkplan.reporting.page.gantt import gantt_figure, gantt_table
+from chunkplan.reporting.page.candidates import (
+    baseline_labels,
+    candidates_figure,
+    candidates_tables,
+    choice_of_plan,
+    limit_words,
+)
+from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure
 from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
-from chunkplan.reporting.per_step import per_step
-from chunkplan.reporting.plan_chunks import plan_chunks
+from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.slow_steps import step_times
 from chunkplan.tuning.document_entries import PLAN_ENTRIES
 from tests.support.page_cases import build_plan, tuning_of, write_and_read

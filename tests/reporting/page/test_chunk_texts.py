@@ -15,7 +15,7 @@ import chunkplan
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page import chunk_texts
+from chunkplan.reporting.page import sections
 from tests.reporting.page.test_numbers import change_value
 from tests.support.page_cases import HOSTILE, PLOTLY, write_and_read
 from tests.support.places import ROOT
@@ -82,7 +82,7 @@ def test_every_bar_has_a_drawer_with_what_inspect_shows_of_the_chunk(
         rank, chunk = map(int, name.split("-")[2:])
         view = chunkplan.view_chunk(plan, 0, chunk, dp_rank=rank, analysis=analysis, tokenizer=tokenizer)
         shown = blocks(drawer)
-        assert len(shown) == min(len(view.segments), chunk_texts.MOST_SEGMENTS)
+        assert len(shown) == min(len(view.segments), sections.MOST_SEGMENTS)
         for segment, (caption, text, marked) in zip(view.segments, shown, strict=False):
             assert f"sequence {segment.sequence_id:,}, [{segment.start:,}, {segment.end:,})" in caption
             assert segment.place is not None and caption.endswith(segment.place)
@@ -93,11 +93,11 @@ def test_every_bar_has_a_drawer_with_what_inspect_shows_of_the_chunk(
             if cut:
                 num_cut += 1
                 note, _, tail = tail.partition(" ...\n")
-                left = segment.end - segment.start - chunk_texts.MOST_TOKENS
+                left = segment.end - segment.start - sections.MOST_CHUNK_TOKENS
                 assert note == f"{left} tokens left out here, {left} targets among them"
                 assert whole.startswith(head) and whole.endswith(tail)
             else:
-                assert segment.end - segment.start <= chunk_texts.MOST_TOKENS
+                assert segment.end - segment.start <= sections.MOST_CHUNK_TOKENS
                 assert (text, marked) == (whole, targets)
     assert num_cut >= 2, "both parts of the long one"
 
@@ -123,7 +123,7 @@ def test_a_page_has_no_more_than_some_chunks_segments_and_tokens(
     assert f"The first 6 segments of {len(busy.segments)} are here." in page.text
     assert "chunkplan inspect --step 0 --rank R --chunk C --text" in page.text
     assert "of each rank alike" not in page.text
-    monkeypatch.setattr(chunk_texts, "_MOST_CHUNKS", 2)
+    monkeypatch.setattr(sections, "_MOST_CHUNKS", 2)
     page = write_and_read(tmp_path / "page.html", plan)
     assert list(drawers(tmp_path / "page.html")) == ["chunk-0-0-0", "chunk-0-1-0"]
     num_chunks = sum(map(len, step.chunks.values()))

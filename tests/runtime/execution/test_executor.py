@@ -108,7 +108,7 @@ def weights(num_tokens, weight):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_the_plain_one_in_blocks_of_any_size(monkeypatch, smoothing):
-    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 3 * 20)
+    monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", 3 * 20)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20, dtype=torch.float64)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
@@ -160,7 +160,7 @@ def test_a_forward_that_keeps_only_kv_saves_no_activations(run_step):
 
 def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     """The head sees as many positions at once as their logits allow, and only those with a target."""
-    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 4 * 11 + 10)
+    monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", 4 * 11 + 10)
     head, seen = torch.nn.Linear(8, 11, dtype=torch.float64), []
     head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     hidden = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
@@ -175,7 +175,7 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_compiled_loss_is_the_same(smoothing, monkeypatch):
     """Of blocks of any number of rows, one of a single row among them, with one graph."""
-    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 6 * 50)
+    monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", 6 * 50)
     torch.manual_seed(0)
     for rows in (13, 17):  # blocks of six, and the rest
         head, hidden = torch.nn.Linear(8, 50).double(), torch.randn(rows, 8, dtype=torch.float64)
@@ -212,7 +212,7 @@ def test_where_nothing_can_be_compiled_the_loss_is_made_as_it_is_and_a_note_says
 def test_the_loss_takes_the_memory_that_the_planner_counts_for_it(dtype, monkeypatch):
     """8 bytes of each logit of a block, for whichever block; as torch's profiler has it."""
     rows, vocab_size = 256, 5000
-    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", rows * vocab_size)
+    monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", rows * vocab_size)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, vocab_size, bias=False, dtype=dtype)
     hidden, labels = torch.randn(3 * rows, 8, dtype=dtype), torch.arange(3 * rows) * 6

@@ -44,7 +44,7 @@ def whole(model, sequences, smoothing):
 def test_it_is_exact_in_chunks_and_in_blocks_of_the_head(
     monkeypatch, tiny_config, handmade_plan, random_sequences, kind, more, k
 ):
-    monkeypatch.setattr("chunkplan.cost.sums.LOGITS_AT_ONCE", 4 * 97)
+    monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", 4 * 97)
     model = new_model(AutoConfig.for_model(**tiny_config(kind, **more)), torch.float64, seed=3)
     sequences = random_sequences([23, 4, 9])
     plan, analysis = handmade_plan(sequences, [{0: CHUNKS}], k=k)

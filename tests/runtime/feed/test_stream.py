@@ -13,7 +13,7 @@ import torch
 
 from chunkplan import PlanConfig, build, load_analysis
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile import analysis_writer, token_file
+from chunkplan.planfile import analysis_writer
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 
 IDS = np.arange(10)
@@ -239,7 +239,7 @@ def test_a_damaged_token_file_is_refused_by_name(written, tmp_path, damage, mess
 def test_chunks_of_a_plan_hold_what_their_segments_say(tmp_path, monkeypatch):
     """Over many small record batches and token files, with mixed and zero-loss chunks, on two ranks."""
     monkeypatch.setattr(analysis_writer, "WAITING_SEQUENCES", 3)
-    monkeypatch.setattr(token_file, "BATCH_ROWS", 3)
+    monkeypatch.setattr(analysis_writer, "BATCH_ROWS", 3)
     monkeypatch.setattr(analysis_writer, "TOKEN_FILE_TOKENS", 60)
     random = np.random.default_rng(0)
     (tmp_path / "analysis").mkdir()

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.cost.activations import working_bytes_per_token
-from chunkplan.cost.host_memory import stage_host_bytes
 from chunkplan.cost.memory import held_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.planning.memory import stage_host_bytes
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
