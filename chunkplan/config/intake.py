@@ -10,7 +10,7 @@ from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, tokens
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
 
-#: The schemas that `chunkplan.intake.schemas.registry` has.
+#: The schemas that `chunkplan.intake.schemas.table` has.
 SCHEMAS = (
     *("text", "messages", "conversations", "prompt+completion", "instruction", "question+answer", "input_ids"),
     "length",

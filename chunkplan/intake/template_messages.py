@@ -69,10 +69,10 @@ def reads_parts(render: RenderText, role: str, num_parts: int) -> bool:
     message: JsonObject = {"role": role, "content": [{"type": "text", "text": word} for word in words]}
     user: JsonObject = {"role": "user", "content": "a"}
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    before = {"user": [], "system": [], "developer": []}.get(role, [user])  # the last two begin a conversation
-    if role == "tool":
-        before = [user, {"role": "assistant", "content": "a", "tool_calls": [call]}]
-    text = _rendered(render, [*before, message, *([user] if role in ("system", "developer") else [])], None)
+    called: JsonObject = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    around = {"user": ([], []), "system": ([], [user]), "developer": ([], [user]), "tool": ([user, called], [])}
+    before, behind = around.get(role, ([user], []))
+    text = _rendered(render, [*before, message, *behind], None)
     return all(word in text and f"'{word}'" not in text and f'"{word}"' not in text for word in words)
 
 

@@ -295,18 +295,7 @@ class WatchedTemplate:
         for data in tree.find_all(nodes.TemplateData):
             data.data = _MARKS.sub("", data.data)
         watch = self._watch = _Watch()
-
-        @pass_context  # so that they are called every time
-        def enter(_: Any, nothing: str) -> str:
-            watch.enter()
-            return nothing
-
-        @pass_context
-        def leave(_: Any, nothing: str) -> str:
-            watch.leave()
-            return nothing
-
-        environment.filters |= {_ENTER: enter, _AT: watch.at, _LEAVE: leave}
+        environment.filters |= {_ENTER: watch.enter, _AT: watch.at, _LEAVE: watch.leave}
         self.has_fixed_prompt = _has_fixed_prompt(tree)
         self.asked = _words_asked(tree)
         tree.body = _watch_loops(tree.body)
@@ -373,9 +362,11 @@ class _Watch:
         self.at_hand = NOBODY
         self.num_changes = 0
 
-    def enter(self) -> None:
+    @pass_context  # so that it is called every time
+    def enter(self, _: Context, nothing: str) -> str:
         """A loop begins."""
         self._outside.append(self.at_hand)
+        return nothing
 
     def at(self, value: Any) -> str:
         """A loop has come to `value`, which may be a message."""
@@ -386,9 +377,11 @@ class _Watch:
             self._change(around if is_part else index)
         return ""
 
-    def leave(self) -> None:
+    @pass_context
+    def leave(self, _: Context, nothing: str) -> str:
         """The loop has ended: the message at hand is again that of the loop around it."""
         self._change(self._outside.pop())
+        return nothing
 
     def _change(self, index: int) -> None:
         if index != self.at_hand:

@@ -63,16 +63,15 @@ def _word(index: int) -> str:
     return f"qz{f'{index:x}'.translate(str.maketrans('0123456789abcdef', 'abcdefghijklmnop'))}zq"
 
 
-#: A text of a conversation: the message, and whether it is what was thought.
-Text = tuple[int, bool]
-
-
 class Proof(NamedTuple):
-    """Whether fragments of a shape `holds` apart; its texts put out in their `own` fragments, and those `left_out`."""
+    """What is known of a shape: fragments are told apart, and which texts stand in their own ones or nowhere.
+
+    A text is its message, and whether it is what was thought.
+    """
 
     holds: bool
-    own: frozenset[Text]
-    left_out: frozenset[Text]
+    own: frozenset[tuple[int, bool]]
+    left_out: frozenset[tuple[int, bool]]
 
 
 class _Frame(NamedTuple):

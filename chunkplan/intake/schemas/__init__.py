@@ -9,7 +9,7 @@ from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.schemas.messages import SUSPECT, refuse
 from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, refuse_label
 from chunkplan.intake.schemas.tokens import refuse_mixed
-from chunkplan.intake.schemas.unread import count_unread, with_left_over
+from chunkplan.intake.schemas.unread import check_unread, count_unread
 
 __all__ = ["SCHEMAS", "RecordLayout", "count_unread", "detect", "parse"]
 
@@ -25,6 +25,6 @@ def parse(layout: RecordLayout, record: JsonObject) -> Record:
         refuse_mixed(record, layout.columns, layout.marks)
     try:
         parsed = SCHEMAS[layout.schema].parse(record, layout.columns)
-        return parsed if layout.keys.issuperset(record) else with_left_over(layout, record, parsed)
+        return parsed if layout.keys.issuperset(record) else check_unread(layout, record, parsed)
     except RecursionError as error:  # raised where a nested value is written as text
         raise RecordError("nested too deeply", reason="too-deep", hint="leave this record out") from error

@@ -27,9 +27,9 @@ from chunkplan.intake.schemas.readings import (
     Reading,
     are_messages_each,
     choose_reading,
+    fallback_hint,
     suggest,
     unread_content,
-    what_else,
 )
 from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, has_all, is_label
 
@@ -149,7 +149,7 @@ def _evidence(name: str, columns: dict[str, str], records: list[JsonObject]) -> 
         f"`{columns[role]}`{'' if columns[role] in keys else f' ({role})'}" for role, keys in schema.required.items()
     ]
     text = f": {' and '.join(keys)} in {where}"
-    others = [columns[role] for role in schema.optional if any(_is_said(role, columns[role], one) for one in records)]
+    others = [columns[role] for role in schema.optional if any(_is_set(role, columns[role], one) for one in records)]
     if others:
         text += f", some with {quoted(others)}"
     roles = dict.fromkeys(
@@ -171,7 +171,7 @@ def _messages_under(record: JsonObject, role: str, key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_said(role: str, key: str, record: JsonObject) -> bool:
+def _is_set(role: str, key: str, record: JsonObject) -> bool:
     """Return whether `record` has a value for an optional role; a label that is false is one."""
     value = record.get(key)
     return value is not None and is_label(value, key) if role == "label" else bool(value)
@@ -203,7 +203,7 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
         message += f"; closest is {closest[0]} ({_all_of(closest[1])})"
     if found is not None:
         return LayoutError(message, hint=TRY + column_flags(found[1]))
-    return LayoutError(message, hint=what_else(records, candidates, columns))
+    return LayoutError(message, hint=fallback_hint(records, candidates, columns))
 
 
 def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:

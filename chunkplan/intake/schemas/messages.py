@@ -66,6 +66,8 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if name not in _CALL_ROL
 #: Keys of a message that may say who speaks.
 SPEAKER_KEYS = ("role", "from", "speaker", "sender")
 
+_AS_MESSAGES = 'write each message as {"role": "user", "content": TEXT}, those of the assistant with its role'
+
 #: The roles of a question and its answer in one object, besides those of `ROLES`.
 _EXCHANGE_ROLES = {"input": "user", "output": "assistant"}
 _OF_EXCHANGE = dict.fromkeys(("system", "user", "assistant")).keys()
@@ -129,12 +131,7 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 messages.append(Message(_SPEAKERS[role], content))
                 continue
         inside = f"{path}[{index}]"
-        value = typed(
-            value,
-            dict,
-            inside,
-            'write each message as {"role": "user", "content": TEXT}, those of the assistant with its role',
-        )
+        value = typed(value, dict, inside, _AS_MESSAGES)
         if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
             loss = _stated_loss(value, inside)
             roles = [role for role in _OF_EXCHANGE if role in exchange and (role != "system" or exchange[role].strip())]
@@ -218,8 +215,7 @@ def _turn(message: JsonObject, path: str) -> Message:
     loss = _stated_loss(message, path)
     role = _role_of(speaker, f"{path}.from", loss)
     value = message.get("value")
-    is_program = role == "tool" or speaker.lower() in _CALL_ROLES
-    if isinstance(value, (list, dict)) and is_program:
+    if isinstance(value, (list, dict)) and (role == "tool" or speaker.lower() in _CALL_ROLES):  # of a program
         value = json.dumps(value, ensure_ascii=False)
     else:
         value = field(message, "value", str, path)

@@ -18,7 +18,7 @@ from chunkplan.intake.schemas.fields import CHOOSE, LayoutError, column_flags, m
 from chunkplan.intake.schemas.keys import holds_content, keys_of_content, words
 from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, parse_messages
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, has_all
-from chunkplan.intake.schemas.unread import count_unread, with_left_over
+from chunkplan.intake.schemas.unread import check_unread, count_unread
 from chunkplan.quantities import counted
 
 #: How the user may say how records are laid out.
@@ -187,7 +187,7 @@ def are_messages_each(records: Sequence[JsonObject]) -> bool:
     return all(is_message(record) or ("role" in record and "content" in record) for record in records)
 
 
-def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> str:
+def fallback_hint(records: Sequence[JsonObject], names: Sequence[str], named: Mapping[str, str]) -> str:
     """The hint of records that no keys are suggested for, which names all that holds content."""
     if are_messages_each(records):
         if tree := next((key for key in ("parent_id", "message_tree_id") if any(key in one for one in records)), None):
@@ -197,9 +197,9 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
             )
         return "a record is one message: write all messages of a conversation as one record with `messages`"
     content = keys_of_content(records)
-    lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _objects_in(records[0], key))}
+    lists = {key: objects for key in records[0] if _is_plain(key) and (objects := _list_of_objects(records[0], key))}
     for key, messages in lists.items():
-        advice, inside = _of_messages(records, key, messages)
+        advice, inside = _conversation_advice(records, key, messages)
         others = [other for other in content if f"`{other}`" not in advice] + inside
         if advice and others:
             advice += f"; what {quoted(others)} {'has' if len(others) == 1 else 'have'} goes into its messages too"
@@ -220,7 +220,7 @@ def what_else(records: Sequence[JsonObject], names: Sequence[str], named: Mappin
     return _SAY_LISTED
 
 
-def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
+def _conversation_advice(records: Sequence[JsonObject], key: str, messages: list[JsonObject]) -> tuple[str, list[str]]:
     """Return advice for a conversation under `key`, "" where it is none, and its other keys with content."""
     texts = {name: text for name, text in messages[0].items() if type(text) is str}
     said = next((name for name in _CONTENTS if name in texts), None)
@@ -234,10 +234,10 @@ def _of_messages(records: Sequence[JsonObject], key: str, messages: list[JsonObj
             "name these keys `role` and `content`, and the list `messages`"
             + (f", and {quoted(unknown)} `user` or `assistant`" if unknown else "")
         ), [f"{key}[].{inside}" for inside in keys_of_content(messages) if inside not in (speaker, said)]
-    return (_unanswered(records, key) if _are_messages(messages) else ""), []
+    return (_unanswered_advice(records, key) if _are_messages(messages) else ""), []
 
 
-def _unanswered(records: Sequence[JsonObject], key: str) -> str:
+def _unanswered_advice(records: Sequence[JsonObject], key: str) -> str:
     """Return advice for messages under `key` that no key alone makes records of a schema."""
     with suppress(RecordError):
         if any(map(_may_count, parse_messages(messages_in(records[0], key), key))):
@@ -250,7 +250,7 @@ def _unanswered(records: Sequence[JsonObject], key: str) -> str:
     return f"`{key}` is a conversation: {needed}"
 
 
-def _objects_in(record: JsonObject, key: str) -> list[JsonObject]:
+def _list_of_objects(record: JsonObject, key: str) -> list[JsonObject]:
     """The list of objects that `record` has under `key`, which may be written as JSON; nothing where it is another."""
     with suppress(RecordError):
         value = messages_in(record, key)
@@ -312,7 +312,7 @@ def _is_text(value: Any) -> bool:
     return type(value) is str and bool(value.strip())
 
 
-def _is_said(value: Any) -> bool:
+def _is_utterance(value: Any) -> bool:
     """Return whether it may be a question or an answer."""
     return _is_text(value) or _are_messages(value)
 
@@ -320,9 +320,9 @@ def _is_said(value: Any) -> bool:
 #: Which keys may have what is needed: words in their names, and what their values are.
 _KINDS: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {
     "messages": (frozenset(), _are_messages),
-    "ask": (_ASKS, _is_said),
-    "answer": (_ANSWERS, _is_said),
-    "instruction": (words("instruction"), _is_said),
+    "ask": (_ASKS, _is_utterance),
+    "answer": (_ANSWERS, _is_utterance),
+    "instruction": (words("instruction"), _is_utterance),
     "input": (words("input context"), lambda value: type(value) is str),  # most may be blank
     **{word: (words(word), _is_text) for word in ("context", "response", "source", "target")},
     "system": (words("system sys"), _is_text),
@@ -347,7 +347,7 @@ def _can_be_read(records: Sequence[JsonObject], name: str, columns: dict[str, st
             reading = choose_reading(record, names, columns, is_chosen=False)
             if reading is not None and reading.schema == name:
                 layout = RecordLayout(name, {**usual, **columns, **reading.keys}, "")
-                parsed = with_left_over(layout, record, schema.parse(record, layout.columns))
+                parsed = check_unread(layout, record, schema.parse(record, layout.columns))
                 if not isinstance(parsed, Conversation) or any(map(_may_count, parsed.messages)):
                     read.append(record)
     return 2 * len(read) >= len(records) > 0 and not unread_content(RecordLayout(name, usual | columns, ""), read)

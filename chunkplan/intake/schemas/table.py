@@ -187,7 +187,7 @@ def _conversation_in(role: str) -> Callable[[JsonObject, dict[str, str]], Conver
         if record.get(key) is None:
             key = SCHEMAS[role].keys_of(record, columns)[role]
         messages = parse_messages(messages_in(record, key), key, is_sharegpt=role == "conversations")
-        return _begun(make_conversation(messages, _tools(record, columns), key), record, columns, key)
+        return _with_system(make_conversation(messages, _tools(record, columns), key), record, columns, key)
 
     return parse
 
@@ -201,7 +201,7 @@ def _parse_prompt(record: JsonObject, columns: dict[str, str]) -> PromptRecord |
         asked = [message._replace(loss=False) for message in parse_messages(given, prompt_key)]
         messages = [*asked, *parse_messages(answer, completion_key)]
         conversation = make_conversation(messages, _tools(record, columns), completion_key)
-        return _begun(conversation, record, columns, prompt_key)
+        return _with_system(conversation, record, columns, prompt_key)
     if type(given) is list or type(answer) is list:
         found = f"`{prompt_key}` is {json_type(given)} and `{completion_key}` is {json_type(answer)}"
         wrong(f"{found}, expected two strings or two lists of messages")
@@ -272,7 +272,7 @@ def _refuse_history(record: JsonObject, columns: dict[str, str]) -> None:
         )
 
 
-def _begun(conversation: Conversation, record: JsonObject, columns: dict[str, str], path: str) -> Conversation:
+def _with_system(conversation: Conversation, record: JsonObject, columns: dict[str, str], path: str) -> Conversation:
     """Put the system text beside a conversation, which may be Gemini's message with `parts`, in front of it."""
     key = system_key(record, columns)
     value = record.get(key)

@@ -190,7 +190,7 @@ def _documents(key: str, input_ids: Int32Array, marks: _Marks) -> tuple[range, I
     for role in ("seq_lengths", "cu_seqlens", "seq_start_id"):
         for name, numbers in marks.get(role, {}).items():
             stops = (len(extent), len(extent) if extent.start else len(input_ids))
-            said[name] = _begins(role, numbers, stops, name, key) + extent.start
+            said[name] = _document_starts(role, numbers, stops, name, key) + extent.start
     for name, places in said.items():
         inside = places[(places >= extent.start) & (places < extent.stop)]
         said[name] = np.unique(np.append(inside, extent.start))
@@ -212,7 +212,7 @@ def _inside(kept: BoolArray, extent: range, name: str) -> range:
     return range(max(start, extent.start), max(min(stop, extent.stop), start, extent.start))
 
 
-def _begins(role: str, numbers: Int32Array, stops: tuple[int, int], name: str, key: str) -> Int64Array:
+def _document_starts(role: str, numbers: Int32Array, stops: tuple[int, int], name: str, key: str) -> Int64Array:
     """Return where documents begin that have these lengths, ends or begins and cover all tokens."""
     ends: Int64Array | Int32Array = numbers
     if role == "seq_lengths":

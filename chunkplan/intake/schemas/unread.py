@@ -108,7 +108,7 @@ def is_looked_at(key: str, schema: str) -> bool:
     return schema in _PAIRS or kind in ("variable", "thought", "given")
 
 
-def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> Record:
+def check_unread(layout: RecordLayout, record: JsonObject, parsed: Record) -> Record:
     """Apply the flags of a record, and refuse unread keys that may say what is learnt or what the model is given.
 
     Beside a question and its answer that is any text of more than one word, unless its name says that it is about the
@@ -119,7 +119,7 @@ def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> 
     if not FLAGS.isdisjoint(others):
         parsed = with_flags_of_record(parsed, record, read)
         others = [key for key in others if key not in FLAGS or (type(record[key]) is str and key != "mask")]
-    found = [key for key in others if _may_say(key, record[key], schema)]
+    found = [key for key in others if _may_matter(key, record[key], schema)]
     if found:
         roles = _read_keys(SCHEMAS[schema], layout.columns, record)
         found = [key for key in found if key not in roles.values() and not _is_repeated(key, schema, roles, record)]
@@ -128,7 +128,7 @@ def with_left_over(layout: RecordLayout, record: JsonObject, parsed: Record) -> 
     return parsed
 
 
-def _may_say(key: str, value: Any, schema: str) -> bool:
+def _may_matter(key: str, value: Any, schema: str) -> bool:
     """Return whether an unread value of such a key may say what is learnt, or what the model is given."""
     kind = kind_of(key)
     if _is_mark(key, value):
