@@ -419,6 +419,6 @@ def _num_keys(records: Sequence[_Value | RecordError]) -> int:
         if type(value) is dict:
             num_keys += len(value)
             values.extend(inner for inner in value.values() if type(inner) is dict or type(inner) is list)
-        else:
+        elif not {dict, list}.isdisjoint(map(type, value)):
             values.extend(inner for inner in value if type(inner) is dict or type(inner) is list)
     return num_keys
