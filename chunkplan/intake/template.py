@@ -218,7 +218,7 @@ class ChatTemplate:
         return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
 
     def _refuse_printed_nulls(self, conversation: Conversation, messages: list[JsonObject], tools: Tools) -> None:
-        """Raises RecordError where a "None" that counts is a null; `messages` and `tools` were rendered."""
+        """Raise RecordError where a "None" that counts is a null; `messages` and `tools` were rendered."""
         paths: list[str] = []
         messages, tools = mark_nulls(messages, "messages", paths), mark_nulls(tools, "tools", paths)
         if not paths:

@@ -86,17 +86,17 @@ def hint_of_source(hint: str, source: str | None) -> str:
 
 
 def wrong(message: str, hint: str = HINT) -> NoReturn:
-    """Raises RecordError: keys or types are not those of the schema."""
+    """Raise RecordError: keys or types are not those of the schema."""
     raise RecordError(message, reason="schema", hint=hint)
 
 
 def unsupported(message: str, hint: str = HINT) -> NoReturn:
-    """Raises RecordError: this is not planned."""
+    """Raise RecordError: this is not planned."""
     raise RecordError(message, reason="unsupported", hint=hint)
 
 
 def empty(message: str) -> NoReturn:
-    """Raises RecordError: there is nothing to train on."""
+    """Raise RecordError: there is nothing to train on."""
     raise RecordError(message, reason="empty", hint="leave this record out")
 
 
@@ -107,7 +107,7 @@ def refuse_unread(*keys: str, says: str, ways: str = "") -> NoReturn:
 
 
 def refuse_contradiction(key: str, other: str, what: str) -> NoReturn:
-    """Raises RecordError for two keys that say different things of `what`."""
+    """Raise RecordError for two keys that say different things of `what`."""
     wrong(f"`{key}` and `{other}` contradict each other: {what}", f"{CHOOSE}{ignoring(other)}, or {ignoring(key)}")
 
 

@@ -285,7 +285,7 @@ def _text_parts(parts: list[Any], fields: JsonObject, path: str) -> tuple[str, .
 
 
 def _refuse_unread_fields(fields: JsonObject, path: str) -> None:
-    """Raises RecordError where `fields` of a message, its flags apart, may say what is learnt, or what is given."""
+    """Raise RecordError where `fields` of a message, its flags apart, may say what is learnt, or what is given."""
     flags = [key for key, value in fields.items() if is_flag(key, value)]
     if flags:
         names = [f"{path}.{key}" for key in flags]

@@ -125,7 +125,7 @@ def has_all(record: JsonObject, keys: Mapping[str, str]) -> bool:
 
 
 def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
-    """Raises RecordError where the answer of `record` is labelled as a bad one."""
+    """Raise RecordError where the answer of `record` is labelled as a bad one."""
     named = columns["label"]
     for key in _BESIDE["label"] if named in _BESIDE["label"] else (named,):
         label = record.get(key)
@@ -156,7 +156,7 @@ def system_key(record: JsonObject, columns: dict[str, str]) -> str:
 
 
 def _parse_text(record: JsonObject, columns: dict[str, str]) -> TextRecord:
-    """Raises RecordError where the text is not a string, or blank."""
+    """Read the text; raises RecordError where it is not a string, or blank."""
     key = columns["text"]
     if key not in record:
         key = SCHEMAS["text"].keys_of(record, columns)["text"]
@@ -165,7 +165,7 @@ def _parse_text(record: JsonObject, columns: dict[str, str]) -> TextRecord:
 
 
 def _parse_length(record: JsonObject, columns: dict[str, str]) -> LengthRecord:
-    """Raises RecordError where the length is not a whole number of tokens, or 0."""
+    """Read the length; raises RecordError where it is not a whole number of tokens, or 0."""
     key = SCHEMAS["length"].keys_of(record, columns)["length"]
     length = record.get(key)
     if type(length) is not int:
@@ -263,7 +263,7 @@ def _with_history(exchange: Exchange, record: JsonObject, key: str) -> Exchange 
 
 
 def _refuse_history(record: JsonObject, columns: dict[str, str]) -> None:
-    """Raises RecordError where `record` has earlier exchanges beside what has a place of its own for them."""
+    """Raise RecordError where `record` has earlier exchanges beside what has a place of its own for them."""
     key = columns["history"]
     if record.get(key):
         unsupported(

@@ -103,7 +103,7 @@ def marks_of(record: JsonObject, columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Collection[str]) -> None:
-    """Raises RecordError where other keys say something of the tokens of `record` than the `expected` of its source."""
+    """Raise RecordError where other keys say something of the tokens of `record` than the `expected` of its source."""
     found = marks_of(record, columns)
     for key in (*(key for key in expected if key not in found), *(key for key in found if key not in expected)):
         has_not, has = f"`{key}` is missing or null, and other records have it", f"`{key}` is not in the first records"
@@ -112,7 +112,7 @@ def refuse_mixed(record: JsonObject, columns: Mapping[str, str], expected: Colle
 
 
 def _refuse_mark(name: str, value: Any, input_ids: Int32Array, marks: _Marks) -> None:
-    """Raises RecordError where `value`, which nothing reads, may say what is learnt of the tokens or how they part."""
+    """Raise RecordError where `value`, which nothing reads, may say what is learnt of the tokens or how they part."""
     is_stated = not marks.keys().isdisjoint(("labels", "loss_mask", "prompt_mask"))
     if may_split(name) and is_number(value) and not is_stated:
         refuse_unread(name, says="what may say which tokens are a prompt; `labels` or `loss_mask` would be read")
