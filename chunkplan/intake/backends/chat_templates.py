@@ -63,7 +63,7 @@ def read_template(path: Path) -> TemplateSource:
 
 
 def decode_template(content: bytes, path: Path) -> str:
-    """Raises DataError where `content`, of a Jinja file, is not UTF-8."""
+    """Decode `content`, of a Jinja file; raises DataError where it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def choose_template(value: Any, where: str) -> TemplateSource | None:
 
 
 def read_object(content: bytes, file: Path) -> JsonObject:
-    """Raises DataError where `content`, of a file beside a tokenizer, is not a JSON object."""
+    """Parse `content`, of a file beside a tokenizer; raises DataError where it is no JSON object."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
