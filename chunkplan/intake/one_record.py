@@ -19,7 +19,7 @@ from chunkplan.intake.records import JsonObject, LengthRecord, Record
 from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources, suffixes_of
+from chunkplan.intake.source_columns import overrides_of_sources, suffixes_of
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
@@ -82,9 +82,7 @@ def find_record(
     """
     file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
-    schema = schemas_of_sources(options.schema, options.formats, paths)[index]
-    ignored = ignored_of_sources(options.ignore_columns, paths)[index]
-    source = Source(file, columns_of_sources(options.columns, paths)[index], schema, ignored)
+    source = Source(file, overrides_of_sources(options, paths)[index])
     with temporary_folder(Path(tempfile.gettempdir()), "chunkplan") as spool:
         total = 0
         row = 0

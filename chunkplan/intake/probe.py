@@ -111,7 +111,7 @@ def look_ahead(
 
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
     """Return whether these records say nothing of how those of `source` are laid out, as they are null."""
-    return all(is_null(record, source.asked_schema, source.asked_columns) for record in records)
+    return all(is_null(record, source.overrides.schema, source.overrides.columns) for record in records)
 
 
 def _first_bad(piece: Piece, layout: RecordLayout, options: IntakeOptions) -> Rejected | None:
@@ -136,10 +136,11 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD
-    columns, ignored = source.asked_columns or default_columns(source.file), source.asked_ignored
+    columns, schema, ignored = source.overrides
+    columns = columns or default_columns(source.file)
     try:
         records = [without_ignored(record, ignored) for record in records]
-        found = detect(records, schema=source.asked_schema, columns=columns)
+        found = detect(records, schema=schema, columns=columns)
         marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
         return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
     except LayoutError as error:

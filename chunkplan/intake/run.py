@@ -23,7 +23,7 @@ from chunkplan.intake.runners import Failed, Outcomes, Report, Task
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import LayoutError
 from chunkplan.intake.source import Source, hint_for, unreadable_sources
-from chunkplan.intake.source_columns import columns_of_sources, ignored_of_sources, schemas_of_sources
+from chunkplan.intake.source_columns import overrides_of_sources
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.intake.store import KnownFile, Store, describe, now_ns
 
@@ -50,11 +50,9 @@ class IntakeRun:
         shard: tuple[int, int] | None = None,
     ) -> None:
         readable = [file for file in files if file.kind != LINK]
-        self._paths, options = [file.path for file in readable], settings.options
-        schemas = schemas_of_sources(options.schema, options.formats, self._paths)
-        ignored = ignored_of_sources(options.ignore_columns, self._paths)
-        said = iter(zip(columns_of_sources(options.columns, self._paths), schemas, ignored, strict=True))
-        self.sources = [Source(file) if file.kind == LINK else Source(file, *next(said)) for file in files]
+        self._paths = [file.path for file in readable]
+        overrides = iter(overrides_of_sources(settings.options, self._paths))
+        self.sources = [Source(file) if file.kind == LINK else Source(file, next(overrides)) for file in files]
         self._settings = settings
         self._options = settings.options
         self._spool = spool
@@ -257,6 +255,7 @@ def _open(source: Source) -> _Opened | None:
         return None
     looked = now_ns()
     file = source.file
-    asked = [source.asked_schema, sorted(source.asked_columns.items()), sorted(source.asked_ignored)]
+    columns, schema, ignored = source.overrides
+    asked = [schema, sorted(columns.items()), sorted(ignored)]
     wanted = json.dumps([file.kind, file.compression, *asked])
     return _Opened(path, describe(path), looked, wanted, [])

@@ -17,7 +17,13 @@ from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.rejection import Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import TRY, LayoutError, column_flags, hint_of_source
-from chunkplan.intake.source_columns import columns_of_sources, name_of_source, name_of_sources
+from chunkplan.intake.source_columns import (
+    NO_OVERRIDES,
+    SourceOverrides,
+    columns_of_sources,
+    name_of_source,
+    name_of_sources,
+)
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.options import toml_name
 from chunkplan.planfile.analysis import record_place
@@ -30,18 +36,13 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `asked_columns` is the key of each role, and `asked_schema` the schema, where the user says it; `asked_ignored` are
-    the keys to be ignored. `num_cut` pieces have been cut so far; `num_pieces` is None until all are.
-
-    `reader` is that of its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a
-    stream early, where the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards
-    to be compared.
+    `num_cut` pieces have been cut so far; `num_pieces` is None until all are. `reader` is that of its pieces,
+    `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
+    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
     """
 
     file: SourceFile
-    asked_columns: dict[str, str] = field(default_factory=dict)
-    asked_schema: str | None = None
-    asked_ignored: tuple[str, ...] = ()
+    overrides: SourceOverrides = NO_OVERRIDES
     layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)

@@ -27,6 +27,29 @@ class _Entry(NamedTuple):
     place: str
 
 
+class SourceOverrides(NamedTuple):
+    """What the user says of a source: the key of each role, its schema, and the keys that are to be ignored."""
+
+    columns: dict[str, str]
+    schema: str | None
+    ignored: tuple[str, ...]
+
+
+NO_OVERRIDES = SourceOverrides({}, None, ())
+
+
+def overrides_of_sources(options: IntakeOptions, paths: Sequence[str]) -> list[SourceOverrides]:
+    """What `options` say of the source at each of `paths`.
+
+    Raises:
+        UsageError: as `columns_of_sources`; the same is asked of the formats.
+    """
+    formats = _of_sources(list(_entries(options.formats)), paths)
+    schemas = [one["schema"].value if "schema" in one else options.schema for one in formats]
+    ignored = ignored_of_sources(options.ignore_columns, paths)
+    return list(map(SourceOverrides, columns_of_sources(options.columns, paths), schemas, ignored))
+
+
 def without_unused(options: IntakeOptions, paths: Sequence[str]) -> tuple[IntakeOptions, list[str]]:
     """`options` without the optional entries that name no source of `paths`, and the places of these entries."""
 
@@ -81,16 +104,6 @@ def ignored_of_sources(keys: Sequence[str], paths: Sequence[str]) -> list[tuple[
             if end is None or is_named(path, entry[:end]):
                 own.append(entry if end is None else entry[end + 1 :])
     return [tuple(own) for own in found]
-
-
-def schemas_of_sources(schema: str | None, formats: Mapping[str, str], paths: Sequence[str]) -> list[str | None]:
-    """The schema of the source at each of `paths`, where the user says it: that of `formats`, else `schema`.
-
-    Raises:
-        UsageError: as `columns_of_sources`; the same is asked of what `formats` say of files.
-    """
-    found = _of_sources(list(_entries(formats)), paths)
-    return [one["schema"].value if "schema" in one else schema for one in found]
 
 
 def suffixes_of(formats: Mapping[str, str]) -> Said:
