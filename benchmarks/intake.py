@@ -212,7 +212,7 @@ def main() -> None:
         ]
 
     chosen = {name: partial(with_each, name) for name in options.only}
-    packages = ("chunkplan", "tokenizers", "pyarrow", "numpy", "numba", "msgspec")
+    packages = ("chunkplan", "tokenizers", "pyarrow", "numpy", "msgspec")
     measure_all(chosen, TITLES, machine(*packages), as_json=options.json)
 
 
