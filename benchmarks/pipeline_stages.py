@@ -211,15 +211,10 @@ class _Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
-class _NoKernel:
+class _NoKernel(AttentionKernel):
     """Attention that computes nothing."""
 
     name = "none"
-    squares_only = False
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """Nothing: it can serve all."""
-        return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Zeros of the right shapes."""

@@ -16,7 +16,7 @@ import torch
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.flash import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
