@@ -37,8 +37,8 @@ from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.sharing import Span
+from chunkplan_runtime.timeline import ActionClock
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

@@ -3,7 +3,7 @@
 A sequence is kept in pages of whole parts, each preallocated: a part is written to its slice, a later part reads pages
 as they are, and a page is given back as soon as the last of its parts has done its backward. Pages bound what a kernel
 call reads at once. A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention
-keeps of a token (`attention.kept`).
+keeps of a token (`attention.latents`).
 """
 
 from __future__ import annotations

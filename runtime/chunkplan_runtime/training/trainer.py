@@ -25,8 +25,8 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job, refuse_other_processes
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.timeline import stage_rows
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
     BestLoss,
