@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from chunkplan.operations import BACKWARDS
 from chunkplan.planfile.plan import Action
@@ -20,8 +21,8 @@ from chunkplan_runtime.attention.context import KeptResults
 from chunkplan_runtime.attention.kept import page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.kv.host_memory import DryRun, HostMemory, HostTensors
-from chunkplan_runtime.kv.pages import KVRequest
+from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
@@ -52,7 +53,7 @@ def reserve_pages(
                     shapes = page_shapes(layer, kv_shapes(part.config, index), num_sharing)
                     layers.update((*each, of_all[index]) for each in shapes)
             for (shapes, by_parts, window), num_layers in layers.items():
-                pages = DryRun()
+                pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
                 request = KVRequest(like, with_gradients)
                 _do(actions, chunks, StateStore(1 if by_parts else page_tokens, pages), request, window)
@@ -86,6 +87,31 @@ def _do(
                 store.write(span, 0, request.tensors)
                 if not request.with_gradients and span.stop == span.length:
                     store.drop(span)
+
+
+class _DryRun(HostMemory):
+    """Pages without memory; `unused` has as many in the end as there were at once. `largest`: tensors of that page."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"))
+        self.largest: tuple[Tensor, ...] = ()
+
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
+        page = super().new_page(start, capacity, tensors)
+        if not self.largest or capacity > len(self.largest[0]):
+            self.largest = page.tensors
+        return page
+
+    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
+        pass
+
+    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
+        for page_slice in slices if request.with_gradients else ():
+            self.add_gradients(page_slice.page)
+        return iter(())
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 class KeptAttention:

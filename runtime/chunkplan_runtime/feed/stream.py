@@ -107,7 +107,7 @@ class StepWork:
         return next((work for work in reversed(self.ranks) if self.reduces_early and work.actions), None)
 
 
-class TokenReader:
+class ChunkReader:
     """Reads the tokens of chunks: numpy passes over all of a rank's, and next to nothing done for each segment."""
 
     def __init__(self, plan: Plan, analysis: Analysis, vocab_size: int) -> None:
@@ -334,7 +334,7 @@ class PlanStream(IterableDataset[StepWork]):
                 yield work
 
     def _read(self) -> Generator[StepWork, None, None]:
-        reader = TokenReader(self._plan, self._analysis, self._vocab_size)
+        reader = ChunkReader(self._plan, self._analysis, self._vocab_size)
         dp_ranks = self._layout.dp_ranks(self._plan.config.dp)
         for step in self._plan.iter_steps(self._next):
             for dp_rank in dp_ranks:
@@ -366,7 +366,7 @@ class PlanStream(IterableDataset[StepWork]):
         return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
 
-def _with_tensors(work: RankWork, reader: TokenReader) -> RankWork:
+def _with_tensors(work: RankWork, reader: ChunkReader) -> RankWork:
     tensors = reader.read([*work.chunks.values()])
     shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
     parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it

@@ -262,31 +262,6 @@ def _first_added(page_slice: PageSlice) -> int:
     return min(max(added_from, page_slice.start), page_slice.stop)
 
 
-class DryRun(HostMemory):
-    """Pages without memory; `unused` has as many in the end as there were at once. `largest`: tensors of that page."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("meta"))
-        self.largest: tuple[Tensor, ...] = ()
-
-    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        page = super().new_page(start, capacity, tensors)
-        if not self.largest or capacity > len(self.largest[0]):
-            self.largest = page.tensors
-        return page
-
-    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
-        pass
-
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        for page_slice in slices if request.with_gradients else ():
-            self.add_gradients(page_slice.page)
-        return iter(())
-
-    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-
 @dataclass(eq=False)
 class _ChunkMemory:
     """Host memory of a chunk's tensors, which are put into it one after another, from `device`."""
