@@ -30,8 +30,9 @@ from chunkplan_runtime.proof.prove import exact_router_loss
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
     BestLoss,
-    RunState,
+    find_earlier,
     read_state,
+    refuse_other_run,
     restore_random_states,
     write_checkpoint,
 )
@@ -50,7 +51,6 @@ from chunkplan_runtime.training.metrics import (
     source_losses,
     write_config,
 )
-from chunkplan_runtime.training.resume import find_earlier, refuse_other_run
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
     RunLock,
@@ -326,7 +326,7 @@ class TrainingRun:
         position, best = self.stream.state_dict(), self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
         assert position["step"] == step
-        state: RunState = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
+        state = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
         write_checkpoint(
             self.folder,
             step,
