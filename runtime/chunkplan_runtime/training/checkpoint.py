@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to go on as if it had not been stopped, and whether a run may go on from one.
+"""Checkpoints: all that a run needs to go on as if it had not been stopped, and whether a run may go on from one.
 
 `weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
 them, both written by torch.distributed.checkpoint: each process what it has, which any number of processes can read.
@@ -134,7 +134,7 @@ def write_checkpoint(
         remove_folder(old)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> Mapping[str, Any]:
     """The state.json of a checkpoint, after a check that its files are those that were written with it.
 
     Raises:
@@ -152,7 +152,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
                 raise DataError("it is torn, or of another checkpoint", where=str(path), hint=_HINT)
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
-    return cast("dict[str, Any]", state)
+    return cast("Mapping[str, Any]", state)
 
 
 @torch.no_grad()
@@ -269,7 +269,7 @@ class Earlier(NamedTuple):
     """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
 
     checkpoint: Path
-    state: dict[str, Any]
+    state: Mapping[str, Any]
     num_steps: int
 
 

@@ -149,7 +149,7 @@ def saving(target: Path) -> Iterator[None]:
         raise ChunkplanError(f"cannot be written: {why(error)}", where=str(target), hint=NO_ROOM) from error
 
 
-def why(error: Exception) -> str:
+def why(error: BaseException) -> str:
     """What an error says, without its number and the name of a temporary file."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
