@@ -165,8 +165,8 @@ def shared_folder(target: Path, job: Job) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         temporary = target
+        stack.enter_context(saving(target))
         if job.is_main:
-            stack.enter_context(saving(target))
             temporary = stack.enter_context(temporary_folder(target.parent, target.name))
         temporary = target.with_name(job.broadcast_object(temporary.name))
         for process, sees in enumerate(job.all_gather_object(temporary.is_dir())):
