@@ -1,14 +1,15 @@
 """Saves the model that a run leaves, as `save_pretrained` of transformers does, and the tokenizer that goes with it.
 
-Of several processes each has a part of the model. They gather it weight by weight, a layer at a time where a checkpoint
-has weights formed otherwise than the model, such as those of experts, and each writes some of the files: none needs
-more memory than a file takes, and those of one file and a layer.
+Of several processes each has a part of the model. They gather it weight by weight, and each writes some of the files
+with safetensors: none needs more memory than those of a file take. torch's own consolidation would write every number
+twice, those of a weight without dimensions as 0, and no integers.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,6 @@ from chunkplan_runtime.training.train_step import TrainStep
 
 #: From how many bytes on a model that several processes have is saved in several files, each of about so many.
 FILE_BYTES = 1 << 30
-
-_PARTS = "parts"
 
 _MERGE_HINT = "leave --merge-adapters out, or name other layers by --lora-targets"
 
@@ -78,11 +77,11 @@ def save_final(
     if merges:
         own = merge_adapters(own, train_step.tensors()["weights"])
         described = own if job.groups is None else described.unload()
-    with shared_folder(target, job, *([] if job.groups is None else [_PARTS])) as folder:
+    with shared_folder(target, job) as folder:
         if job.groups is None:
             described.save_pretrained(folder)
         else:
-            save_parts(own, described, folder, target, job, file_bytes)
+            save_parts(own, described, folder, job, file_bytes)
         if job.is_main:
             for path in folder.glob("*.safetensors"):  # which only their owner may read
                 let_umask_decide(path)
@@ -98,9 +97,7 @@ def check_mergeable(model: Any) -> None:
     """
     from peft.tuners.lora import Linear, ParamWrapper
 
-    uses: dict[int, int] = {}
-    for _, weight in model.named_parameters(remove_duplicate=False):
-        uses[id(weight)] = uses.get(id(weight), 0) + 1
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for path, layer, base, own in _adapted(model):
         parts = [*path.removeprefix("base_model.model.").split("."), own]
         name = ".".join(part for part in parts if part != "base_layer")
