@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResult
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
 from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
 from chunkplan_runtime.sharing import Run
 
 _library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
@@ -163,11 +163,11 @@ class ChunkAttention(torch.autograd.Function):
                 of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
-                asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
+                request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
                 of_queries = grad_rows, queries, out_rows, lse_rows
-                grad_query = _attend_backward(tokens, context, attention, asked, of_weights, of_queries)
-                of_range = grad_query, *asked.gradients
-                places = (0, *of_kept) if asked.gradients else (0,)
+                grad_query = _attend_backward(tokens, context, attention, request, of_weights, of_queries)
+                of_range = grad_query, *request.gradients
+                places = (0, *of_kept) if request.gradients else (0,)
             for place, gradient in zip(places, of_range, strict=True):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
@@ -239,7 +239,7 @@ def _attend_to_range(
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
+    for block in context.store.blocks(part, attention.layer, first_seen, KVRequest(kept)):
         pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             block_key, block_value = rows(pair, keys)
@@ -264,11 +264,11 @@ def _attend_backward(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
-    asked: Asked,
+    request: KVRequest,
     of_weights: list[Tensor | None],
     of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence.
+    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence.
 
     `of_queries`: the gradient of out, the queries, out and lse.
     """
@@ -276,7 +276,7 @@ def _attend_backward(
     assert part is not None
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, asked):
+    for block in context.store.blocks(part, attention.layer, first_seen, request):
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):
                 grad_rows, query_rows, out_rows, lse_rows = rows(of_queries, queries)

@@ -241,7 +241,7 @@ class TrainStep:
             return
         with (
             self._job.telling(lambda: self.executor.activity),
-            warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device),
+            warned_of_stall(self._job.layout.describe(), lambda: self.executor.activity.words, on_device),
         ):
             yield
 
