@@ -34,10 +34,8 @@ _calls: dict[int, Attend] = {}
 _numbers = count()
 
 
-def _run_call(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor], call: int
-) -> tuple[Tensor, Tensor]:
-    return _calls[call](query, key, value, sink, latents)
+def _run_call(*given: Any) -> tuple[Tensor, Tensor]:
+    return _calls[given[-1]](*given[:-1])
 
 
 _library.impl("attend", _run_call, "CompositeExplicitAutograd")
