@@ -21,8 +21,8 @@ from chunkplan_runtime.sharing import Run, SharedPart, Span
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents
 
-#: From query, key, value, sink and latents to out and log-sum-exp.
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
+#: From sink, and query, key, value and latents, to out and log-sum-exp.
+Attend = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class KeptResults:

@@ -24,16 +24,11 @@ from chunkplan_runtime.devices import sent
 
 _aten = torch.ops.aten
 
-#: The first version of cuDNN that is called.
+#: Of cuDNN: the first version that is called; lengths that come again are multiples of so many tokens; FLOPs of a
+#: forward that a plan is made of whatever its lengths; numbers that a tensor with all heads may have.
 _CUDNN_VERSION = 91_000
-
-#: Of cuDNN: lengths that come again are multiples of so many tokens.
 _MULTIPLE = 512
-
-#: FLOPs of a forward that a plan of cuDNN is made of whatever its lengths: what each layer gains pays for it.
 _LONG_CALL = 2e13
-
-#: Numbers that a tensor with all heads may have for cuDNN.
 _MOST_NUMBERS = 2**31
 
 #: The first version of flash-attn that is called, and the first that is not any more.

@@ -191,10 +191,10 @@ def chunk_attention(
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if exchange is None:
         weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, context, attention, *latents, *weights), None
+        return attention_of(s_aux, context, attention, query, key, value, *latents, *weights), None
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
-    out = attention_of(*of_heads, sink, context, attention)
+    out = attention_of(sink, context, attention, *of_heads)
     return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
 
 
@@ -291,17 +291,16 @@ def _forward(
     assert current.context is not None
     attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
-    out, lse = attend(current.context, attention, query, key, value, sink, [])
+    out, lse = attend(current.context, attention, sink, (query, key, value))
     return out.contiguous(), lse.contiguous()
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
     sink, out, lse, number = saved
     module = _modules[int(number)]
-    tensors = query, key, value, sink, out.transpose(1, 2), lse
+    tensors = sink, out.transpose(1, 2), lse, query, key, value
     ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
-    found = ChunkAttention.backward(ctx, gradient)
-    *of_keys, of_sink = found[:4]
+    of_sink, _, _, *of_keys = ChunkAttention.backward(ctx, gradient)
     laid_out = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in of_keys if each is not None]
     return laid_out if of_sink is None else [*laid_out, of_sink]
 

@@ -256,23 +256,13 @@ def _of_heads(
     of_query = max(blocks[0] - short[0], _LEAST * blocks[0]) / (many - few)
     ramp = max(blocks[0] / of_query - many, _LEAST * few)
     flops = 2.0 * heads[0] * (dims[0] + dims[1])  # of a query and a key that it sees, forward
-    rates = []
-    for share, block, square in zip((1.0, 2.5), blocks, squares, strict=True):
+    rates: dict[str, float] = {}
+    for name, share, block, square in zip(("forward", "backward"), (1.0, 2.5), blocks, squares, strict=True):
         of_pair = block / num_keys / (many + ramp)
         mask = max(square - of_pair * many * many / 2, 0.0) / many  # of a query, what no block takes
-        in_block = of_pair * (1 + ramp / MEASURED_QUERIES)
-        in_square = of_pair + mask * 2 / MEASURED_QUERIES
-        rates.append((share * flops / in_block, share * flops / in_square))
-    (forward_blocks, forward_squares), (backward_blocks, backward_squares) = rates
-    return AttentionRates(
-        kernel=kernel.name,
-        head_size=(dims[0] + dims[1]) // 2,
-        forward_blocks=forward_blocks,
-        forward_squares=forward_squares,
-        backward_blocks=backward_blocks,
-        backward_squares=backward_squares,
-        ramp_queries=ramp,
-    )
+        rates[f"{name}_blocks"] = share * flops / (of_pair * (1 + ramp / MEASURED_QUERIES))
+        rates[f"{name}_squares"] = share * flops / (of_pair + mask * 2 / MEASURED_QUERIES)
+    return AttentionRates(kernel=kernel.name, head_size=(dims[0] + dims[1]) // 2, ramp_queries=ramp, **rates)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
