@@ -1,4 +1,4 @@
-"""A plan, a model and a `ChunkTrainer` of both, for the tests of this folder."""
+"""A plan, a model and a `ChunkTrainer` of both, for its tests; one thread for all of this folder."""
 
 from __future__ import annotations
 
