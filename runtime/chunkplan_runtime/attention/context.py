@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chunkplan_runtime.attention.kept import Made
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors, on_its_way
+from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart, Span
 
@@ -44,7 +44,7 @@ class KeptResults:
         """Hand them out from now on; those of the first layer are on their way."""
         self._is_taken = True
         for each in islice(self._held, 2):
-            on_its_way(each)
+            each.start_fetch()
 
     def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
         """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""

@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResult
 from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
 from chunkplan_runtime.sharing import Run
 
 _library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
@@ -157,10 +157,10 @@ class ChunkAttention(torch.autograd.Function):
                 of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
-                asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
-                grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
-                of_range = grad_query, *asked.gradients
-                places = (0, *of_kept) if asked.gradients else (0,)
+                request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
+                grad_query = _attend_backward(tokens, context, attention, request, of_weights, *of_queries)
+                of_range = grad_query, *request.gradients
+                places = (0, *of_kept) if request.gradients else (0,)
             for place, gradient in zip(places, of_range, strict=True):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
@@ -237,7 +237,7 @@ def _attend_to_range(
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
+    for block in context.store.blocks(part, attention.layer, first_seen, KVRequest(kept)):
         pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             block_key, block_value = rows(pair, keys)
@@ -262,19 +262,19 @@ def _attend_backward(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
-    asked: Asked,
+    request: KVRequest,
     of_weights: list[Tensor | None],
     grad_out: Tensor,
     query: Tensor,
     out: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
+    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence."""
     part = tokens.part
     assert part is not None
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, asked):
+    for block in context.store.blocks(part, attention.layer, first_seen, request):
         expand = attention.expand
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):

@@ -36,8 +36,8 @@ from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.sharing import used_blocks
+from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.training.executor import Executor, check_argument
-from chunkplan_runtime.training.resume import PlanIdentity, checkpoint_of_plan
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 

@@ -219,7 +219,10 @@ class TrainStep:
             yield
             return
         who, executor = self._job.layout.describe(), self.executor
-        with self._job.telling(lambda: executor.activity), warned_of_stall(who, lambda: executor.doing, on_device):
+        with (
+            self._job.telling(lambda: executor.activity),
+            warned_of_stall(who, lambda: executor.activity.words, on_device),
+        ):
             yield
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -26,11 +26,17 @@ from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
-from chunkplan_runtime.training.checkpoint import BestLoss, read_state, restore_random_states, write_checkpoint
+from chunkplan_runtime.training.checkpoint import (
+    BestLoss,
+    find_earlier,
+    read_state,
+    refuse_other_run,
+    restore_random_states,
+    write_checkpoint,
+)
 from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
-from chunkplan_runtime.training.resume import find_earlier, refuse_other_run
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
     RunLock,
@@ -129,7 +135,7 @@ class TrainingRun:
         self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
         self.whole, self.job, self.folder, self.lock = model.whole, job, folder, lock
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
-        self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps)
+        self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
 
     def finish(self) -> None:
         """Do the steps that are left, write their files, and save the model."""
@@ -166,7 +172,7 @@ class TrainingRun:
     def _train(self) -> None:
         """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
         callbacks, epoch = self.callbacks, -1
-        callbacks.begin(self.start, self.data.epochs_done(self.start), self.best)
+        callbacks.begin(self.start, self.data.epochs_done(self.start))
         steps = () if self._is_to_stop() else islice(self.stream, self.num_steps - self.start)
         waits_since = time.perf_counter()
         for work in steps:
@@ -192,7 +198,7 @@ class TrainingRun:
     def _is_to_stop(self) -> bool:
         return self.best.should_stop or self.callbacks.control.should_training_stop
 
-    def _do_step(self, work: StepWork, waited: float) -> metrics.StepRow:
+    def _do_step(self, work: StepWork, waited: float) -> metrics.Row:
         """Run a step of the plan, update the weights, and report it."""
         step, device = work.step, self.train_step.model.device
         self.job.at_step(step.step)
@@ -218,13 +224,13 @@ class TrainingRun:
 
     def _step_row(
         self, work: StepWork, gradients: Gradients, seconds: float, rate: float, waited: float
-    ) -> metrics.StepRow:
+    ) -> metrics.Row:
         """The line of a step that took `seconds`; all processes make it."""
         step, layout, comparison, analysis = work.step, self.job.layout, self.comparison, self.data.analysis
         spike = step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
         peak_flops = comparison.peak_flops and comparison.peak_flops * layout.world_size
         peak_bytes = self.job.all_gather_object(metrics.peak_memory(self.train_step.model.device))
-        row: metrics.StepRow = {
+        row: metrics.Row = {
             "step": step.step,
             "epoch": step.epoch,
             "loss": gradients.loss,
@@ -247,7 +253,7 @@ class TrainingRun:
             row["processes"] = stage_rows(gradients.spent, layout)
         return row
 
-    def _write_step(self, row: metrics.StepRow, gradients: Gradients) -> None:
+    def _write_step(self, row: metrics.Row, gradients: Gradients) -> None:
         """Append the lines of a step to their files, and in a folder that has none yet begin them."""
         folder, step = self.folder, row["step"]
         folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
@@ -272,7 +278,7 @@ class TrainingRun:
         losses = self.train_step.evaluate(data.stream(data.evaluation))
         num_target_tokens = sum(loss.num_target_tokens for loss in losses)
         loss = sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None
-        row: metrics.EvaluationRow = {
+        row: metrics.Row = {
             "step": step,
             "eval_loss": loss,
             "target_tokens": num_target_tokens,
@@ -285,7 +291,7 @@ class TrainingRun:
             append_lines(self.folder.evaluations, [row])
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
-        self.callbacks.evaluated(row, self.best)
+        self.callbacks.evaluated(row)
         return self.best.add(step + 1, loss)
 
     def _save(self, step: int) -> None:
@@ -302,7 +308,7 @@ class TrainingRun:
             device=self.train_step.model.device,
             job=self.job,
         )
-        self.callbacks.saved(best, None if kept is None else self.folder.checkpoint(kept))
+        self.callbacks.saved(None if kept is None else self.folder.checkpoint(kept))
 
     def _take_best(self, checkpoint: Path) -> None:
         """Have the weights of the lowest evaluation loss, which a run that kept it has in `checkpoint`."""
