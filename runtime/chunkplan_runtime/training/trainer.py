@@ -23,7 +23,7 @@ from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_other_processes
 from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.profiling.timeline import stage_rows
+from chunkplan_runtime.timeline import stage_rows
 from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
