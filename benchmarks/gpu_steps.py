@@ -30,8 +30,8 @@ from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]

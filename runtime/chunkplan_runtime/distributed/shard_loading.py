@@ -31,8 +31,7 @@ from chunkplan.errors import DataError
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight, replace_weights
-from chunkplan_runtime.models.model import CausalLM, load_model
+from chunkplan_runtime.models.model import CausalLM, load_model, meta_model, meta_weight, replace_weights
 
 _HINT = "the checkpoint is incomplete, or its config.json is not its own"
 

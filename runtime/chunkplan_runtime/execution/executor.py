@@ -29,7 +29,7 @@ from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
-from chunkplan_runtime.models.products import Place, WeightHalves
+from chunkplan_runtime.models.products import ChunkKey, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
@@ -88,8 +88,8 @@ class RankExecutor:
         self._doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size]; and what their backward
         #: begins with, beside what attention and layers with states know of them.
-        self.inputs: dict[Place, Tensor] = {}
-        self.in_flight: dict[Place, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
+        self.inputs: dict[ChunkKey, Tensor] = {}
+        self.in_flight: dict[ChunkKey, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
 
     @property
     def doing(self) -> str:
@@ -126,7 +126,7 @@ class RankExecutor:
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        done: dict[Place, str | None] = dict.fromkeys(self._places(work))
+        done: dict[ChunkKey, str | None] = dict.fromkeys(self._places(work))
         last_of = {action.virtual_stage: number for number, action in enumerate(work.actions)}
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
@@ -217,7 +217,7 @@ class RankExecutor:
             meet(None)
         self.model.current.context = None
 
-    def _places(self, work: RankWork) -> Iterator[Place]:
+    def _places(self, work: RankWork) -> Iterator[ChunkKey]:
         """All chunks of `work` on all virtual stages."""
         return product(range(len(self._parts)), work.chunks)
 
@@ -272,12 +272,11 @@ class RankExecutor:
                 store.start_forward(span, tensors.shared)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_seed(seed)
-                counting = self.router_loss.counting(op != "recompute")
-                with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                with self.halves.splitting(), self.kept_attention.of(part, work, place, op):
                     return part.hidden_states(tensors, store, self.inputs.get(place), seed)
 
     def _backward(
-        self, work: RankWork, place: Place, gradient: Tensor | None, scale: float, before: Callable[[], None] | None
+        self, work: RankWork, place: ChunkKey, gradient: Tensor | None, scale: float, before: Callable[[], None] | None
     ) -> Tensor | None:
         """Run a chunk backward; returns its losses [num_tokens] on the last model stage, which computes them only now.
 

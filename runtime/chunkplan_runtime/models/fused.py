@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
+from chunkplan_runtime.models.parts import Cut, decoder_of, evaluate_in_float64, layers_of, whole_of
 
 #: How near a norm has to be to a formula, in float64, and how large what goes in is.
 _EQUAL, _SIZES = 1e-12, (1e-4, 1.0, 1e2, 1e4)
@@ -42,8 +41,8 @@ class Fused(NamedTuple):
     left: Counter[str]
 
     def __str__(self) -> str:
-        words = [f"{self.num_norms} norms", f"{self.num_mlps} gated MLPs"]
-        said = " and ".join(word for word, count in zip(words, self[:2], strict=True) if count) or "nothing"
+        numbers = {"norms": self.num_norms, "gated MLPs": self.num_mlps}
+        said = " and ".join(f"{number} {name}" for name, number in numbers.items() if number) or "nothing"
         left = ", ".join(f"{count} {name}" for name, count in sorted(self.left.items()))
         return said + (f"; as they are: {left}" if left else "")
 
@@ -165,45 +164,37 @@ def _computes(module: nn.Module, formula: _Formula) -> bool:
 
     It is tried in training and evaluation, on inputs of three and four dimensions, which are tiny and large too.
     """
+    dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
-    tried = copy.copy(module)
-    tried._forward_hooks, tried._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_hooks)()
+    tried: Any = copy.deepcopy(module).to("cpu", torch.float64)
     vars(tried).pop("forward", None)
-    shapes = {name: weight.shape for name, weight in module.named_parameters()}
-    tried._parameters = {
-        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        for name, shape in shapes.items()
-    }
-    tried._buffers = dict(module._buffers)
-    dtype, width = next(module.parameters()).dtype, shapes["weight"][-1]
+    for weight in tried.parameters():
+        weight.data.normal_(generator=generator)
+    width = tried.weight.shape[-1]
     try:
         for is_training in (True, False):
-            tried.training = is_training
+            tried.train(is_training)
             for shape in ((2, len(_SIZES), width), (1, 2, len(_SIZES), width)):
-                hidden = torch.randn(shape, generator=generator, dtype=torch.float64)
+                hidden, upstream = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
                 hidden *= torch.tensor(_SIZES, dtype=torch.float64)[:, None]
-                if not _are_equal(tried, formula, hidden):
+                if not _are_equal(_results(tried, tried, hidden, upstream), _results(formula, tried, hidden, upstream)):
                     return False
-        for weight in tried.parameters():
-            weight.data = weight.data.to(dtype)
         with torch.no_grad():
-            return bool(tried(torch.ones(1, 2, width, dtype=dtype)).dtype == dtype)
+            return bool(tried.to(dtype)(torch.ones(1, 2, width, dtype=dtype)).dtype == dtype)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else, or makes it otherwise
         return False
 
 
-def _are_equal(norm: Any, formula: _Formula, hidden: Tensor) -> bool:
-    """Whether results, and gradients of the input and of all weights, are the same."""
-    found = []
-    upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for compute in (norm, partial(formula, norm)):
-        given = hidden.clone().requires_grad_()
-        with torch.enable_grad(), evaluate_in_float64(norm):
-            made = compute(given)
-            if not torch.is_tensor(made) or made.shape != hidden.shape or made.dtype != hidden.dtype:
-                return False
-            found.append([made, *torch.autograd.grad(made, [given, *norm.parameters()], upstream)])
+def _results(compute: Callable[..., Tensor], norm: Any, hidden: Tensor, upstream: Tensor) -> list[Tensor]:
+    """What a norm, or the formula that is to stand for it, gives; and gradients of the input and of all weights."""
+    given = hidden.clone().requires_grad_()
+    with torch.enable_grad(), evaluate_in_float64(norm):
+        made = compute(given) if compute is norm else compute(norm, given)
+        return [made, *torch.autograd.grad(made, [given, *norm.parameters()], upstream)]
+
+
+def _are_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(
         bool(((one - other).norm(dim=-1) <= _EQUAL * other.norm(dim=-1)).all())
-        for one, other in zip(*found, strict=True)
+        for one, other in zip(found, expected, strict=True)
     )

@@ -29,12 +29,26 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
-from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.model import (
+    CausalLM,
+    load_model,
+    meta_model,
+    meta_weight,
+    new_model,
+    read_config,
+    read_pretrained_config,
+)
 from chunkplan_runtime.models.parts import Cut
+from chunkplan_runtime.models.trained import (
+    LoraOptions,
+    add_lora,
+    freeze_weights,
+    frozen_names,
+    in_4bit,
+    take_adapters,
+    without_adapters,
+)
 from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 

@@ -22,10 +22,10 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import products
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.models.parts import evaluate_in_float64
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 
 TARGETS = 50
@@ -224,7 +224,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
 def num_kept(executor: RankExecutor) -> int:
     """Bytes of what is kept between halves, each once."""
     factors = [each for kept in executor.halves.kept.values() for each in kept]
-    storages = [tensor.untyped_storage() for each in factors for tensor in (each.x, each.gradient)]
+    storages = [tensor.untyped_storage() for each in factors for tensor in (each.left, each.right)]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 

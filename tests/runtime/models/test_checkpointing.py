@@ -17,8 +17,8 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from tests.support.alive import held_bytes
 

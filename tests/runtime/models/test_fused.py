@@ -18,9 +18,9 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
 from tests.support.places import ROOT

@@ -18,8 +18,8 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.sharing import Span
 from tests.support.alive import Alive

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed, sum_gradients
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, at_the_end, check_same
 
