@@ -1,13 +1,10 @@
 """Activation checkpointing: what of a layer a chunk in flight holds, and what its backward runs again.
 
 Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
-What it gets then from the first time, by torch's selective checkpoints, is what the level says: results of products, of
-those that mix tokens alone, or of attention alone, which is one operator (`attention.function`). What runs again
-computes the very same numbers. At the last level the layer's input is in host memory meanwhile (`kv.host_memory`).
-
-Three products are run again at every level, as they take little for what holding them would: those that expand latents
-to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
-a shared expert adds to the hidden states as it is, which no backward reads.
+What it gets then from the first time, by torch's selective checkpoints, is what the level says. At the last level the
+layer's input is in host memory meanwhile. Three products are run again at every level, as they take little for what
+holding them would: those that expand latents to keys and values (`attention.kept`); the second ones of adapters; and
+what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
 """
 
 from __future__ import annotations
@@ -54,10 +51,9 @@ _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
 def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
-    """Let the layers of a transformers model hold what `checkpointing` says (see `levels_of`), from now on.
+    """Let the layers of a model hold what `checkpointing` says (see `levels_of`), from now on.
 
-    Raises:
-        UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
+    Raises UsageError where it has no layers that can be run again, or not as many as `checkpointing` is of.
     """
     for module in model.modules():
         own: Any = vars(module).get("forward")
@@ -87,10 +83,7 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
 
 
 def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, Mark]]:
-    """Modules of a layer within which products are held otherwise than elsewhere.
-
-    Those that mix tokens know which layer they are of; so modules of transformers find their place in a cache.
-    """
+    """Modules of a layer in which products are held otherwise; those that mix tokens know which layer they are of."""
     mixers: list[str] = []
     for name, module in layer.named_modules():
         if name and hasattr(module, "layer_idx") and not any(name.startswith(f"{mixer}.") for mixer in mixers):
@@ -114,10 +107,7 @@ def _run_within(current: Current, mark: Mark, forward: Callable[..., Any], *give
 def _checkpointed(
     index: int, current: Current, level: Checkpointing, forward: Callable[..., Any], *given: Any, **how: Any
 ) -> Any:
-    """Run a layer as a checkpoint, where there is a graph to keep small.
-
-    One that keeps a state runs again with the cache that it ran with, rewound to the beginning of the segment.
-    """
+    """Run a layer as a checkpoint where there is a graph; again, with the cache rewound to the segment's beginning."""
     context, cache = current.context, current.cache
     if not torch.is_grad_enabled():
         return forward(*given, **how)
@@ -145,7 +135,7 @@ def _contexts(
     current: Current, level: Checkpointing
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """What is around a layer, and around it when it runs again: the modes of torch that it ran in are part of that."""
-    modes: list[AbstractContextManager[object]] = [*_get_current_function_mode_stack()]
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if level not in _SELECTIVE:
         return nullcontext(), _within_all(modes)
     first, again = create_selective_checkpoint_contexts(partial(_policy, current, level))  # type: ignore[no-untyped-call]

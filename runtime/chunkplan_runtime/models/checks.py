@@ -1,7 +1,7 @@
-"""What of a model's config chunked execution knows, and which entries of it are refused before anything is built.
+"""What of a model's config chunked execution knows, and what is refused of it before anything is built.
 
-Whether gradients are exact for a model is measured (`proof`). What is refused here is what no small model would show:
-what depends on the data, on how long a sequence is, or on what else is asked of a training.
+Whether gradients are exact is measured (`proof`). Refused here is what no small model would show: what depends on the
+data, on how long a sequence is, or on what else is asked of a training.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def entry_of(config: Any, name: str, default: Any = None) -> Any:
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer, in tokens; None for full attention.
-
-    It is what its config says, by which memory is reserved and work is counted. What a layer does is said by its mask.
-    """
+    """The sliding window of each layer by its config, in tokens; None for full attention. The mask decides."""
     is_known, by_layer = config.model_type in MODEL_TYPES, config.model_type in _WINDOWS_BY_LAYER
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -107,12 +104,9 @@ def max_positions(config: Any) -> int | None:
 
 
 def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
-    """Refuse a model that chunked execution would get wrong.
+    """Refuse a model that chunked execution would get wrong, with a UsageError.
 
     `router_loss`: the load-balancing loss that its config may ask for is seen to elsewhere (`router_loss`).
-
-    Raises:
-        UsageError: naming what, and what to do about it.
     """
     rules = [_whole_model_problems, _value_problems]
     if config.model_type in MODEL_TYPES:
@@ -191,10 +185,7 @@ def has_experts(model: nn.Module, config: Any) -> bool:
 
 
 def share_of_tokens(config: Any, name: str, weight: nn.Parameter, module: nn.Module) -> float:
-    """The share of tokens that meet a weight of `module`: all of them, or of experts those that go there.
-
-    The weights of all experts are one, [num_experts, ...], or those of each expert are by themselves.
-    """
+    """The share of tokens that meet a weight of `module`: all, or of experts, in a stack or each by itself, some."""
     layer = re.search(r"\.(\d+)\.", name)
     sizes = []
     for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN):
@@ -211,13 +202,9 @@ def share_of_tokens(config: Any, name: str, weight: nn.Parameter, module: nn.Mod
 
 
 def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
-    """Refuse a plan that a model of this transformers config cannot be run with.
+    """Refuse a plan that a model of this transformers config cannot be run with, with a UsageError.
 
     `router_loss`: what its load-balancing loss is over, if it has one.
-
-    Raises:
-        UsageError: the plan splits sequences and the model looks both ways, more processes are to share heads than
-            can, or none would count a whole sequence.
     """
     for what, hint in _plan_problems(config, plan, router_loss):
         raise UsageError(what, where=str(plan.path), hint=hint)
@@ -249,11 +236,7 @@ def _plan_problems(config: Any, plan: Plan, router_loss: str | None) -> _Problem
 
 
 def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
-    """The steps of a plan, on one process, for a model of this transformers config.
-
-    Raises:
-        UsageError: see `check_plan` and `PlanStream`.
-    """
+    """The steps of a plan, on one process, for a model of this config; raises as `check_plan` and `PlanStream`."""
     most = max_positions(config)
     stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
     check_plan(config, plan)

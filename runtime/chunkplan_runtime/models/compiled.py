@@ -1,9 +1,8 @@
 """Layers compiled once, for all chunks and all layers alike (torch.compile): a layer is one graph, attention a node.
 
-What a graph is made for are tensors of a kind, not those of a chunk: there is one for forwards without gradients, one
-for those with, and one for backwards, each for any number of tokens. A layer that makes no whole graph runs as it is,
-and so does every layer in evaluations, which would need graphs of their own, and where something has to see each
-function or operator: halves of backwards, and checkpoints that hold some results.
+There is one graph for forwards without gradients, one for those with, and one for backwards, each for any number of
+tokens. A layer that makes no whole graph runs as it is, and so does every layer in evaluations, and where something has
+to see each function or operator: halves of backwards, and checkpoints that hold some results.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class Refusable:
 
 
 class CompiledLayers(Refusable):
-    """Compiles the layers of a model from now on; as a string what of it.
-
-    `why_not`: why nothing, as far as that is known: some models refuse only when a layer is first called.
-    """
+    """Compiles the layers of a model from now on; as a string what of it. Some refuse only when first called."""
 
     def __init__(self, model: CausalLM) -> None:
         # What is compiled is compiled in a step, while links between stages are open. To load what it made, and to time

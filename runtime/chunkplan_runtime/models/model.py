@@ -66,10 +66,9 @@ class Head:
 class CausalLM:
     """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
 
-    `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
-    itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
-    `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
-    `rows`: of weights without numbers (`meta_weight`), the rows that this process has.
+    `model` may be one with adapters of peft around it. `cuts`: what runs of it by itself, by virtual stage. `call` runs
+    everything that uses weights; it gathers sharded ones. `compute_dtype`: of weights in use, if not their own.
+    `current`: the chunk that it is at work on. `rows`: what this process has of a `meta_weight`.
     """
 
     model: Any
@@ -150,10 +149,8 @@ class CausalLM:
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 
-        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`.
-
-        Raises:
-            UsageError: the model attends as something else does, which would leave out the prefix without a word.
+        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`. Raises
+        UsageError where the model attends as something else does, which would leave out the prefix without a word.
         """
         if self.config._attn_implementation != ATTENTION:
             raise UsageError(
@@ -182,7 +179,7 @@ class CausalLM:
         else:
             tokens = {"inputs_embeds": inputs[None].detach().clone()}  # some models scale them in place
             self.current.inputs = inputs[None]
-        kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(type(decoder))[1]: cache}
+        kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder)[1]: cache}
         positions = tensors.position_ids.to(device, non_blocking=True)
         with self.cuts[0].in_place(decoder), borders_from_plan():
             hidden: Tensor = decoder(**tokens, position_ids=positions, **kept).last_hidden_state
@@ -194,11 +191,7 @@ class CausalLM:
         return hidden
 
     def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:
-        """The kernel of each kind of layer, on `device` or where the weights are: "full", "sliding window" -> its name.
-
-        Raises:
-            UsageError: there is none for a kind.
-        """
+        """The kernel of each kind of layer on a device: "full", "sliding window" -> its name; raises UsageError."""
         config, names = self.config, dict[str, dict[str, None]]()
         softcap = getattr(config, "attn_logit_softcapping", None)
         for index, window in enumerate(windows(config)):
@@ -219,11 +212,9 @@ class CausalLM:
 
 
 def read_config(path: Path, *, router_loss: bool = False) -> Any:
-    """The config in a model's config.json, or its folder, checked for what chunked execution needs (`check_config`).
+    """The config in a model's config.json, or its folder; see `check_config`.
 
-    Raises:
-        UsageError: there is no such file, or the model is not one that gradients are exact for.
-        DataError: it is not the config of a model.
+    Raises UsageError where there is no such file or the model is refused, DataError where it is not the config of one.
     """
     path = config_file(path)
     if not path.is_file():
@@ -236,12 +227,7 @@ def read_config(path: Path, *, router_loss: bool = False) -> Any:
 
 
 def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
-    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub; checked as by `read_config`.
-
-    Raises:
-        UsageError: it is not there, the hub cannot be reached, or gradients are not exact for it.
-        DataError: it is not the config of a model.
-    """
+    """The config of a pretrained model, a folder or a name on the Hugging Face Hub; raises as `read_config`."""
     if Path(name).is_dir():
         return read_config(Path(name), router_loss=router_loss)
     if name.startswith((".", "/", "~")):
@@ -286,22 +272,16 @@ def new_model(
     kernels: Kernels | None = None,
     runs_on: torch.device | None = None,
 ) -> CausalLM:
-    """A model with random weights, the same for the same seed and kind of device; it will run on another, `runs_on`.
+    """A model with random weights, the same for a seed and kind of device; it will run on another, `runs_on`.
 
-    Raises:
-        DataError: transformers cannot build it.
-        UsageError: no attention kernel can run it.
+    Raises DataError where transformers cannot build it, UsageError where no attention kernel can run it.
     """
     torch.manual_seed(seed)
     return for_chunks(_build(config, dtype, device), kernels, runs_on)
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
-    """A whole transformers model without numbers; what it computes of its config is on torch's meta device.
-
-    Raises:
-        DataError: transformers cannot build it.
-    """
+    """A whole model without numbers; what it computes of its config is on torch's meta device."""
     model = _build(config, dtype, "meta")
     replace_weights(model, meta_weight)
     return model
@@ -324,10 +304,7 @@ def _options(dtype: torch.dtype) -> dict[str, object]:
 
 
 def meta_weight(weight: Tensor, shape: torch.Size | None = None) -> nn.Parameter:
-    """A weight like another one, or of another `shape`, that has no numbers and takes no memory, on the CPU.
-
-    Unlike with one on torch's meta device, what is made beside it, such as adapters, has numbers.
-    """
+    """A weight like another, or of another `shape`, without numbers or memory, on the CPU as what is beside it."""
     number = torch.zeros((), dtype=weight.dtype).expand(weight.shape if shape is None else shape)
     return nn.Parameter(number, requires_grad=weight.requires_grad)
 
@@ -351,11 +328,8 @@ def load_model(
 ) -> CausalLM:
     """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
 
-    `loader`: the class to load; `quantized`: see `in_4bit`.
-
-    Raises:
-        UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
-        DataError: some of them are missing; transformers would have made them up.
+    `loader`: the class to load; `quantized`: see `in_4bit`. Raises UsageError where the weights are not there, torn, or
+    of other shapes, or no attention kernel can run them; DataError where some are missing.
     """
     register_attention()
     try:
@@ -390,10 +364,7 @@ def load_model(
 def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device | None = None) -> CausalLM:
     """A model of transformers as the executor sees it, to run on `device` or where it is; it stays an ordinary one too.
 
-    Twice is as good as once: all that see a model go by the same `current`.
-
-    Raises:
-        UsageError: no kernel of `kernels` can run its attention.
+    Twice is as good as once. Raises UsageError where no kernel of `kernels` can run its attention.
     """
     found = CausalLM(model, kernels or Kernels(), current=getattr(model, "chunkplan", None) or Current())
     found.attention_kernels(device)

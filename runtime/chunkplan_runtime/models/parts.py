@@ -1,8 +1,7 @@
 """The parts of a causal LM of transformers: its decoder, layers and head, cuts that run by themselves, seeds of layers.
 
-Dropout and noise of routers are drawn alike whenever a chunk runs forward, first or again, and on any number of stages:
-every layer draws from a seed of its own, made from the chunk's identity and the layer's index. What it draws then
-depends neither on K nor on which layers ran before it in the same process.
+Dropout and noise of routers are drawn alike whenever a chunk runs forward, and on any number of stages: every layer
+draws from a seed of its own, made from the chunk's identity and the layer's index.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The layers of a causal LM: of the lists of modules that its decoder has, that with the most weights.
-
-    Raises:
-        LookupError: it has none.
-    """
+    """The layers of a causal LM: of its decoder's lists of modules that with the most weights; raises LookupError."""
     lists = [module for module in decoder_of(model).children() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise LookupError("its decoder has no list of layers")
@@ -75,10 +70,7 @@ def _wrapped_forwards(modules: Iterable[Any], wrap: Callable[[Any], Callable[...
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [1, num_tokens, vocab_size] of final hidden states [num_tokens, hidden_size], by the model's own code.
-
-    With whatever scaling and softcap that has: it runs with a decoder that gives these hidden states.
-    """
+    """Logits [1, num_tokens, vocab_size] of final hidden states [num_tokens, hidden_size], by the model's own code."""
     output = _DecoderOutput(last_hidden_state=hidden[None])
     with _wrapped_forwards([decoder_of(model)], lambda _: lambda *_, **__: output):
         logits: Tensor = whole_of(model)(inputs_embeds=hidden[None], use_cache=False).logits
@@ -96,15 +88,15 @@ class _DecoderOutput(MoeModelOutputWithPast):
 def evaluate_in_float64(model: nn.Module) -> AbstractContextManager[None]:
     """Within the block, what `model` would compute in float32 is computed in float64; weights stay as they are.
 
-    transformers computes norms, rotary embeddings, routers and its own plain attention in float32 whatever the dtype,
-    and rounding makes of a difference in the last bit of a float64 one a billion times larger now and then. Every
-    module is wrapped, and not the whole only: with activation checkpoints, layers run again in a backward.
+    In float32 transformers computes some things whatever the dtype, which now and then makes a difference in the last
+    bit a billion times larger. Every module is wrapped: with activation checkpoints, layers run again in a backward.
     """
     return _wrapped_forwards(model.modules(), lambda forward: partial(_in_float64, forward))
 
 
 def _in_float64(forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    if any(isinstance(mode, _Float64) for mode in _get_current_function_mode_stack()):
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, _Float64) for mode in modes):
         return forward(*given, **how)
     with _Float64():
         return forward(*given, **how)
@@ -126,8 +118,7 @@ class _Float64(TorchFunctionMode):
 class Cut:
     """One model stage of a model: only the first embeds tokens, only the last has final hidden states and a head.
 
-    `layers`: its own, and what stands for those of other parts; None: all that the model has. `modules`: what the
-    decoder has in place of its own while this runs, by name, the layers among them.
+    `layers`: its own, and what stands for others; None: all. `modules`: what the decoder has then in place of its own.
     """
 
     is_first: bool = True
@@ -160,10 +151,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_layers(model: Any) -> None:
-    """Let each layer of a transformers model set its seed before it runs in training; twice changes nothing.
-
-    One without a list of layers cannot be cut into stages: the seed of the chunk is enough.
-    """
+    """Let each layer, if there is a list of them, set its seed before it runs in training; twice changes nothing."""
     try:
         layers = layers_of(model)
     except LookupError:

@@ -1,14 +1,10 @@
 """Products with trained weights: what their gradients are made of, which can be kept, or added to a sum elsewhere.
 
-The gradient of a weight that multiplies activations is one product, of the input `x` of a linear layer and the gradient
-of its output. Such products are computed by a function that knows both in its backward. Where a gradient is narrower
-than the sum that it is for (`sum_gradients`), and the weight is a matrix, the product is added to the sum at once: on a
-GPU by one kernel, which rounds nothing in between. So are rows of embeddings that are looked up.
-
-A backward may be in two halves (Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): the input half of a
-chunk keeps what these products are made of and leaves the rest of the graph to autograd, the weight half adds them to
-`.grad` as a backward does, with the hooks of parameters. What is multiplied in a way that is not known here has its
-gradient in the input half too.
+The gradient of a weight is one product, of the input `x` of a linear layer and the gradient of its output. A function
+that knows both in its backward adds it to a wider sum at once (`sum_gradients`): on a GPU by one kernel, which rounds
+nothing in between. Or a backward is in two halves (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): the input half
+keeps both, the weight half adds the product to `.grad` as a backward does, with the hooks of parameters. What is
+multiplied in a way that is not known here has its gradient in the input half too.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ ChunkKey = tuple[int, int]
 class Factors(NamedTuple):
     """What the gradient of a weight [n, k] is made of: `left` [rows, n] transposed by `right` [rows, k].
 
-    Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of all groups one after another, which end
-    at `ends` [groups].
+    Of a stack [groups, n, k]: [groups, rows, ...], or rows of all groups in a row, which end at `ends` [groups].
     """
 
     weight: Tensor
@@ -67,10 +62,7 @@ def _multiplied(rows: Tensor, matrix: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`_Product.apply(x, edge, bias, ends, weight, is_swapped, keep)`: `x` by the weight transposed.
-
-    With `is_swapped` by the weight. `edge`: the weight, where autograd may get its gradient. `ends`: see `Factors`.
-    """
+    """Multiplies `x` by the weight transposed, or with `is_swapped` by the weight; `edge`: it, if it has a gradient."""
 
     @staticmethod
     def forward(
@@ -132,10 +124,9 @@ _lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
 
 
 class Summed(nn.Parameter):
-    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`.
+    """A matrix whose gradients are added up in `owner.entry`: see `sum_gradients`; those of a copy are not.
 
-    A copy of it has no owner, and its gradients are added up nowhere. `devices`: where product and sum are one kernel;
-    elsewhere a function of Python in the place of torch's own would be all that there is to it.
+    `devices`: where product and sum are one kernel; elsewhere a function of Python would be all that there is to it.
     """
 
     devices = frozenset({"cuda"})
@@ -316,10 +307,7 @@ torch.library.register_autograd("chunkplan::product", _gradients, setup_context=
 
 
 class WeightHalves(TorchFunctionMode):
-    """What gradients of weights are made of: `kept` of the chunks between the halves of their backward.
-
-    `splits`: whether any backward is split; else all is computed as ever.
-    """
+    """What gradients of weights are made of: `kept` of chunks between the halves of their backward, if it `splits`."""
 
     def __init__(self, *, splits: bool = False) -> None:
         super().__init__()
@@ -370,10 +358,7 @@ class WeightHalves(TorchFunctionMode):
 
 
 class _SumOfProducts(torch.autograd.Function):
-    """`_SumOfProducts.apply(weight, products)`: nothing, whose gradient for the weight is the sum of the products.
-
-    A gradient that autograd is given from outside it copies, one that is made within a backward it takes as it is.
-    """
+    """Nothing of a weight, with the sum of products as gradient, which autograd would copy if given from outside."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, products: list[Factors]) -> Tensor:

@@ -1,9 +1,8 @@
 """States of recurrent layers across the borders of chunks: of convolutions, linear attention, and state-space models.
 
-A layer that keeps a state goes on with it through a cache of transformers. Here such a cache is made for one segment of
-one sequence: it begins with the state at which the part before ended, and what the layers leave in it is the state for
-the next part. States are assigned and never copied into, so that both stay in the graph: the part gets the gradients of
-the state that it left, and gives those of the state that it began with to the part before.
+A layer that keeps a state goes on with it through a cache of transformers, here one for each segment of a sequence.
+States are assigned and never copied into, so that they stay in the graph: a part gets the gradients of the state that
+it left, and gives those of the state that it began with to the part before.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Border:
 class StateCache(DynamicCache):
     """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`.
 
-    `start`: how many tokens of its sequence lie before the segment. `layer`: the one that attends, which a module does
-    not know of itself where layers have one between them.
+    `start`: how many tokens of its sequence lie before. `layer`: the one that attends, where several share one.
     """
 
     layer: int | None = None
@@ -159,19 +157,15 @@ def run_segments(
 ) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
     """Run a chunk one segment after another: no state may go on from one sequence to the next.
 
-    Returns hidden states [num_tokens, hidden_size] of all, and the states of each part of a split sequence.
-
-    Raises:
-        DataError: a part has one token and is not the last one.
-        UsageError: transformers' own activation checkpointing is on, which leaves states out.
+    Returns hidden states [num_tokens, hidden_size] of all, and the states of each part of a split sequence. Raises
+    DataError where a part has one token and is not the last one, UsageError with transformers' own checkpointing.
     """
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
         raise UsageError(
             f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
             hint="leave gradient_checkpointing out, or use `python -m chunkplan_runtime.train --checkpointing full`",
         )
-    kind: Any = type(decoder_of(model))
-    new_cache, _ = cache_of(kind)
+    new_cache, _ = cache_of(decoder_of(model))
     hidden: list[Tensor] = []
     borders: list[tuple[Span, Border]] = []
     for place, span in enumerate(tensors.spans):
@@ -205,14 +199,15 @@ def run_segments(
 
 def _segment(tensors: ChunkTensors, span: Span, is_padded: bool) -> ChunkTensors:
     """The tensors of a segment; padded, with a token behind that nobody sees."""
-    here, spans = slice(span.chunk_start, span.chunk_stop), (span._replace(chunk_start=0),)
+    here, spans = slice(span.chunk_start, span.chunk_stop), [span._replace(chunk_start=0)]
     ids, positions, labels = tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here]
     if is_padded:
         more = padding_tensors()
         ids = torch.cat([ids, more.input_ids.to(ids.device)], 1)
         positions = torch.cat([positions, more.position_ids.to(positions.device)], 1)
-        labels, spans = torch.cat([labels, more.labels]), (*spans, more.spans[0]._replace(chunk_start=1))
-    return ChunkTensors(ids, positions, labels, spans)
+        labels = torch.cat([labels, more.labels])
+        spans.append(more.spans[0]._replace(chunk_start=1))
+    return ChunkTensors(ids, positions, labels, tuple(spans))
 
 
 def is_recurrent(config: Any) -> bool:
@@ -230,9 +225,14 @@ def keeps_kv(config: Any) -> list[bool]:
     return keeps
 
 
-@cache
 def cache_of(decoder: Any) -> tuple[Any, str]:
-    """The class of caches for a class of decoders, with states and of its own kind; by which name that takes one."""
+    """The class of caches for a decoder, with states and of its own kind; by which name that takes one."""
+    kind: Any = type(decoder)
+    return _cache_of(kind)
+
+
+@cache
+def _cache_of(decoder: Any) -> tuple[Any, str]:
     argument = "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
     for name, kind in vars(sys.modules[decoder.__module__]).items():
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
@@ -241,10 +241,7 @@ def cache_of(decoder: Any) -> tuple[Any, str]:
 
 
 def begin_scan_with(state: Tensor | None) -> None:
-    """Let the scan of a layer, which comes next, go on with a state [1, channels, state_size].
-
-    With [1, heads, channels, state_size] it is as many scans, as Zamba has them.
-    """
+    """Let the next scan go on with a state [1, channels, state_size]; with [1, heads, ...] as many scans (Zamba)."""
     states = () if state is None else (state,) if state.ndim == 3 else state.unbind(1)
     _here.states = list(states)
 
@@ -260,9 +257,8 @@ def continue_scans(model: nn.Module) -> None:
 def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
     """A scan of Mamba's first version that goes on with a state, which the function of transformers cannot.
 
-    It is linear in its state: with h0 [channels, state_size] before it, it is what it is without, and in addition h0
-    decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, read by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A
-    are `rates`, dt `steps`, B `writes` and C `reads`.
+    It is linear in its state h0: in addition h0 is decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, and read
+    by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A are `rates`, dt `steps`, B `writes` and C `reads`.
     """
 
     @wraps(scan)
@@ -294,8 +290,7 @@ def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
 def _read(passed: Tensor, rates: Tensor, reads: Tensor, state: Tensor) -> Tensor:
     """What is read of a state [1, channels, state_size] at each token: [1, channels, num_tokens].
 
-    `passed` [1, channels, num_tokens]: the steps up to a token, summed; `rates` [channels, state_size]; `reads` [1,
-    state_size, num_tokens].
+    `passed`: the steps up to each, summed; `rates` [channels, state_size]; `reads` [1, state_size, num_tokens].
     """
     out = torch.zeros_like(passed)
     for column in range(rates.shape[1]):

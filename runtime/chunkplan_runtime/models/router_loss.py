@@ -1,17 +1,13 @@
 """The load-balancing loss of a mixture of experts, whose gradient is that of a whole step, or of whole sequences.
 
 With f_e how often tokens choose expert e and P_e the mean probability that its router gives it, the loss is a multiple
-of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). What is counted, f, has no gradient, and P is
-a mean of tokens: once f is known, each token by itself has the gradient of the whole. It is added to that of the
-router's logits in the backward of each router (`_Balanced`), so that it is the same wherever a graph is cut: by chunks,
-by stages, or where layers run again.
+of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). f has no gradient, and P is a mean of tokens:
+once f is known, each token by itself has the gradient of the whole. It is added in the backward of each router, so that
+it is the same wherever a graph is cut.
 
-- `batch`: as transformers computes it of one batch, here of all tokens of a step on all processes: f and P are means
-  over the tokens of all layers together. f is counted before a step begins, by forwards of their own.
-- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), with the
-  probabilities of this router: the sum over experts of num_experts / (top_k T) count_e P_e, T tokens long; summed over
-  layers, and the mean over the sequences of a step, each with the weight of its tokens. All forwards of a sequence come
-  before its first backward, so that they are what is counted.
+- `batch`: as of transformers, over the tokens of all layers of a step together; f is counted by forwards before it.
+- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): the sum
+  over experts of num_experts / (top_k T) count_e P_e, T tokens long, over layers; the mean over sequences by tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +44,7 @@ _KNOWN_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     """What f is counted over: "batch", "sequence", or "none" for no such loss; None asks for what the config says.
 
-    Raises:
-        UsageError: there is no such scope, or transformers computes no such loss for the model type.
+    Raises UsageError where there is no such scope, or transformers computes no such loss for the model type.
     """
     if asked not in (None, *ROUTER_LOSSES):
         raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
@@ -76,10 +71,7 @@ def softmax_of(rows: Tensor) -> Tensor:
 def load_balancing(
     head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a router, a `execution.loss.ChunkLoss` whose `hidden` are its logits [num_tokens, num_experts].
-
-    `head` makes their softmax, `labels` [num_tokens, num_experts] are what probabilities are multiplied by.
-    """
+    """The loss of a router, a `ChunkLoss` of its logits: `head` is softmax, `labels` multiply probabilities."""
     probabilities = head(hidden)
     terms = labels.to(probabilities.dtype) * probabilities
     losses = terms.sum(-1)
@@ -88,12 +80,9 @@ def load_balancing(
 
 
 class RouterLoss:
-    """Adds the gradient of the load-balancing loss to that of a model, or of a stage of it, in the backwards of a step.
+    """Adds the gradient of the load-balancing loss over `scope` in the backwards of a step, of a model or of a stage.
 
-    `scope`: what it is over, see `router_loss_scope`; with "none" it adds nothing, nor does it in an evaluation.
-
-    Raises:
-        UsageError: the loss would have no weight.
+    Raises UsageError where the loss would have no weight.
     """
 
     def __init__(self, model: CausalLM, scope: str) -> None:
@@ -111,7 +100,7 @@ class RouterLoss:
         if scope == NO_ROUTER_LOSS:
             return
         whole = whole_of(model.model)
-        self._weight: float = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
+        self._weight: Any = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
         if not self._weight:
             raise UsageError(f"router_aux_loss_coef is {self._weight}, with a load-balancing loss", hint=_HINT)
         self._top_k: int = whole.num_experts_per_tok
@@ -138,7 +127,7 @@ class RouterLoss:
         finally:
             self._is_counting = False
         counted, num_rows = self._counted
-        own = [] if isinstance(counted, int) else counted.tolist()
+        own: list[int] = [] if isinstance(counted, int) else counted.tolist()
         gathered = [each for each in gather((own, num_rows)) if each[1]]
         if gathered:
             num_rows = sum(rows for _, rows in gathered)
@@ -158,10 +147,11 @@ class RouterLoss:
     def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
         """A forward hook: count, and pass on what the router gives so that its backward adds the gradient."""
         current = getattr(module, "chunkplan", None)
-        is_of_run = current is not None and current.router_loss is self and current.context is not None
         outputs = list(output) if isinstance(output, tuple) else [output]
         logits = outputs[index]
-        if not is_of_run or logits is None or not (self._is_training or self._is_counting):
+        if current is None or current.router_loss is not self or current.context is None or logits is None:
+            return None
+        if not (self._is_training or self._is_counting):
             return None
         context: ChunkContext = current.context
         counts = None
@@ -221,10 +211,7 @@ class RouterLoss:
         return gradient.view_as(logits)
 
     def _weights_of(self, context: ChunkContext, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `_weights`. All routers that a chunk passes need the same.
-
-        What runs again in a backward finds it here too: it may ask torch for no more than the first run did.
-        """
+        """See `_weights`; for what runs again in a backward too, which may ask torch for no more than the first run."""
         if context not in self._weights:
             spans, is_mean = context.spans, self.scope == "sequence"
             lengths = torch.tensor([span.stop - span.start for span in spans])

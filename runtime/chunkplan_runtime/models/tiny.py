@@ -1,8 +1,7 @@
 """A small config of the same model class as a given one, with everything that it switches on: what a proof runs.
 
-Widths, depths and counts become small. All the rest stays as it is: patterns of layers, windows and where they are,
-softcaps, scalings, norms, kinds of rotary embeddings, routers. What a name stands for is the same in most of
-transformers; a config whose names are others is left as large as it is, or cannot be built, and then nothing is proved.
+Widths, depths and counts become small, all the rest stays as it is. A config whose names are others than in most of
+transformers is left as large as it is, or cannot be built, and then nothing is proved.
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ def num_weights(config: Any) -> int:
 
 
 def returned_by_layers(config: Any) -> int | None:
-    """How many values a layer of a model with this config returns, as a small one shows; None: the hidden states alone.
-
-    Also where there is no small one: then it has been refused (`proof`).
-    """
+    """How many values a layer of such a model returns, as a small one shows; None: hidden states alone, or no model."""
     if config.model_type in MODEL_TYPES:
         return None
     found: list[Any] = []

@@ -1,8 +1,7 @@
 """Which weights of a model are trained: adapters alone, all but frozen ones, and which are in 4 bits.
 
-Adapters (LoRA, arXiv 2106.09685) are by peft. A frozen weight has no gradient, no state of the optimizer and no fp32
-master weight, and no process reduces it. Weights in 4 bits (QLoRA, arXiv 2305.14314) are by bitsandbytes, as
-transformers loads them.
+Adapters (LoRA, arXiv 2106.09685) are by peft, weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes. A frozen
+weight has no gradient, no state of the optimizer and no fp32 master weight, and no process reduces it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters of `rank`, scaled by alpha / rank, on the layers whose names end with one of `targets`.
-
-    `seed`: of the random weights they begin with.
-    """
+    """Adapters of `rank`, scaled by alpha / rank, on layers whose names end with one of `targets`, drawn by `seed`."""
 
     rank: int
     alpha: float
@@ -56,10 +52,8 @@ class LoraOptions:
 def add_lora(model: CausalLM, options: LoraOptions, whole: CausalLM | None = None) -> CausalLM:
     """The model with adapters, in the dtype of its weights, which are frozen; of quantized ones in that of the others.
 
-    `whole`: the model that `model` is a part of, still without adapters.
-
-    Raises:
-        UsageError: peft is not installed, no layer has one of the names, or `ALL_LINEAR` is not alone.
+    `whole`: the model that `model` is a part of, without adapters. Raises UsageError where peft is not installed, no
+    layer has one of the names, or `ALL_LINEAR` is not alone.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -94,9 +88,8 @@ def add_lora(model: CausalLM, options: LoraOptions, whole: CausalLM | None = Non
 def _linear_layers(model: CausalLM) -> tuple[str | list[str], list[str] | None]:
     """What peft is to adapt of `ALL_LINEAR`, and what not, by the last parts of names.
 
-    Not adapted are linear layers that are more than that, such as routers, and those that peft refuses beside Mamba.
-    Experts' neither: peft would make their weights anew in each chunk, with what adapters add, and keep them for the
-    backward. As it goes by the last part of a name, MLPs beside experts and in their place are left out with them.
+    Not routers, nor what peft refuses beside Mamba, nor experts: peft would make their weights anew in each chunk, and
+    keep them. As it goes by the last part of a name, MLPs beside experts and in their place are left out with these.
     """
     linear = {name: each for name, each in model.model.named_modules() if isinstance(each, nn.Linear)}
     more = {name for name, each in linear.items() if type(each) is not nn.Linear and not is_quantized(each.weight)}
@@ -114,12 +107,9 @@ def _last_parts(names: set[str]) -> set[str]:
 
 
 def without_adapters(model: CausalLM, targets: tuple[str, ...]) -> str | None:
-    """What to say of layers that `targets` name and that have no adapter in `model`, which has some.
+    """What to say of layers that `targets` name and that have no adapter, as peft takes a name for experts alone.
 
-    Where the layers of experts have such names, peft takes these for the experts alone.
-
-    Raises:
-        UsageError: no layer has one of the names.
+    Raises UsageError where no layer has one of the names.
     """
     if targets == (ALL_LINEAR,):
         return None
@@ -137,10 +127,7 @@ def without_adapters(model: CausalLM, targets: tuple[str, ...]) -> str | None:
 
 @torch.no_grad()
 def take_adapters(own: CausalLM, whole: CausalLM) -> None:
-    """Give a part of a model the adapters that the whole one has: drawn there, they are the same for any layout.
-
-    Those of the whole one have no numbers from then on.
-    """
+    """Give a part of a model the adapters of the whole, the same for any layout; those have no numbers from then on."""
     drawn = {name: weight for name, weight in whole.model.named_parameters() if weight.requires_grad}
     for name, weight in own.model.named_parameters():
         if weight.requires_grad:
@@ -153,10 +140,7 @@ def frozen_names(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -
     """The names of the weights of a whole model that are not trained.
 
     `freeze` and `train_only` are globs, of which one is empty: `*` stands for any letters, dots too. Weights that are
-    one, such as tied embeddings, are frozen, or trained, by any of their names.
-
-    Raises:
-        UsageError: a pattern is of no weight, or none is left to train.
+    one go by any of their names. Raises UsageError where a pattern is of no weight, or none is left to train.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     flag, patterns = ("--freeze", freeze) if freeze else ("--train-only", train_only)
@@ -197,12 +181,9 @@ def _no_such_weight(flag: str, pattern: str, names: list[str]) -> UsageError:
 
 
 def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """What `from_pretrained` takes to load matrices of layers in 4 bits onto `device` that compute in `dtype`.
+    """What `from_pretrained` takes to load layers in 4 bits (NF4, with quantized scales) that compute in `dtype`.
 
-    They are NF4, and their scales are quantized again, as the planner counts them.
-
-    Raises:
-        UsageError: what that takes is not installed, or cannot compute in `dtype`.
+    Raises UsageError where what that takes is not installed, or cannot compute in `dtype`.
     """
     try:
         for package in ("accelerate", "bitsandbytes"):

@@ -1,9 +1,8 @@
-"""Whether chunked execution is exact for a model: by the error that a small one of its class has.
+"""Whether chunked execution is exact for a model: by the error that a small one of its class has (`models.tiny`).
 
-The small model (`models.tiny`) runs sequences whole, with transformers' own plain attention, and in chunks: packed
-beside one another, split, and both in one chunk, with one chunk of a sequence in flight and with two. All of it is in
-float64, on the CPU. Compared are the loss and the gradient of every weight. Nothing is taken for granted: a model is
-accepted or refused by what is measured.
+It runs sequences whole, with transformers' own plain attention, and in chunks: packed beside one another, split, and
+both in one chunk, with one chunk of a sequence in flight and with two, in float64 on the CPU. Compared are the loss and
+the gradient of every weight: a model is accepted or refused by what is measured.
 """
 
 from __future__ import annotations
@@ -75,11 +74,9 @@ _OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
 
 @dataclass(frozen=True)
 class ModelProof:
-    """How far chunked execution of a small model is off.
+    """How far chunked execution of a small model is off: the relative `error` of its worst gradient, or of the loss.
 
-    Attributes:
-        error: of the worst gradient, ||g - g_whole|| / ||g_whole||; or of the loss.
-        where: the weight with that error, and what it was run with.
+    `where`: the weight with that error, and what it was run with.
     """
 
     error: float
@@ -109,10 +106,9 @@ class _Run:
 
 
 def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
-    """Compare a small model of the class of `config` whole and in chunks, the latter on `num_stages` stages (1 or 2).
+    """Compare a small model of the class of `config` whole and in chunks, on `num_stages` stages (1 or 2).
 
-    Raises:
-        UnprovedError: the small model cannot be built, or does not run in chunks.
+    Raises UnprovedError where the small model cannot be built, or does not run in chunks.
     """
     torch_state, num_threads = torch.random.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are too small for more
@@ -152,8 +148,8 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
         proofs = [_compared(_chunked(own, sequences, num_targets, k, scope), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
             model.model.train()
-            of_k = (_chunked(model, sequences, num_targets, k, scope) for k in ORDERS)
-            proofs.append(_compared(*of_k, "K 1 beside K 2, with noise"))
+            one, two = (_chunked(model, sequences, num_targets, k, scope) for k in ORDERS)
+            proofs.append(_compared(one, two, "K 1 beside K 2, with noise"))
     return max(proofs, key=lambda proof: (proof.error != proof.error, proof.error))
 
 
@@ -345,24 +341,17 @@ def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
 
 
 def exact_router_loss(config: Any, asked: str | None, where: str, num_stages: int = 1) -> str:
-    """What the load-balancing loss of a model is over, see `router_loss_scope`; refused if it is not exact with that.
-
-    Raises:
-        UsageError: see `router_loss_scope` and `check_exact`.
-    """
+    """See `router_loss_scope`; the model is refused if it is not exact with that, see `check_exact`."""
     scope = router_loss_scope(config, asked, where)
     check_exact(config, where, num_stages=num_stages, router_loss=scope != NO_ROUTER_LOSS)
     return scope
 
 
 def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bool = False) -> None:
-    """Refuse a model for which chunked execution is not exact, on one stage or on several.
+    """Refuse a model for which chunked execution is not exact, on one stage or on several, with a UsageError.
 
     With `router_loss` the load-balancing loss of its routers is proved too. Types that the tests of this project hold
     are let through, and what was proved before is not proved again, for the same features and versions.
-
-    Raises:
-        UsageError: with the error that was measured, or why none could be.
     """
     if config.model_type in MODEL_TYPES:
         return
@@ -382,13 +371,7 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bo
 
 
 def proof_of(config: Any, num_stages: int) -> ModelProof:
-    """What is found for a model, or was found before for one of the same features with the same versions.
-
-    It is written down; where that is not possible, it is proved again the next time.
-
-    Raises:
-        UnprovedError: see `prove`.
-    """
+    """What is found for a model, or was and is written down for the same features and versions; raises as `prove`."""
     described = {"features": tiny_document(config.to_dict()), "stages": num_stages, "with": _versions()}
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
