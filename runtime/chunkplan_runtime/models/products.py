@@ -195,12 +195,13 @@ def product_of(
 ) -> Tensor | None:
     """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
     operands_of = _OPERANDS.get(function)
-    if operands_of is None or not torch.is_grad_enabled() or (found := operands_of(*args, **kwargs)) is None:
+    if operands_of is None or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
-    x, matrix, bias, ends = found
-    weight, is_swapped = _parameter_of(matrix)
-    if weight is None:
+    found = operands_of(*args, **kwargs)
+    weight, is_swapped = (None, False) if found is None else _parameter_of(found[1])
+    if found is None or weight is None:
         return None
+    x, _, bias, ends = found
     # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.
     is_added = type(weight) is Summed and weight.owner is not None and x.requires_grad
     return _product(x, None if is_added else weight, bias, ends, weight, is_swapped, keep)
@@ -211,24 +212,21 @@ _Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operands:
-    return (input, weight, bias, None) if weight.ndim == 2 and not _casts() else None
+    return (input, weight, bias, None) if weight.ndim == 2 else None
 
 
 def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Operands:
-    if more or _parameter_of(other)[0] is None or _casts():
-        return None
     is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
-    return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
+    return (input, other.mT, None, None) if not more and (is_stack or (other.ndim == 2 and input.ndim > 1)) else None
 
 
 def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Operands:
-    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2)[0] is not None and not _casts()
-    return (mat1, mat2.mT, bias, None) if is_plain else None
+    return (mat1, mat2.mT, bias, None) if not more and bias.ndim == 1 else None
 
 
 def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Operands:
     is_plain = offs is not None and (input.ndim, weight.ndim) == (2, 3) and not any(more.values())
-    return (input, weight.mT, None, offs) if is_plain and _parameter_of(weight)[0] is not None else None
+    return (input, weight.mT, None, offs) if is_plain else None
 
 
 _OPERANDS: dict[Any, Callable[..., _Operands]] = {
@@ -252,11 +250,6 @@ def _parameter_of(matrix: Tensor) -> tuple[Tensor | None, bool]:
     return weight if is_swapped else None, is_swapped
 
 
-def _casts() -> bool:
-    """Whether products may be computed in another dtype than that of what they are given."""
-    return torch._C._is_any_autocast_enabled()
-
-
 #: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
 _summed: WeakValueDictionary[int, Summed] = WeakValueDictionary()
 _numbers = count()
@@ -271,7 +264,8 @@ _library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node)
 
 def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
-    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled() and not _casts()
+    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled()
+    is_linear = is_linear and not torch._C._is_any_autocast_enabled()
     if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
         return None
     found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)

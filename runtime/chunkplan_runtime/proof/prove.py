@@ -99,10 +99,8 @@ class Sequence(NamedTuple):
     target: Tensor
 
 
-@dataclass(frozen=True)
-class _Run:
-    loss: float
-    gradients: dict[str, Tensor]
+#: The loss of a run, and its gradients by weight.
+_Run = tuple[float, dict[str, Tensor]]
 
 
 def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
@@ -159,7 +157,7 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
         total = sum(train_whole(model, tokens, target, num_targets) for tokens, target in sequences)
         if with_router_loss:
             total += train_routers(model, [tokens for tokens, _ in sequences])
-    return _Run(total, take_gradients(model))
+    return total, take_gradients(model)
 
 
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
@@ -173,7 +171,7 @@ def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: in
     for part in model.parts:
         for name, gradient in take_gradients(part).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return _Run(loss, gradients)
+    return loss, gradients
 
 
 def _two_stages(model: CausalLM) -> CausalLM:
@@ -224,15 +222,15 @@ def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
     """What a rank does with the chunks of `sequences`, of each of which `k` may hold activations."""
     parts = {name: [each for each in CHUNKS if each[0][0] == name] for name in range(len(sequences))}
     labels = [torch.from_numpy(shifted_labels(each.tokens.numpy(), each.target.numpy())) for each in sequences]
-    chunks, tensors = {}, {}
+    tokens, chunks, tensors = [each.tokens for each in sequences], {}, {}
     for chunk_id, segments in enumerate(CHUNKS):
         spans: list[Span] = []
         for name, start, stop in segments:
             group, offset = name if len(parts[name]) > 1 else None, spans[-1].chunk_stop if spans else 0
             spans.append(Span(name, start, stop, len(sequences[name].tokens), offset, group))
-        ids = torch.cat([sequences[name].tokens[start:stop] for name, start, stop in segments])
+        own = [(name, slice(start, stop)) for name, start, stop in segments]
+        ids, targets = (torch.cat([each[name][here] for name, here in own]) for each in (tokens, labels))
         positions = torch.cat([torch.arange(start, stop, dtype=torch.int32) for _, start, stop in segments])
-        targets = torch.cat([labels[name][start:stop] for name, start, stop in segments])
         tensors[chunk_id] = ChunkTensors(ids[None], positions[None], targets, tuple(spans))
         group = spans[0].group_id
         chunks[chunk_id] = Chunk(
@@ -248,10 +246,12 @@ def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
             segments=tuple(Segment(*segment) for segment in segments),
             kept_attention=KEPT_ATTENTION.get(chunk_id, ""),
         )
-    actions = []
-    for op, chunk_id in ((_OPS[word[0]], int(word[1:])) for word in ORDERS[k].split()):
-        stages = range(num_stages) if op != "backward" else reversed(range(num_stages))
-        actions += [Action(op, chunk_id, stage) for stage in stages]
+    stages = range(num_stages)
+    actions = [
+        Action(_OPS[word[0]], int(word[1:]), stage)
+        for word in ORDERS[k].split()
+        for stage in (reversed(stages) if word[0] == "B" else stages)
+    ]
     return RankWork(0, 0, actions, chunks, tensors)
 
 
@@ -315,8 +315,7 @@ def take_gradients(model: CausalLM) -> dict[str, Tensor]:
 def vanishing_gradients(reference: dict[str, Tensor], share: float = 1e-14) -> list[str]:
     """The parameters whose gradient is zero but for rounding, at most a `share` of all together; or no number."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = math.hypot(*norms.values())
-    return [name for name, norm in norms.items() if not norm > share * overall]  # NaN too
+    return [name for name, norm in norms.items() if not norm > share * math.hypot(*norms.values())]  # NaN too
 
 
 def relative_errors(
@@ -324,18 +323,15 @@ def relative_errors(
 ) -> dict[str, float]:
     """Give ||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones, over the norm of all together."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = math.hypot(*norms.values())
-    return {
-        name: (gradients[name] - reference[name]).norm().item() / (overall if name in vanishing else norm)
-        for name, norm in norms.items()
-    }
+    norms |= dict.fromkeys(vanishing, math.hypot(*norms.values()))
+    return {name: (gradients[name] - reference[name]).norm().item() / norm for name, norm in norms.items()}
 
 
 def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
-    missing = {name: torch.zeros_like(each) for name, each in whole.gradients.items() if name not in found.gradients}
-    vanishing = vanishing_gradients(whole.gradients, _VANISHING)
-    errors = {"the loss": abs(found.loss - whole.loss) / abs(whole.loss)}
-    errors |= relative_errors(found.gradients | missing, whole.gradients, vanishing)
+    (loss, gradients), (whole_loss, reference) = found, whole
+    missing = {name: torch.zeros_like(each) for name, each in reference.items() if name not in gradients}
+    errors = relative_errors(gradients | missing, reference, vanishing_gradients(reference, _VANISHING))
+    errors["the loss"] = abs(loss - whole_loss) / abs(whole_loss)
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return ModelProof(errors[worst], f"{worst}, {how}")
 

@@ -38,8 +38,14 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("model_type", "levels"),
+    [
+        pytest.param(name, levels, marks=() if number == place else pytest.mark.soak)
+        for number, name in enumerate(MODELS)
+        for place, levels in enumerate(LEVELS)
+    ],
+)
 def test_gradients_are_those_of_plain_training(
     tiny_config: Any, handmade_plan: Any, random_sequences: Any, model_type: str, levels: str
 ) -> None:
