@@ -17,7 +17,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime import exchange
 from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.failures import stall
-from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages

@@ -3,7 +3,7 @@
 transformers loads it, with all that it knows of names and forms of weights in checkpoints, but it is given only those
 tensors that this process takes, layer by layer, and of each only its rows. Where a weight is made of several tensors,
 such as those of experts, or of a part of one, a layer is loaded whole and its rows are kept. All other weights have no
-numbers (`models.meta_weights`), until the stage is cut from the model.
+numbers (`models.model.meta_weight`), until the stage is cut from the model.
 
 FSDP2 shards shapes alone: `take_rows` leaves these to it, and `give_rows` puts the rows of this process back.
 """

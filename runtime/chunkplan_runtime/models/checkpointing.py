@@ -3,7 +3,7 @@
 Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
 What it gets then from the first time, by torch's selective checkpoints, is what the level says. At the last level the
 layer's input is in host memory meanwhile. Three products are run again at every level, as they take little for what
-holding them would: those that expand latents to keys and values (`attention.kept`); the second ones of adapters; and
+holding them would: those that expand latents to keys and values (`attention.latents`); the second ones of adapters; and
 what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
 """
 

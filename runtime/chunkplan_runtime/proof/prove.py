@@ -196,7 +196,7 @@ class _LinksWithin:
     def _send(self, what: str, step: int, stage: int, chunk_id: int, tensor: Tensor) -> None:
         self._held[what, stage + step, chunk_id] = tensor
 
-    def _receive(self, what: str, stage: int, chunk_id: int) -> Tensor:
+    def _receive(self, what: str, stage: int, chunk_id: int, _: int) -> Tensor:
         return self._held.pop((what, stage, chunk_id))
 
     send_output = partialmethod(_send, "input", 1)
