@@ -32,10 +32,8 @@ from chunkplan_runtime.models.recurrent import begin_scan_with
 #: Levels at which results of products are held.
 _SELECTIVE = ("keep-products", "keep-projections")
 
-#: Products with matrices, by which all linear layers go.
+#: Products with matrices, by which all linear layers go; and with stacks, of experts and, not held, within recurrences.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-#: Products with stacks of matrices: of experts, and within a recurrence with states, which are not held.
 _STACKED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
@@ -43,10 +41,8 @@ _STACKED = (
     torch.ops.transformers.grouped_mm_fallback.default,
 )
 
-#: Norms behind the MLP: what it makes is read in their backward.
+#: Norms behind the MLP, and experts by themselves, whose result is weighted: what these make is read in a backward.
 _NORM_BEHIND = re.compile(r"post_?(feedforward|ffw|ffn|mlp)")
-
-#: An expert by itself, whose result is weighted: the weights' backward reads it.
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 

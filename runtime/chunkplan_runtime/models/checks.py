@@ -21,18 +21,14 @@ from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.models.recurrent import is_recurrent
 from chunkplan_runtime.sharing import used_blocks
 
-#: Those of the types below whose layers go by `layer_types`.
+#: Types whose layers go by `layer_types`, and those with one sliding window in all layers, or none, whatever that says.
 _WINDOWS_BY_LAYER = ("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3")
-
-#: Those with the same sliding window in all layers, or in none, whatever `layer_types` says.
 _ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe")
 
-#: Types whose every feature is known here, and held by the tests of this project: of others a small model is run first
-#: (`proof`).
+#: Types whose every feature is known, and held by tests of this project: of others a small model is run (`proof`).
 MODEL_TYPES = tuple(sorted((*_WINDOWS_BY_LAYER, *_ONE_WINDOW, "gemma", "llama", "olmo2")))
 
-#: These choose their frequencies by the longest position of a call, so that a part of a sequence would be rotated
-#: otherwise than the whole.
+#: These choose their frequencies by the longest position of a call, so that a part would be rotated otherwise.
 _LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 
 #: Kinds of rotary embeddings, and of layers, that the types above may have.
@@ -42,9 +38,10 @@ _ROPE_TYPES, _LAYER_TYPES = ("default", "linear", "llama3", "yarn"), ("full_atte
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
-#: Sizes that a model does without where they are below 1, and is not what it should be.
+#: Sizes of which a model has at least one, or none of its own (head_dim).
 _SIZES = """
-    num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim max_position_embeddings
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings
 """
 
 #: What is wrong, and what to do about it.
@@ -149,6 +146,10 @@ def _value_problems(config: Any) -> _Problems:
         size = entry_of(config, name)
         if type(size) is int and size < 1:
             yield f"{name} is {size}", "give a whole number from 1"
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None and not 0 <= padding < config.vocab_size:
+        hint = "set it to null, or to a token of the vocabulary"
+        yield f"pad_token_id is {padding}, the vocabulary has {config.vocab_size:,}", hint
     heads, kv_heads = (entry_of(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads and kv_heads and heads % kv_heads:
         hint = "num_attention_heads has to be a multiple of num_key_value_heads"

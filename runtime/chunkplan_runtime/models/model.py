@@ -40,13 +40,9 @@ _REFUSALS += (ArithmeticError, RuntimeError, StrictDataclassError, SafetensorErr
 
 _CONFIG_HINT = "take the config.json that came with a model"
 
-#: What weights of a language model are called within a model of text and more -> their names in it alone.
-_TEXT_WEIGHTS = {
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-    r"^(model\.)?language_model\.(model\.)?": "model.",
-}
-
-#: Names of weights in a checkpoint that belong to its language model.
+#: Names of weights of a language model within a model of text and more -> in it alone; and which are of one at all.
+_TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head."}
+_TEXT_WEIGHTS |= {r"^(model\.)?language_model\.(model\.)?": "model."}
 _IS_TEXT_WEIGHT = re.compile(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.")
 
 

@@ -16,13 +16,14 @@ from transformers import AutoConfig
 from chunkplan_runtime.models.checks import EXPERTS_PER_TOKEN, MODEL_TYPES, NUM_EXPERTS
 from chunkplan_runtime.models.parts import AUTO_MODEL, layers_of
 
-#: What a config says, by name: of any kind, as transformers has it.
+#: What a config says, by name.
 Entries = dict[str, Any]
 
 #: Layers are kept until every kind of them has occurred, but never more than these.
 MOST_LAYERS = 16
 
-_HEAD_DIM = 16
+#: The size of heads; and which numbers are so small that sequences of a proof go beyond what they bound.
+_HEAD_DIM = _SMALL = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
@@ -56,17 +57,12 @@ _AT_MOST |= dict.fromkeys(EXPERTS_PER_TOKEN, 2)
 #: Numbers that are no sizes of weights and change nothing at any length: scalings, what sizes are multiples of, and
 #: second names of sizes (gpt-oss, LFM2).
 _HARMLESS = """
-    query_pre_attn_scalar dim_model_base block_multiple_of seed ffn_round_up_to_multiple_of rope_theta
-    rope_local_base_freq factor beta_fast beta_slow attention_factor mscale mscale_all_dim low_freq_factor
-    high_freq_factor initial_context_length block_dim conv_dim conv_dim_out
+query_pre_attn_scalar dim_model_base block_multiple_of seed ffn_round_up_to_multiple_of rope_theta rope_local_base_freq
+factor beta_fast beta_slow attention_factor mscale mscale_all_dim low_freq_factor high_freq_factor conv_dim conv_dim_out
+initial_context_length block_dim
 """
-
-#: What no sequence of a proof has to go beyond.
 _KNOWN = {*_LAYERS, *_HEADS, *_KV_HEADS, *_WIDTHS, *_MLP_WIDTHS, *NUM_EXPERTS, *_POSITIONS}
 _KNOWN |= {*_AT_MOST, *_HARMLESS.split()}
-
-#: Numbers up to this one are small enough for sequences of a proof to go beyond what they bound.
-_SMALL = 16
 
 
 def unknown_numbers(tiny: Entries) -> list[str]:

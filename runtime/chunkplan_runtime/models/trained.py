@@ -28,13 +28,10 @@ from chunkplan_runtime.models.model import CausalLM, meta_weight
 #: Stands for every linear layer but the head; in a model with experts, for those of them that mix tokens.
 ALL_LINEAR = "all-linear"
 
-#: What helps where a name is of no layer, or peft does not take it.
 _NAMES = "name layers of the model, such as q_proj; those of experts all together, such as gate_proj,up_proj,down_proj"
 
-#: Parts of the names of what is no attention, nor in its place.
+#: Parts of the names of what is no attention; and models where peft adapts no projection behind the scan.
 _OF_MLPS = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|gate$")
-
-#: Models of whose mixers peft takes no adapter of the projection behind the scan, which kernels have in one with it.
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 

@@ -43,32 +43,19 @@ from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
 from chunkplan_runtime.sharing import Span
 
-#: What rounding in float64 leaves far below and any mistake far above.
-TOLERANCE = 1e-10
+#: What rounding in float64 leaves far below and any mistake far above; beside all weights' gradients a vanishing one.
+TOLERANCE, _VANISHING = 1e-10, 1e-13
 
-#: A gradient this small beside that of all weights is zero but for rounding (a query's where there is one key).
-_VANISHING = 1e-13
-
-#: More weights than these, and the small model is none.
-_MOST_WEIGHTS = 20_000_000
+_MOST_WEIGHTS = 20_000_000  # of a small model
 
 #: What each chunk has of the sequences that a proof runs, (sequence, start, stop): whole ones, parts of split ones, and
 #: both. The longest sequence goes far beyond the window of a small model.
-CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...] = (
-    ((0, 0, 9), (1, 0, 7)),
-    ((2, 0, 16),),
-    ((2, 16, 32),),
-    ((2, 32, 41), (3, 0, 5)),
-    ((4, 0, 12),),
-    ((4, 12, 23),),
-)
+CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...]
+CHUNKS = ((0, 0, 9), (1, 0, 7)), ((2, 0, 16),), ((2, 16, 32),), ((2, 32, 41), (3, 0, 5)), ((4, 0, 12),), ((4, 12, 23),)
 
-#: By K, the actions of every stage: forward, forward without keeping activations, recompute, backward.
+#: By K, the actions of every stage; and where some of the chunks that run forward twice keep what attention gave.
 ORDERS = {1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4", 2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4"}
-
-#: Where some of the chunks that run forward twice keep what attention gave.
 KEPT_ATTENTION = {2: "gpu", 4: "host"}
-
 _OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
 
 
