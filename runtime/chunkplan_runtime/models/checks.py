@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -105,10 +104,7 @@ def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
 
     `router_loss`: the load-balancing loss that its config may ask for is seen to elsewhere (`router_loss`).
     """
-    rules = [_whole_model_problems, _value_problems]
-    if config.model_type in MODEL_TYPES:
-        rules.append(_window_problems)
-    for what, hint in chain.from_iterable(rule(config) for rule in rules):
+    for what, hint in _problems(config):
         raise UsageError(what, where=where, hint=hint)
     if getattr(config, "output_router_logits", False) and not router_loss:
         raise UsageError(
@@ -118,16 +114,13 @@ def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
         )
 
 
-def _whole_model_problems(config: Any) -> _Problems:
+def _problems(config: Any) -> _Problems:
     text = config.get_text_config(decoder=True)
     if text.model_type != config.model_type:
         hint = f"train its language model, of type {text.model_type}: `python -m chunkplan_runtime.train` takes that"
         yield f"a {config.model_type} model is one of text and more", hint
     if text is not config or getattr(config, "is_encoder_decoder", False):
         yield f"a {config.model_type} model has an encoder", "take one of decoders only"
-
-
-def _value_problems(config: Any) -> _Problems:
     rope = getattr(config, "rope_parameters", None)
     for rope_type in [entry.get("rope_type") for entry in model_config.rope_entries(rope)] if rope else ():
         if rope_type in _LENGTH_ROPE_TYPES or (config.model_type in MODEL_TYPES and rope_type not in _ROPE_TYPES):
@@ -154,9 +147,8 @@ def _value_problems(config: Any) -> _Problems:
     if heads and kv_heads and heads % kv_heads:
         hint = "num_attention_heads has to be a multiple of num_key_value_heads"
         yield f"{heads} attention heads cannot share {kv_heads} KV heads", hint
-
-
-def _window_problems(config: Any) -> _Problems:
+    if config.model_type not in MODEL_TYPES:
+        return
     kinds = getattr(config, "layer_types", None) or ()
     if unknown := sorted(set(kinds) - set(_LAYER_TYPES)):
         yield f"layers of kind {', '.join(map(str, unknown))}", f"known are {', '.join(_LAYER_TYPES)}"

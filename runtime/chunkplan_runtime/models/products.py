@@ -361,12 +361,7 @@ class _SumOfProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum_of(ctx.products), None
-
-
-def _sum_of(products: list[Factors]) -> Tensor:
-    """The gradient of one parameter; what it is made of is let go of."""
-    total = products.pop(0).product()
-    while products:
-        total.add_(products.pop(0).product())
-    return total
+        total = ctx.products.pop(0).product()
+        while ctx.products:  # which are let go of
+            total.add_(ctx.products.pop(0).product())
+        return total, None

@@ -148,12 +148,13 @@ class _StateLayer(LinearAttentionLayer):
         return recurrent_states
 
 
-#: Runs a segment of a chunk: its tensors, what came from the stage before, its seed, its states; hidden states.
-Run = Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor]
-
-
 def run_segments(
-    run: Run, model: Any, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None, seed: int | None
+    run: Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor],
+    model: Any,
+    tensors: ChunkTensors,
+    store: StateStore,
+    inputs: Tensor | None,
+    seed: int | None,
 ) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
     """Run a chunk one segment after another: no state may go on from one sequence to the next.
 
@@ -173,10 +174,16 @@ def run_segments(
         begun = {name: state.detach().requires_grad_(torch.is_grad_enabled()) for name, state in begun.items()}
         # One token after a state is taken for a step of generation, which works in place and has no backward.
         is_padded = bool(begun) and span.stop - span.start == 1
-        own = _segment(tensors, span, is_padded)
-        own_inputs = None if inputs is None else inputs[span.chunk_start : span.chunk_stop]
-        if own_inputs is not None and is_padded:
-            own_inputs = torch.cat([own_inputs, torch.zeros_like(own_inputs)])
+        here, spans = slice(span.chunk_start, span.chunk_stop), [span._replace(chunk_start=0)]
+        ids, positions, labels = tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here]
+        own_inputs = None if inputs is None else inputs[here]
+        if is_padded:  # with a token behind that nobody sees
+            more = padding_tensors()
+            ids = torch.cat([ids, more.input_ids.to(ids.device)], 1)
+            positions = torch.cat([positions, more.position_ids.to(positions.device)], 1)
+            labels, spans = torch.cat([labels, more.labels]), [*spans, more.spans[0]._replace(chunk_start=1)]
+            own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
+        own = ChunkTensors(ids, positions, labels, tuple(spans))
         kept = new_cache(model.config, begun, span.start)
         try:
             out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
@@ -195,19 +202,6 @@ def run_segments(
             store.keep_states(span, {name: state.detach() for name, state in left.items()})
             borders.append((span, Border(begun, left)))
     return torch.cat(hidden), tuple(borders)
-
-
-def _segment(tensors: ChunkTensors, span: Span, is_padded: bool) -> ChunkTensors:
-    """The tensors of a segment; padded, with a token behind that nobody sees."""
-    here, spans = slice(span.chunk_start, span.chunk_stop), [span._replace(chunk_start=0)]
-    ids, positions, labels = tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here]
-    if is_padded:
-        more = padding_tensors()
-        ids = torch.cat([ids, more.input_ids.to(ids.device)], 1)
-        positions = torch.cat([positions, more.position_ids.to(positions.device)], 1)
-        labels = torch.cat([labels, more.labels])
-        spans.append(more.spans[0]._replace(chunk_start=1))
-    return ChunkTensors(ids, positions, labels, tuple(spans))
 
 
 def is_recurrent(config: Any) -> bool:

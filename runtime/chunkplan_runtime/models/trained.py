@@ -145,7 +145,16 @@ def frozen_names(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -
     for pattern in patterns:
         found = {id(weight) for name, weight in named.items() if fnmatchcase(name, pattern)}
         if not found:
-            raise _no_such_weight(flag, pattern, list(named))
+            word = pattern.strip("*.")
+            inside = [name for name in named if word and fnmatchcase(name, f"*{word}*")]
+            near = inside[:3] or get_close_matches(word, named, n=3)
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in named))
+            shown = near or kinds[:: -(-len(kinds) // 6)]  # from all over the model
+            are = f"{'near' if near else 'there'} are {', '.join(shown)}"
+            raise UsageError(
+                f"{flag} {shlex.quote(pattern)} is the name of no weight; {are}",
+                hint=f"for example {flag} {shlex.quote(f'*{word}*' if inside else shown[0])}",
+            )
         matched |= found
     frozen = {name for name, weight in named.items() if (id(weight) in matched) == bool(freeze)} if patterns else set()
     if len(frozen) == len(named):
@@ -161,20 +170,6 @@ def freeze_weights(model: Any, names: set[str]) -> None:
     for name, weight in model.named_parameters():
         if name in names:
             weight.requires_grad_(False)
-
-
-def _no_such_weight(flag: str, pattern: str, names: list[str]) -> UsageError:
-    """Show names that are near, or where there are none, kinds of weights from all over the model."""
-    word = pattern.strip("*.")
-    inside = [name for name in names if word and fnmatchcase(name, f"*{word}*")]
-    near = inside[:3] or get_close_matches(word, names, n=3)
-    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    shown = near or kinds[:: -(-len(kinds) // 6)]
-    suggested = shlex.quote(f"*{word}*" if inside else shown[0])
-    return UsageError(
-        f"{flag} {shlex.quote(pattern)} is the name of no weight; {'near' if near else 'there'} are {', '.join(shown)}",
-        hint=f"for example {flag} {suggested}",
-    )
 
 
 def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:

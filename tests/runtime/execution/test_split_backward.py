@@ -144,21 +144,21 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
 def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hooks of weights find is what was computed: they are read and written once."""
     model = model_of(SPLIT["llama with biases, tied"])
-    sum_of = products._sum_of
+    backward = products._SumOfProducts.backward
     made: list[int] = []
     found: list[int] = []
 
-    def summed(products: Any) -> torch.Tensor:
-        gradient = sum_of(products)
+    def summed(*given: Any) -> Any:
+        gradient, _ = backward(*given)
         made.append(gradient.data_ptr())
-        return gradient
+        return gradient, None
 
     def take(weight: torch.Tensor) -> None:
         if weight.grad is not None:
             found.append(weight.grad.data_ptr())
             weight.grad = None
 
-    monkeypatch.setattr(products, "_sum_of", summed)
+    monkeypatch.setattr(products._SumOfProducts, "backward", summed)
     for name, weight in model.model.named_parameters():
         if ".layers." in name and weight.ndim == 2:
             weight.register_post_accumulate_grad_hook(take)
