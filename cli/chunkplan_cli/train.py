@@ -54,8 +54,8 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     """
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_runtime import require_torch
     from chunkplan_runtime.layout import choose_layout
-    from chunkplan_runtime.requirements import require_torch
     from chunkplan_runtime.train import main
 
     options, place = StartOptions(**how), Workspace.find(workspace)
@@ -69,7 +69,7 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     choose_layout(loaded, count, 0, _by_nproc)  # refused now if it cannot be
     if count == 1:
         raise typer.Exit(main(config=config))
-    from chunkplan_runtime.distributed.start import start
+    from chunkplan_runtime.distributed.launch import start
 
     in_file = ["--config", str(options.config)] if options.config else []
     arguments = ["--plan", str(plan), "--output", str(output), *in_file, *_typed(run)]

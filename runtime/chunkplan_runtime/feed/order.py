@@ -9,8 +9,7 @@ from chunkplan.errors import DataError
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, PlanStep
 from chunkplan.visible import one_line
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import block_of
+from chunkplan_runtime.layout import RankLayout, block_of
 
 #: Per op, what must have happened to a chunk before (nothing: None) for the op to come next.
 _BEFORE = {

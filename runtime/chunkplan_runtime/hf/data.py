@@ -21,8 +21,8 @@ from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import StepWork, open_plan
+from chunkplan_runtime.layout import used_blocks
 from chunkplan_runtime.models.checks import plan_stream
-from chunkplan_runtime.sharing import used_blocks
 
 _logger = logging.getLogger(__name__)
 

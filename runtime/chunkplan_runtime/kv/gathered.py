@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.exchange import Exchanges, Pending
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import SharedPart
+from chunkplan_runtime.sharing import Exchanges, Pending, SharedPart
 
 
 @dataclass

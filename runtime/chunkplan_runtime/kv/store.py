@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import SharedPart, Span
+from chunkplan_runtime.sharing import Exchanges, SharedPart, Span
 
 
 @dataclass

@@ -18,8 +18,8 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream
+from chunkplan_runtime.layout import used_blocks
 from chunkplan_runtime.models.recurrent import is_recurrent
-from chunkplan_runtime.sharing import used_blocks
 
 #: Types whose every feature is known here, and held by the tests of this project: of others a small model is run first
 #: (`proof`).

@@ -234,7 +234,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _processes(job: Job) -> dict[str, Any]:
-    return {"no_dist": True} if job.groups is None else {"process_group": job.groups.control}
+    return {"no_dist": job.groups is None}
 
 
 @contextmanager

@@ -23,10 +23,9 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
-from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
+from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
 from chunkplan_runtime.models.checks import max_positions
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
@@ -35,7 +34,6 @@ from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, 
 from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 #: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
@@ -245,8 +243,7 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
     layers = stage_layers(model_config, config, plan, layout)
     if config.model is not None:
         try:
-            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
-            how: Any = {"kernels": _kernels(config, plan), "device": device, "held": held}
+            how: Any = {"kernels": _kernels(config, plan), "device": device}
             return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"

@@ -11,18 +11,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
-from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import Action, PlanStep
-from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
+from chunkplan_runtime.distributed.sharding import (
+    Shards,
+    clip,
+    gradient_norm,
+    sum_tied_gradients,
+    tied_weight,
+)
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.failures.stall import warned_of_stall
@@ -80,12 +84,10 @@ class StepExecutor:
         ranks: RankExecutor,
         shards: Shards | None = None,
         job: Job | None = None,
-        sharding: Sharding = "optimizer",
     ) -> None:
         self.ranks = ranks
         self._shards = shards
         self._job = job or Job()
-        self._sharding: Sharding = sharding
 
     @property
     def router_loss(self) -> float | None:
@@ -100,7 +102,7 @@ class StepExecutor:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
-        meet = self._meeting(work)
+        meet = shards.meeting(work, self._job.layout) if shards else meet_nobody
         summed = shards.around if shards else lambda inner: inner
         # Gradients are reduced in last backwards, where that is not done in all of them.
         reduce = shards.reduce_in_backward if shards and not shards.reduces_always else None
@@ -123,22 +125,15 @@ class StepExecutor:
 
     def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
         """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
-        if self._shards:
-            self._shards.begin_forwards()
-        meet = self._meeting(work, only_forwards=True)
+        shards = self._shards
+        if shards is None:
+            return [run(rank) for rank in work.ranks]
+        shards.begin_forwards()
+        meet = shards.meeting(work, self._job.layout, only_forwards=True)
         found = [run(rank, meet=meet) for rank in work.ranks]
         meet(None)
-        if self._shards:
-            self._shards.end_forwards()
+        shards.end_forwards()
         return found
-
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        """What this process does with others between its actions in a step."""
-        sharding = self._sharding
-        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
-            return meet_nobody
-        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self._shards.pad).meet
 
 
 class TrainStep:
@@ -146,10 +141,9 @@ class TrainStep:
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
         groups, master_weights = job.groups, config.precision == "bf16"
-        sharding = cast(Sharding, config.sharding or "optimizer")
         self._shards = None
         if groups and groups.replicas:
-            how: Any = {"master_weights": master_weights, "sharding": sharding}
+            how: Any = {"master_weights": master_weights, "sharding": config.sharding or "optimizer"}
             self._shards = Shards(model, groups.replicas, **how)
         self.model = self._shards.model if self._shards else model
         scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
@@ -163,7 +157,7 @@ class TrainStep:
             router_loss=scope,
             loss=cross_entropy(config.label_smoothing),
         )
-        self._steps = StepExecutor(self.executor, self._shards, job, sharding)
+        self._steps = StepExecutor(self.executor, self._shards, job)
         self._config = config
         self._num_steps = num_steps
         self._job = job

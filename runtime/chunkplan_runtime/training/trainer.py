@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.distributed.job import Job, refuse_other_processes
+from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.profiling.timeline import stage_rows
@@ -133,7 +133,7 @@ class TrainingRun:
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
-        refuse_other_processes({**hashes, **self.fixed, **shared_options(config)}, job)
+        refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
         earlier = find_earlier(folder, config, data, job)
         tokens_note = compare_tokens(data.analysis, job)
         _check_evaluation(config, data)
@@ -142,7 +142,7 @@ class TrainingRun:
         model = build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
             check_mergeable(model.whole.model)  # refused now if they cannot be merged
-        refuse_other_processes({"weights": model.identity}, job)
+        refuse_differences(job.all_gather_object({"weights": model.identity}))
         self.fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
         self.start = earlier.state["step"] if earlier is not None else 0
         if earlier is not None:

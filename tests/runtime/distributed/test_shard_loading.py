@@ -17,10 +17,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed import shard_loading
+from chunkplan_runtime.distributed import stages
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import StoredTensor, WholeOnlyError, load_shard, rows_of
-from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.stages import (
+    StoredTensor,
+    WholeOnlyError,
+    cut_stage,
+    load_shard,
+    rows_of,
+    split_layers,
+)
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
 from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_pretrained_config
@@ -148,7 +154,7 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
     def identity(name: str) -> str:
         paths = (tmp_path / name).glob("*.safetensors")
-        return shard_loading._identity(shard_loading.open_files(paths))
+        return stages._identity(stages.open_files(paths))
 
     assert len([*(tmp_path / "split").glob("*.safetensors")]) > 1
     assert identity("one") == identity("split") != identity("other")
