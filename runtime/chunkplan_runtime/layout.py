@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -52,11 +51,7 @@ def block_of(chunk: Chunk) -> Block:
 
 
 def used_blocks(plan: Plan) -> list[Block]:
-    """All blocks of ranks that share a chunk of the plan, ascending.
-
-    Raises:
-        DataError: the plan is damaged.
-    """
+    """All blocks of ranks that share a chunk of the plan, ascending; raises DataError of a damaged one."""
     if plan.config.cp == "off" or plan.config.dp == 1:
         return []
     return list(_blocks_in(plan.path / "chunks.parquet", plan.content_hash))
@@ -153,26 +148,15 @@ def one_pipeline(plan: Plan) -> RankLayout:
     return RankLayout(pp=plan.config.pp, placement=plan.config.placement)
 
 
-def _by_torchrun(numbers: list[int]) -> str:
-    """How a run is started on one of `numbers` of processes."""
-    processes = "process" if numbers == [1] else "processes"
-    return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
-
-
 _GO_ON = "give that as --plan, and --resume to go on with a run of this one"
 
 
 def refuse_other_replicas(
     plan: Plan, dp: int, *, start: str = "", like: Plan | None = None, then: str = _GO_ON
 ) -> None:
-    """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
+    """Raise UsageError where ranks of a plan share sequences, and there are more or fewer replicas than it has ranks.
 
-    `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one;
-    `then`: what is done with what is built.
-
-    Raises:
-        UsageError: it is one.
-        DataError: it is damaged.
+    Its hint: how to `start` as many as it has; what is done `then` with a plan `like` that one, or another, for others.
     """
     if dp != plan.config.dp and used_blocks(plan):
         raise UsageError(
@@ -185,15 +169,11 @@ def refuse_other_replicas(
 
 def _or_build_like(plan: Plan, dp: int, pp: int, start: str, then: str = _GO_ON) -> str:
     command = how_to_build_like(plan, dp, pp)
-    return f"{start}, or " * bool(start) + f"`{command}` builds one of the same steps for these: {then}"
+    return f"{start}or `{command}` builds one of the same steps for these: {then}".removeprefix("or ")
 
 
-def choose_layout(
-    plan: Plan, world_size: int, process: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
-) -> RankLayout:
+def choose_layout(plan: Plan, world_size: int, process: int) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `process`.
-
-    `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
         UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
@@ -204,7 +184,9 @@ def choose_layout(
     dp, is_uneven = divmod(world_size, pp)
     if not is_uneven and dp in fitting:
         return replace(one_pipeline(plan), dp=dp, process=process)
-    start = how_to_start([pp * each for each in fitting])
+    numbers = " or ".join(str(pp * each) for each in fitting)
+    processes = "process" if numbers == "1" else "processes"
+    start = f"`torchrun --nproc-per-node N` or `chunkplan train --nproc N` with {numbers} {processes} in all, "
     if not is_uneven and dp:
         refuse_other_replicas(plan, dp, start=start)
     num_stages = gcd(world_size, pp)

@@ -1,8 +1,7 @@
 """Where parts of sequences lie in chunks, which tokens of a shared part each process has, and what these send others.
 
-A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). Where there is one, every
-replica of a stage runs one rank. All processes of a group ask for the same exchanges in the same order, that of the
-plan's actions, so that what runs on a GPU in the order in which it was asked for waits for nobody in a circle.
+All processes of a group ask for the same exchanges in the same order, that of the plan's actions, so that what runs on
+a GPU in the order in which it was asked for waits for nobody in a circle.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ class Span(NamedTuple):
         return self.stop - self.start < self.length
 
     def first_seen(self, window: int | None, tile: int | None = None) -> int:
-        """The first token of the sequence that a token of the segment sees.
+        """The first token of the sequence that one of the segment sees: in a `window` that ends with it, or its tile.
 
-        `window` is how many tokens each sees, itself included; None: all before it. `tile`: those before it in its own
-        tile, of which a sequence has one every so many tokens.
+        A sequence has a tile every so many tokens.
         """
         if tile is not None:
             return self.start // tile * tile
@@ -125,10 +123,7 @@ class SharedPart:
 
 
 def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | None:
-    """How ranks share a chunk of a plan, as `rank` sees it; None if it has all of it.
-
-    `parts`: all chunks of the sequence, [start, stop) each.
-    """
+    """How ranks share a chunk of a sequence that is cut into `parts`, as `rank` sees it; None if it has all of it."""
     block = block_of(chunk)
     if block.size == 1:
         return None
@@ -182,41 +177,38 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def check_sharing(step: PlanStep, dp_rank: int) -> None:
-    """Refuse what would have processes wait for ever, or mix up tokens.
+    """Raise DataError of what would have processes wait for ever, or mix up tokens.
 
-    Raises:
-        DataError: the rank does something else with the chunks of a block than the first one of it, or has other slices
-            of them than are its own.
+    That is a rank that has other slices of the chunks of a block than are its own, or does something else with them
+    than the first rank of it.
     """
-    where, shared = f"step {step.step}", dict[Block, set[int]]()
+    told, shared = None, dict[Block, set[int]]()
     for chunk in step.chunks.get(dp_rank, []):
-        if chunk.cp_size == 1:
-            continue
         block = block_of(chunk)
-        shared.setdefault(block, set()).add(chunk.chunk_id)
-        found = [(segment.start, segment.end) for segment in chunk.segments]
-        if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
-            told = f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own"
-            raise DataError(told, where=where, hint=VALIDATE_HINT)
+        if block.size > 1:
+            shared.setdefault(block, set()).add(chunk.chunk_id)
+            found = [(segment.start, segment.end) for segment in chunk.segments]
+            if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
+                told = told or f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own"
     for block, chunk_ids in shared.items():
         if _order(step, dp_rank, chunk_ids) != _order(step, block.first, chunk_ids):
-            told = f"ranks {block.first} and {dp_rank} do not do the same with the chunks that they share"
-            raise DataError(told, where=where, hint=VALIDATE_HINT)
+            told = told or f"ranks {block.first} and {dp_rank} do not do the same with the chunks that they share"
+    if told:
+        raise DataError(told, where=f"step {step.step}", hint=VALIDATE_HINT)
 
 
 def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int, bool]]:
     """(stage, op, chunk, whether that keeps attention) of what all stages of a rank do with these chunks.
 
-    Without weight halves of backwards: in those nothing is exchanged with the ranks of a block, each does them when its
-    own schedule has room. Who attends again in a recompute exchanges keys and values, and waits for the others.
+    Without weight halves of backwards, in which nothing is exchanged. Who attends again in a recompute exchanges keys
+    and values.
     """
     keep = {chunk.chunk_id for chunk in step.chunks.get(rank, []) if chunk.kept_attention}
     return [
         (stage, action.op, action.chunk_id, action.chunk_id in keep)
         for (of_rank, stage), actions in step.actions.items()
-        if of_rank == rank
         for action in actions
-        if action.chunk_id in chunk_ids and action.op != "backward_weight"
+        if of_rank == rank and action.chunk_id in chunk_ids and action.op != "backward_weight"
     ]
 
 
@@ -227,7 +219,6 @@ class Activity(NamedTuple):
     waits_for: tuple[int, ...] = ()
 
 
-#: What is not known, or waits for nobody.
 NO_ACTIVITY = Activity()
 
 
@@ -246,10 +237,9 @@ class Pending(NamedTuple):
 
 @dataclass
 class Exchanges:
-    """The groups of processes that share heads or pages with this one.
+    """The `groups` of processes that share heads or pages with this one, by their places among the replicas of a stage.
 
-    `groups`: by their places among the replicas of a stage, ascending. `at`: what is waited for, in words that go on
-    with a sentence, and the processes that have to come; nothing if nothing is.
+    `at`: what is waited for, in words that go on with a sentence, and the processes that have to come.
     """
 
     layout: RankLayout = field(default_factory=RankLayout)
@@ -285,11 +275,7 @@ class Exchanges:
         return out
 
     def use_once(self, device: torch.device) -> None:
-        """Use every group once for all that it is for; all processes have to, at the same time.
-
-        Raises:
-            UsageError: its backend cannot do that with tensors on this device.
-        """
+        """Use every group once for all that it is for, at the same time; raise UsageError where its backend cannot."""
         for members in sorted(self.groups):
             rows, ones = torch.zeros(len(members), 1, device=device), [1] * len(members)
             try:
@@ -302,8 +288,7 @@ class Exchanges:
                 raise UsageError(
                     f"processes cannot share sequences: the backend {dist.get_backend(self.groups[members])} does not "
                     f"exchange tensors on {device} ({str(error).splitlines()[0]})",
-                    hint="build the plan with `--cp off`, or train with a torch that has gloo for CPUs and NCCL for "
-                    "GPUs",
+                    hint="build the plan with `--cp off`, or train with a torch that has gloo and NCCL",
                 ) from error
 
 

@@ -40,13 +40,9 @@ T = TypeVar("T")
 class Groups:
     """The groups that this process is in, beside the default one of all, for objects on the CPU and sums.
 
-    Attributes:
-        replicas: the mesh of the replicas of its stage, one in each pipeline; None where there is one.
-        links_by_border: its links to other processes, by border: m is that between the model stages m and m + 1.
-        ends: the stages of its pipeline with the first and the last model stage; None on the others, and where one has
-            both.
-        exchanges: with the processes that share sequences with this one.
-        seconds: how long making all but the default group took, and using each once.
+    `replicas`: of its stage, one in each pipeline; None where there is one. `links_by_border`: to other processes; m is
+    the border between the model stages m and m + 1. `ends`: the stages of its pipeline with the first and the last
+    model stage; None on the others, and where one has both. `seconds`: how long making them took, and using each once.
     """
 
     layout: RankLayout
@@ -72,16 +68,14 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     """Make the groups and use each of them once; all processes have to, at the same time, after `init_process_group`.
 
     The first use of a group of NCCL, for each thing that it is used for, connects its processes and waits for the
-    device, which must not be in the middle of a step. Those of links are used once by `Links`. Every process calls
-    `new_group` for every group, also for those of others, so that torch counts them alike on all.
-
-    `blocks`: those of ranks that share sequences, see `layout.used_blocks`.
+    device, which must not be in the middle of a step. Those of links are used once by `Links`. `blocks`: see
+    `layout.used_blocks`.
     """
     started = time.perf_counter()
     pipelines = range(layout.dp)
 
     def own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
-        """The one of these groups that this process is in; of all of them all processes make all."""
+        """The one of these groups that this process is in; all processes make all, so that torch counts them alike."""
         groups = [(each, dist.new_group(each, timeout=timeout)) for each in members]
         return next((group for each, group in groups if layout.process in each), None)
 
@@ -92,7 +86,8 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     replicas = None
     if layout.dp > 1:
         stages = [[layout.process_of(stage, replica) for replica in pipelines] for stage in range(layout.pp)]
-        replicas = DeviceMesh.from_group(own_group(stages), device.type, mesh_dim_names=("dp",))  # type: ignore[arg-type]
+        own: Any = own_group(stages)
+        replicas = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
     first, *_ = stages_of = [layout.stage_of(model_stage) for model_stage in range(layout.num_model_stages)]
     links: dict[int, Link] = {}
     for border, (above, below) in enumerate(pairwise(stages_of)):
@@ -169,28 +164,20 @@ def gather_objects(value: T) -> list[T]:
 
 
 def versions_with(plan: Plan) -> dict[str, str]:
-    """What all processes have to have alike before there are groups, which another plan or version may make otherwise.
-
-    Making them would then never end.
-    """
+    """What processes have to have alike: with another plan or version, making groups might never end."""
     packages = {"chunkplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**packages, "plan": plan.content_hash}
 
 
 def refuse_differences(given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse that processes were not `given` the same: of each what it was, by the name that a message has for it.
-
-    Raises:
-        UsageError: naming each process with what it has. All raise it.
-    """
-    found: dict[str, dict[str, list[int]]] = {}  # by name and value, who has it
-    for process, values in enumerate(given):
-        for name in {name: None for each in given for name in each}:
-            found.setdefault(name, {}).setdefault(json.dumps(values.get(name)), []).append(process)
-    differ = [name for name, holders in found.items() if len(holders) > 1]
+    """Raise UsageError, on all processes, if these were not `given` the same: of each what it was, by name."""
+    names = {name: None for each in given for name in each}
+    texts = {name: [json.dumps(each.get(name)) for each in given] for name in names}
+    differ = [name for name, own in texts.items() if len({*own}) > 1]
     if differ:
         [name, *more] = differ
-        told = [f"{shorten(json.loads(value))} on {named_processes(who)}" for value, who in found[name].items()]
+        holders = {text: [process for process, own in enumerate(texts[name]) if own == text] for text in texts[name]}
+        told = [f"{shorten(json.loads(text))} on {named_processes(who)}" for text, who in holders.items()]
         raise UsageError(
             f"the processes do not have the same {name}: {'; '.join(told)}" + f"; {len(more)} more differ" * bool(more),
             hint="start all processes with the same options, files and versions",
@@ -201,8 +188,7 @@ def refuse_differences(given: Sequence[Mapping[str, Any]]) -> None:
 def lost_peers(watchdog: Watchdog) -> Iterator[None]:
     """Around what waits for other processes: if one vanishes, `watchdog` names it and ends this process.
 
-    Raises:
-        ChunkplanError: a connection broke, or nothing came over it in time, and yet nobody died.
+    Raises ChunkplanError if a connection broke, or nothing came over it in time, and yet nobody died.
     """
     try:
         yield

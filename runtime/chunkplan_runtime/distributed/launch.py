@@ -47,11 +47,7 @@ def start(arguments: list[str], num_processes: int) -> int:
 
 
 def world_size() -> int:
-    """How many processes there are to be, as the environment says.
-
-    Raises:
-        UsageError: the environment says no number of processes, or too little else.
-    """
+    """How many processes there are to be, as the environment says; UsageError: it says too little, or no number."""
     size = os.environ.get("WORLD_SIZE") or "1"
     if not size.isdecimal() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}", hint="start it with torchrun, or with WORLD_SIZE from 1")
@@ -65,10 +61,7 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class OwnGpu:
-    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
-
-    `uuid` is that of the device itself: the same for all who use it, however they number what they see.
-    """
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, with its `uuid`, if any."""
 
     machine: str
     index: int
@@ -85,11 +78,7 @@ def find_own_gpu(device: str) -> OwnGpu:
 
 
 def check_gpus(processes: Sequence[OwnGpu]) -> None:
-    """Refuse what `processes`, in order, would take: where there are GPUs, each needs one that no other one takes.
-
-    Raises:
-        UsageError: naming the processes and the GPU.
-    """
+    """Raise UsageError where there are GPUs, and one of `processes`, in order, has none or shares it with another."""
     takers: dict[str, int] = {}
     for number, own in enumerate(processes if any(each.num_seen for each in processes) else ()):
         if own.uuid is None:
@@ -108,15 +97,10 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Within the block the processes have a process group: NCCL between GPUs, gloo between CPUs and for objects.
+    """Within the block the processes have a group: NCCL between GPUs, if `device` is not "cpu", else gloo.
 
-    After an error it is left as it is: what the others never send would be waited for.
-
-    Args:
-        device: as the option; "cpu" leaves GPUs alone.
-
-    Raises:
-        UsageError: the others cannot be reached.
+    After an error it is left as it is: what the others never send would be waited for. Raises UsageError if the others
+    cannot be reached.
     """
     set_for_several_processes()  # where they do not come from `train.main`, which does it before torch is there
     has_gpu = device != "cpu" and torch.cuda.is_available()

@@ -2,16 +2,16 @@
 
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
 narrower, and reduced once: a layer's while the last backward of its virtual stage goes on to the layers before it
-(`feed.order.may_reduce` says when), or after all else; those of head and embeddings at the end. So every process takes
-part in the same reductions in the same order: virtual stages from last to first, of each the layers from last to first,
-then head and embeddings. The loss is divided by the step's target tokens already: gradients are summed, not averaged.
+(`feed.order.may_reduce` says when), or after all else; those of head and embeddings at the end. All processes ask for
+the same reductions in the same order: virtual stages from last to first, of each the layers from last to first, then
+head and embeddings. The loss is divided by the step's target tokens already: gradients are summed, not averaged.
 
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
 sharded again after; embeddings and head stay gathered for a step. A plan then says in which slot of its stage each
-action is done (docs/plan-format.md; why nobody waits for ever in them is in `chunkplan/schedule/alignment.py`). A
-process that has nothing to do in a slot gathers and reduces as the others do, and runs no layer (`Shards.pad`). One
-that runs several data-parallel ranks walks through the slots once for each, all processes their first ranks first.
+action is done (docs/plan-format.md, `chunkplan/schedule/alignment.py`). A process that has nothing to do in a slot
+gathers and reduces as the others do, and runs no layer. One that runs several data-parallel ranks walks through the
+slots once for each, all processes their first ranks first.
 """
 
 from __future__ import annotations
@@ -102,10 +102,9 @@ class Shards:
     def __init__(
         self, model: CausalLM, replicas: DeviceMesh, *, master_weights: bool, sharding: Sharding = "optimizer"
     ) -> None:
-        #: Whether all backwards reduce, and not the last ones alone.
-        self.reduces_always = sharding in ("gradients", "weights")
         self._sharding: Sharding = sharding
-        self._reshards = sharding == "weights"
+        #: Whether all backwards reduce, and not the last ones alone; whether layers are sharded again after each use.
+        self.reduces_always, self._reshards = sharding in ("gradients", "weights"), sharding == "weights"
         if self.reduces_always and model.is_recurrent:
             raise UsageError(
                 f"--sharding {sharding} of a {model.config.model_type} model, whose layers keep a state and run once "
@@ -132,9 +131,8 @@ class Shards:
         self._modules = [*self._ends, *itertools.chain.from_iterable(self._layers)]
         #: By virtual stage the layers that a backward comes to, in its order.
         self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
-        self._reductions: Any = Reductions()
-        #: FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
-        self._always_waits = self.reduces_always or (self._is_narrow and not master_weights)
+        # FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
+        self._reductions: Any = Reductions(waits=self.reduces_always or (self._is_narrow and not master_weights))
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
@@ -146,10 +144,8 @@ class Shards:
         for backward in self._backward:
             for layer, following in itertools.pairwise(backward):
                 layer.set_modules_to_backward_prefetch([following])
-        #: Virtual stages whose layers a backward of this step has reduced.
-        self._reduced: set[int] = set()
-        #: Modules whose gradients are summed in float32.
-        self._summed: set[Any] = set()
+        self._reduced: set[int] = set()  # virtual stages whose layers a backward of this step has reduced
+        self._summed: set[Any] = set()  # modules whose gradients are summed in float32
         self.model = replace(model, call=self._root, compute_dtype=dtype)
 
     def begin_step(self) -> None:
@@ -159,9 +155,6 @@ class Shards:
         self._sum_in_float32(self._ends if self.reduces_always else self._modules)
         # Where gradients are shared, all processes take part in every backward, and so reduce in it.
         self._reduced = {*range(len(self._layers))} if self.reduces_always else set()
-        self._reductions.waits = self._always_waits or any(
-            parameter.grad is not None for parameter in self._root.parameters()
-        )
         self._root.set_is_last_backward(False)
         for module in self._modules:
             module.set_requires_gradient_sync(False, recurse=False)
@@ -306,15 +299,13 @@ class Shards:
 class Reductions:
     """Reduce-scatters that FSDP2 launches in place of its own (`FSDPModule.set_custom_reduce_scatter`).
 
-    A sum is waited for at the end of the step: a process that comes early to its last backward goes on with it, while
-    others are still to come to theirs. All ask for the same sums in the same order.
+    A sum is waited for at once if it `waits`, else at the end of the step: a process that comes early to its last
+    backward goes on with it, while others are still to come to theirs.
     """
 
-    def __init__(self) -> None:
-        #: Whether a sum is waited for at once, for what FSDP2 then does with it.
-        self.waits = False
-        #: What is sent, which has to stay until it is summed.
-        self._launched: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+        self._launched: deque[tuple[dist.Work, Tensor]] = deque()  # what is sent has to stay until it is summed
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that FSDP2 fills with what is sent, or that it gets a shard in."""
@@ -328,7 +319,7 @@ class Reductions:
             self._launched.popleft()[0].wait()  # so that its memory is free
         work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
         self._launched.append((work, input_tensor))
-        if self.waits:
+        if self._waits:
             self.finish()
 
     def finish(self) -> None:

@@ -6,19 +6,17 @@ is done to a whole model (adapters, activation checkpointing, saving by name) is
 a stage has several virtual stages, the one model has the layers of all of them; while one runs, the decoder has that
 one's list of layers in place of its own.
 
-A saved model is loaded by transformers, with all that it knows of names and forms of weights in checkpoints, but it is
-given only those tensors that this process takes, and of each only its rows. A weight that is made of several tensors,
-such as those of experts, or of a part of one, is made whole, and its rows are kept. All other weights have no numbers
-(`models.meta_weights`) until the stage is cut from the model. FSDP2 shards shapes alone: see `rows_kept`.
+A saved model is loaded by transformers, with all that it knows of names and forms of weights in checkpoints, but it
+loads only those that this process has, one by one, and only rows of these are kept, and read where nothing is made of
+them before. All other weights have no numbers (`models.meta_weights`) until the stage is cut from the model.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import core_model_loading
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers as even_layers
@@ -215,7 +212,7 @@ def load_shard(
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
     stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
-    part = _Part({*stage.model.state_dict()}, layout)
+    part = _Part(name, {*stage.model.state_dict()}, layout)
     load = staticmethod(partial(part.load, kind._load_pretrained_model))
     loader: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": load, "__module__": kind.__module__})
     model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
@@ -229,32 +226,24 @@ def load_shard(
 
 
 class StoredTensor:
-    """A tensor in a safetensors file, or `rows` of it, read when it is indexed, as a slice of safetensors is.
+    """A tensor in a safetensors file, read when it is indexed, and no further than what is then used of it.
 
-    The file is mapped no longer than that: what was read of it would count as memory of the process.
+    The file is mapped no longer than the tensor is there: what was read of it would count as memory of the process.
     """
 
     def __init__(self, path: Path, name: str, stored: Any) -> None:
-        self.path, self.name, self.rows = path, name, slice(None)
+        self.path, self.name = path, name
         self.shape: list[int] = stored.get_shape()
         self.dtype: str = stored.get_dtype()
 
-    def read(self, rows: slice) -> Tensor:
-        """Rows of the whole of it."""
+    def __getitem__(self, where: Any) -> Tensor:
         with safe_open(self.path, "pt") as file:
-            found: Tensor = file.get_slice(self.name)[rows if self.shape else ...]
-            return found.clone()
-
-    def __getitem__(self, everything: Any) -> Tensor:
-        return self.read(self.rows)
+            found: Tensor = file.get_slice(self.name)[where]
+            return found
 
 
 def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of several safetensors files, by name.
-
-    Raises:
-        DataError: one of the files is torn.
-    """
+    """All tensors of several safetensors files, by name; raises DataError of one that is torn."""
     found: dict[str, StoredTensor] = {}
     for path in paths:
         try:
@@ -266,59 +255,56 @@ def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 class _Part:
-    """Which weights the process of `layout` has, by name, and the rows that it has loaded of them."""
+    """Loads the weights `names` of a model, of each the rows that the process of `layout` has: see `load_shard`."""
 
-    def __init__(self, names: set[str], layout: RankLayout) -> None:
+    def __init__(self, model: str, names: set[str], layout: RankLayout) -> None:
         self.rows: dict[nn.Parameter, Tensor] = {}
         self.identity = ""
-        self._names, self._layout = names, layout
+        self._model, self._names, self._layout = model, names, layout
 
     def load(self, load_tensors: Any, model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
-        """Load into a model without weights, in the place of `load_tensors` of transformers, and by it."""
-        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        """Load in the place of `load_tensors` of transformers, and by it, which sees the weights of this part alone."""
+        whole, tied, prefix = model.state_dict(), model.all_tied_weights_keys, f"{model.base_model_prefix}."
+        own = self._names | {each for pair in tied.items() if self._names & {*pair} for each in pair}
         stored = open_files(map(Path, files))
         self.identity = _identity(stored)
-        targets, used = _targets(stored, model, how, shapes)
-        present, tied = {name for name, _ in targets.values()}, model.all_tied_weights_keys
+        model.state_dict = lambda: {name: value for name, value in whole.items() if name in own}
+        with self._keeping_rows():
+            report, rest = load_tensors(model, stored, None, how)
+        del model.state_dict
+        elsewhere = {
+            key: next((name for name in (key, prefix + key, key.removeprefix(prefix)) if name in whole), None)
+            for key in report.unexpected_keys
+        }
+        present = (own - report.missing_keys) | {*elsewhere.values()}
         for name, other in tied.items():
             if {name, other} <= present:
                 raise WholeOnlyError(f"its checkpoint has both {name} and {other}, which its config says are one")
-        own = self._names | {each for pair in tied.items() if self._names & {*pair} for each in pair}
-        alone = {name: stored[key] for key, (name, is_made) in targets.items() if name in own and not is_made}
-        for name, tensor in alone.items():
-            shape = [*shapes[name]]
-            if tensor.shape != shape:
-                told = f"{tensor.name} has the shape {tensor.shape}, the model has {shape}"
-                raise DataError(told, where=str(tensor.path), hint=_HINT)
-            tensor.rows = rows_of(shape[0], self._layout) if shape else slice(None)
-        taken = {key: stored[key] for key, (name, _) in targets.items() if name in own or name not in shapes}
-        with self._keeping_rows(alone) if self._layout.dp > 1 else nullcontext():
-            report, rest = load_tensors(model, taken, None, how)
-        for name in shapes.keys() - own:
+        report.unexpected_keys = {key for key, name in elsewhere.items() if name is None}
+        report.missing_keys |= {each for pair in tied.items() for each in pair} - present
+        for name in whole.keys() - own:
             module, last = _place(model, name)
             if (weight := module._parameters.get(last)) is not None:
                 module._parameters[last] = _initialized(meta_weight(weight))
-        report.missing_keys &= own | ({each for pair in tied.items() for each in pair} - present)
-        model._weight_conversions = used
         return report, rest
 
     @contextmanager
-    def _keeping_rows(self, sliced: Container[str]) -> Iterator[None]:
-        """Within the block transformers leaves weights without numbers where it has loaded some, whose rows are kept.
-
-        Of those that are `sliced` it is given no more than these.
-        """
+    def _keeping_rows(self) -> Iterator[None]:
+        """Within the block rows are kept of weights that transformers has loaded, and weights without numbers left."""
         loading: Any = core_model_loading
         set_tensor = loading.set_param_for_module
 
         def keep_rows(model: Any, name: str, value: Tensor, report: Any, *more: Any) -> None:
             module, last = _place(model, name)
             weight = module._parameters.get(last)
-            if weight is None or (name not in sliced and value.shape != weight.shape):
-                set_tensor(model, name, value, report, *more)  # a buffer, or it reports the shape
+            if weight is not None:
+                if value.shape != weight.shape:
+                    told = f"{name} has the shape {[*value.shape]}, the model has {[*weight.shape]}"
+                    raise DataError(told, where=self._model, hint=_HINT)
+                value = value[rows_of(len(weight), self._layout) if weight.ndim else ...].clone()
+            if weight is None or self._layout.dp == 1:
+                set_tensor(model, name, value, report, *more)
                 return
-            if name not in sliced and weight.ndim:
-                value = value[rows_of(len(weight), self._layout)].clone()
             module._parameters[last] = standing = _initialized(meta_weight(weight.to(value.dtype)))
             self.rows[standing] = value
             report.missing_keys.discard(name)
@@ -347,31 +333,10 @@ def _identity(stored: Mapping[str, StoredTensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         middle = tensor.shape[0] // 2 if tensor.shape else 0
-        sample = tensor.read(slice(middle, middle + 1)).reshape(-1)[:_SAMPLE].view(torch.uint8)
+        sample = tensor[middle : middle + 1] if tensor.shape else tensor[...]
+        sample = sample.reshape(-1)[:_SAMPLE].view(torch.uint8)
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _targets(
-    stored: Mapping[str, StoredTensor], model: Any, how: Any, shapes: dict[str, torch.Size]
-) -> tuple[dict[str, tuple[str, bool]], list[Any]]:
-    """By tensor of a checkpoint the weight that it becomes, and whether that is made of several, or of a part.
-
-    Also the changes of names and forms that this takes, which saving turns back. Tensors are in the order in which
-    transformers goes through them, which for some changes matters.
-    """
-    mapping = list(how.weight_mapping or ())
-    tried = copy.deepcopy(mapping)
-    renamings = [each for each in tried if isinstance(each, WeightRenaming)]
-    converters = [each for each in tried if isinstance(each, WeightConverter)]
-    found: dict[str, tuple[str, bool]] = {}
-    prefix = model.base_model_prefix
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
-        if name not in shapes and key in shapes:
-            name, pattern = rename_source_key(key, [], [], prefix, shapes)
-        found[key] = name, pattern is not None
-    return found, [each for each, copied in zip(mapping, tried, strict=True) if copied.was_used()]
 
 
 def layer_of(name: str) -> str:
