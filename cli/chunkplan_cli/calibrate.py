@@ -9,7 +9,7 @@ from typing import Annotated
 from chunkplan_cli.declared import Given, JsonOption, make, output_option, takes
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
-from chunkplan_runtime.calibration.options import CalibrationOptions
+from chunkplan_runtime.calibration import CalibrationOptions
 
 
 @takes(asked=CalibrationOptions)

@@ -67,7 +67,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
             watchdog.heartbeat.telling(lambda: executor.activity),
-            stall.warned_of_stall(layout.describe(), lambda: executor.doing, lambda: None),
+            stall.warned_of_stall(layout.describe(), lambda: executor.activity.words, lambda: None),
         ):
             executor.run(work, 1)
     except ChunkplanError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 from chunkplan.errors import UsageError
 from chunkplan_runtime import sharing
 from chunkplan_runtime.failures import stall
-from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.sharing import Exchanges

@@ -2,7 +2,7 @@
 
 A step gathers the weights once. Gradients of its chunks are summed on each process, in float32 where weights are
 narrower, and reduced once: a layer's while the last backward of its virtual stage goes on to the layers before it
-(`feed.order.may_reduce` says when), or after all else; those of head and embeddings at the end. All processes ask for
+(`feed.stream.may_reduce` says when), or after all else; those of head and embeddings at the end. All processes ask for
 the same reductions in the same order: virtual stages from last to first, of each the layers from last to first, then
 head and embeddings. The loss is divided by the step's target tokens already: gradients are summed, not averaged.
 

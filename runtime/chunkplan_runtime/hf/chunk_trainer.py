@@ -31,8 +31,8 @@ from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
+from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.training.executor import Executor, check_argument
-from chunkplan_runtime.training.resume import PlanIdentity, checkpoint_of_plan
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
 

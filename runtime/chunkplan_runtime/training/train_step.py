@@ -33,7 +33,7 @@ from chunkplan_runtime.failures.stall import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.profiling.timeline import ActionClock
+from chunkplan_runtime.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import add_up
@@ -235,7 +235,7 @@ class TrainStep:
             return
         with (
             self._job.telling(lambda: self.executor.activity),
-            warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device),
+            warned_of_stall(self._job.layout.describe(), lambda: self.executor.activity.words, on_device),
         ):
             yield
 

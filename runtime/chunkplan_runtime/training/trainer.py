@@ -25,13 +25,14 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.profiling.timeline import stage_rows
 from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.timeline import stage_rows
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
     BestLoss,
-    RunState,
+    find_earlier,
     read_state,
+    refuse_other_run,
     restore_random_states,
     write_checkpoint,
 )
@@ -39,18 +40,16 @@ from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
 from chunkplan_runtime.training.metrics import (
-    EvaluationRow,
     FlopCounter,
     LargestStep,
+    Row,
     SpikeWatch,
-    StepRow,
     describe_worst,
     peak_memory,
     predicted_seconds,
     source_losses,
     write_config,
 )
-from chunkplan_runtime.training.resume import find_earlier, refuse_other_run
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
     RunLock,
@@ -162,7 +161,7 @@ class TrainingRun:
         self.job, self.folder, self.lock = job, folder, lock
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.spikes = SpikeWatch(config.spike, earlier.state["losses"] if earlier else ())
-        self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps)
+        self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
         self.largest = LargestStep()
 
     def finish(self) -> None:
@@ -202,7 +201,7 @@ class TrainingRun:
     def _train(self) -> None:
         """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
         callbacks, config, epoch = self.callbacks, self.config, -1
-        callbacks.begin(self.start, self.data.epochs_done(self.start), self.best)
+        callbacks.begin(self.start, self.data.epochs_done(self.start))
         if self._is_to_stop():
             return
         for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
@@ -227,7 +226,7 @@ class TrainingRun:
         """Whether evaluations or a callback say that there is no further step."""
         return self.best.should_stop or self.callbacks.control.should_training_stop
 
-    def _do_step(self, work: StepWork, waited: float) -> StepRow:
+    def _do_step(self, work: StepWork, waited: float) -> Row:
         """Run a step of the plan, update the weights, and report it."""
         device = self.train_step.model.device
         self.job.at_step(work.step.step)
@@ -252,12 +251,12 @@ class TrainingRun:
             self.screen.say(f"step {work.step.step} is a spike: {'; '.join(row['spike'])}")
         return row
 
-    def _step_row(self, work: StepWork, gradients: Gradients, seconds: float, rate: float, waited: float) -> StepRow:
+    def _step_row(self, work: StepWork, gradients: Gradients, seconds: float, rate: float, waited: float) -> Row:
         """The line of a step that took `seconds`; all processes make it."""
         step, layout, comparison, analysis = work.step, self.job.layout, self.comparison, self.data.analysis
         spike = step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
         peak_flops = comparison.peak_flops and comparison.peak_flops * layout.world_size
-        row: StepRow = {
+        row: Row = {
             "step": step.step,
             "epoch": step.epoch,
             "loss": gradients.loss,
@@ -280,7 +279,7 @@ class TrainingRun:
             row["processes"] = stage_rows(gradients.spent, layout)
         return row
 
-    def _write_step(self, row: StepRow, gradients: Gradients) -> None:
+    def _write_step(self, row: Row, gradients: Gradients) -> None:
         """Append the lines of a step to their files, and in a folder that has none yet begin them."""
         folder, step = self.folder, row["step"]
         folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
@@ -304,7 +303,7 @@ class TrainingRun:
         started = time.perf_counter()
         losses = self.train_step.evaluate(data.stream(data.evaluation))
         num_target_tokens = sum(loss.num_target_tokens for loss in losses)
-        row: EvaluationRow = {
+        row: Row = {
             "step": step,
             "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,
             "target_tokens": num_target_tokens,
@@ -318,7 +317,7 @@ class TrainingRun:
             append_lines(self.folder.evaluations, [row])
         what = "no targets" if loss is None else f"loss {loss:.4f}"
         self.screen.say(f"evaluation after step {step}: {what}, {row['seconds']:.1f} s")
-        self.callbacks.evaluated(row, self.best)
+        self.callbacks.evaluated(row)
         return self.best.add(step + 1, loss)
 
     def _save(self, step: int) -> None:
@@ -326,7 +325,7 @@ class TrainingRun:
         position, best = self.stream.state_dict(), self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
         assert position["step"] == step
-        state: RunState = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
+        state = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
         write_checkpoint(
             self.folder,
             step,
@@ -337,7 +336,7 @@ class TrainingRun:
             device=self.train_step.model.device,
             job=self.job,
         )
-        self.callbacks.saved(best, None if kept is None else self.folder.checkpoint(kept))
+        self.callbacks.saved(None if kept is None else self.folder.checkpoint(kept))
 
     def _take_best(self) -> None:
         """Have the weights of the lowest evaluation loss, whose checkpoint was kept; of none those that there are."""
