@@ -16,13 +16,13 @@ from chunkplan.extras import not_installed, pip_install
 
 if TYPE_CHECKING:
     from chunkplan_runtime.feed.stream import PlanStream, open_plan
-    from chunkplan_runtime.hf.chunk_trainer import ChunkTrainer
+    from chunkplan_runtime.training.chunk_trainer import ChunkTrainer
     from chunkplan_runtime.training.executor import Executor
 
 __all__ = ["ChunkTrainer", "Executor", "PlanStream", "open_plan"]
 
 _MODULES = {
-    "ChunkTrainer": "hf.chunk_trainer",
+    "ChunkTrainer": "training.chunk_trainer",
     "Executor": "training.executor",
     "PlanStream": "feed.stream",
     "open_plan": "feed.stream",

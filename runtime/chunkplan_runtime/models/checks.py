@@ -338,13 +338,14 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
         )
 
 
-def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
-    """The steps of a plan, on one process, for a model of this transformers config.
+def plan_stream(
+    config: Any, plan: Plan, analysis: Analysis, *, router_loss: str | None = None, **how: Any
+) -> PlanStream:
+    """The steps of a plan for a model of this transformers config; `how`: as `PlanStream`.
 
     Raises:
         UsageError: see `check_plan` and `PlanStream`.
     """
-    most = max_positions(config)
-    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
-    check_plan(config, plan)
+    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=max_positions(config), **how)
+    check_plan(config, plan, router_loss)
     return stream
