@@ -17,8 +17,8 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream
+from chunkplan_runtime.layout import used_blocks
 from chunkplan_runtime.models.recurrent import is_recurrent
-from chunkplan_runtime.sharing import used_blocks
 
 #: Types whose layers go by `layer_types`, and those with one sliding window in all layers, or none, whatever that says.
 _WINDOWS_BY_LAYER = ("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3")
@@ -228,9 +228,10 @@ def _plan_problems(config: Any, plan: Plan, router_loss: str | None) -> _Problem
         )
 
 
-def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
-    """The steps of a plan, on one process, for a model of this config; raises as `check_plan` and `PlanStream`."""
-    most = max_positions(config)
-    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
-    check_plan(config, plan)
+def plan_stream(
+    config: Any, plan: Plan, analysis: Analysis, *, router_loss: str | None = None, **how: Any
+) -> PlanStream:
+    """The steps of a plan for a model of this config; `how`, and what it raises: see `PlanStream` and `check_plan`."""
+    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=max_positions(config), **how)
+    check_plan(config, plan, router_loss)
     return stream
