@@ -87,12 +87,14 @@ class _Product(torch.autograd.Function):
         of_x = of_weight = of_bias = None
         x, weight, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
         with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
-            if ctx.needs_input_grad[0]:
-                of_x = _multiplied(gradient, weight.mT if ctx.is_swapped else weight, ends)
             if weight.ndim == 2:
-                gradient, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+                gradient = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[0]:
+                of_x = _multiplied(gradient, weight.mT if ctx.is_swapped else weight, ends).view_as(x)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.sum(0)
+            if weight.ndim == 2:
+                x = x.reshape(-1, x.shape[-1])
             left, right = (x, gradient) if ctx.is_swapped else (gradient, x)
             factors = Factors(ctx.weight, left, right, ends)
             if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
