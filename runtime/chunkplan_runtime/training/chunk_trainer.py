@@ -32,10 +32,10 @@ from chunkplan.planfile.likeness import how_to_build_like, samples_of
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import StepWork, open_plan
+from chunkplan_runtime.layout import used_blocks
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
-from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
 from chunkplan_runtime.training.executor import Executor, check_argument
 

@@ -23,20 +23,24 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
-from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
+from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
+from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
-from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.model import (
+    CausalLM,
+    load_model,
+    meta_model,
+    meta_weight,
+    new_model,
+    read_config,
+    read_pretrained_config,
+)
 from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.proof.prove import exact_router_loss
-from chunkplan_runtime.sharing import Block, used_blocks
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 #: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
@@ -221,15 +225,15 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
-        options = LoraOptions(**adapters, seed=config.seed)
-        own = add_lora(own, options, None if is_alone else whole)
-        whole = own if is_alone else add_lora(whole, options, whole)
-        note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
+        options = trained.LoraOptions(**adapters, seed=config.seed)
+        own = trained.add_lora(own, options, None if is_alone else whole)
+        whole = own if is_alone else trained.add_lora(whole, options, whole)
+        note = "; ".join(filter(None, (note, trained.without_adapters(whole, config.lora_targets)))) or None
         if not is_alone:
-            take_adapters(own, whole)
-    frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
+            trained.take_adapters(own, whole)
+    frozen = trained.frozen_names(whole.model, config.freeze or (), config.train_only or ())
     for model in (own, whole):
-        freeze_weights(model.model, frozen)
+        trained.freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
@@ -247,13 +251,12 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
         model = new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
     else:
         if job.groups is not None:
-            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
-            how: Any = {"kernels": kernels, "device": device, "held": held}
+            how: Any = {"kernels": kernels, "device": device}
             try:
                 return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
             except WholeOnlyError as error:
                 note = f"every process loads the whole model, not its part: {error}"
-        quantized = in_4bit(dtype, device) if config.load_in_4bit else {}
+        quantized = trained.in_4bit(dtype, device) if config.load_in_4bit else {}
         model = load_model(config.model, model_config, dtype, kernels=kernels, runs_on=device, **quantized)
     if note is not None:
         note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"

@@ -18,11 +18,10 @@ import torch
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
+from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.failures.stall import warned_of_stall
@@ -67,15 +66,9 @@ class StepExecutor:
     `shards` and `job`: where data-parallel processes share what they train; all of them have to make the same calls.
     """
 
-    def __init__(
-        self,
-        ranks: RankExecutor,
-        shards: Shards | None = None,
-        job: Job | None = None,
-        sharding: Sharding = "optimizer",
-    ) -> None:
+    def __init__(self, ranks: RankExecutor, shards: Shards | None = None, job: Job | None = None) -> None:
         self.ranks = ranks
-        self._shards, self._job, self._sharding = shards, job or Job(), sharding
+        self._shards, self._job = shards, job or Job()
 
     @property
     def router_loss(self) -> float | None:
@@ -90,7 +83,7 @@ class StepExecutor:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
-        meet = self._meeting(work)
+        meet = shards.meeting(work, self._job.layout) if shards else meet_nobody
         for rank in work.ranks:
             around, reduce = timed(rank.dp_rank), None
             if shards:
@@ -107,22 +100,15 @@ class StepExecutor:
 
     def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
         """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
-        if self._shards:
-            self._shards.begin_forwards()
-        meet = self._meeting(work, only_forwards=True)
+        shards = self._shards
+        if shards is None:
+            return [run(rank) for rank in work.ranks]
+        shards.begin_forwards()
+        meet = shards.meeting(work, self._job.layout, only_forwards=True)
         found = [run(rank, meet=meet) for rank in work.ranks]
         meet(None)
-        if self._shards:
-            self._shards.end_forwards()
+        shards.end_forwards()
         return found
-
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        """What this process does with others between its actions in a step."""
-        sharding = self._sharding
-        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
-            return meet_nobody
-        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self._shards.pad).meet
 
 
 class TrainStep:
@@ -144,7 +130,7 @@ class TrainStep:
             router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
             loss=cross_entropy(config.label_smoothing),
         )
-        self._steps = StepExecutor(self.executor, shards, job, sharding)
+        self._steps = StepExecutor(self.executor, shards, job)
         self._shards, self._job, self._config, self._num_steps = shards, job, config, num_steps
         self._clock = ActionClock(self.model.device)
         # Sharded weights are fp32 master weights themselves.

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
-from chunkplan_runtime.distributed.job import Job, refuse_other_processes
+from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.timeline import stage_rows
 from chunkplan_runtime.training import metrics, setup
@@ -107,7 +107,7 @@ class TrainingRun:
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
-        refuse_other_processes({**hashes, **self.fixed, **shared_options(config)}, job)
+        refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
         earlier = find_earlier(folder, config, data, job)
         tokens_note = setup.compare_tokens(data.analysis, job)
         if data.evaluation is not None:
@@ -115,7 +115,7 @@ class TrainingRun:
         model = setup.build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
             check_mergeable(model.whole.model)
-        refuse_other_processes({"weights": model.identity}, job)
+        refuse_differences(job.all_gather_object({"weights": model.identity}))
         self.fixed["frozen weights"] = setup.fingerprint(model.own, model.whole, job, only_frozen=True)
         if earlier is not None:
             refuse_other_run(earlier, self.fixed, config, self.num_steps)
