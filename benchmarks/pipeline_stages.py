@@ -28,8 +28,8 @@ from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.job import Groups, make_groups
+from chunkplan_runtime.distributed.sharding import gradient_norm
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, RankExecutor
 from chunkplan_runtime.execution.links import Wire

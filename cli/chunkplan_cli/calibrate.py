@@ -30,7 +30,7 @@ def calibrate(
     from chunkplan.cost.model_config import config_file
     from chunkplan.files.whole_file import refuse_overwriting
     from chunkplan_cli.calibration_report import chunk_words, print_calibration
-    from chunkplan_runtime.requirements import require_torch
+    from chunkplan_runtime import require_torch
 
     options = make(CalibrationOptions, Given({**asked, "name": output.stem}))
     refuse_other_profile(output)

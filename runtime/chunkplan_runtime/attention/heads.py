@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.sharing import Run, SharedPart
+from chunkplan_runtime.sharing import Exchanges, Run, SharedPart
 
 
 @dataclass(frozen=True)
