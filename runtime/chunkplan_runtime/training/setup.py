@@ -15,7 +15,6 @@ import torch
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
@@ -25,7 +24,7 @@ from chunkplan_runtime.devices import device_name, find_device, is_profile_of, l
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
+from chunkplan_runtime.layout import Block, RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
@@ -111,16 +110,8 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
                 hint="analyze both together, and build with --holdout",
             )
         evaluation, _ = open_here(folder, analysis.path)
-        if evaluation.config.dp % layout.dp:
-            raise UsageError(
-                f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
-                f"plan {folder} evenly",
-                hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
-                "--eval-plan",
-            )
         own: Any = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
-        refuse_other_replicas(evaluation, layout.dp, **own)
-        if choose_layout(evaluation, layout.world_size, layout.process) != layout:
+        if choose_layout(evaluation, layout.world_size, layout.process, **own) != layout:
             raise UsageError(
                 f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
                 hint="build both plans with the same --schedule and --virtual-stages",
