@@ -102,18 +102,18 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
     router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
-    evaluation, folder = None, evaluation_folder(config, plan)
-    if folder is not None:
-        if load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
+    evaluation = next(iter(load_plans(config)[1:]), None)
+    if evaluation is not None:
+        if evaluation.manifest["analysis"]["content_hash"] != analysis.content_hash:
             raise UsageError(
-                f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
+                f"the evaluation plan {evaluation.path} is not of the same analysis as {config.plan}",
                 hint="analyze both together, and build with --holdout",
             )
-        evaluation, _ = open_here(folder, analysis.path)
+        evaluation, _ = open_here(evaluation.path, analysis.path)
         own: Any = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
         if choose_layout(evaluation, layout.world_size, layout.process, **own) != layout:
             raise UsageError(
-                f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
+                f"the evaluation plan {evaluation.path} is for other virtual stages than {config.plan}",
                 hint="build both plans with the same --schedule and --virtual-stages",
             )
     elif config.early_stopping or config.keep_best:
@@ -124,21 +124,18 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
     return TrainingData(plan, analysis, evaluation, model_config, router_loss, config.device != "cpu", layout)
 
 
-def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
-    """The plan of held-out sequences: the one that `config` names, or that which was built with `plan`, if it was."""
-    if config.eval_plan is not None:
-        return config.eval_plan
-    held_out = load_held_out(plan)
-    return None if held_out is None else held_out.path
+def load_plans(config: TrainConfig) -> list[Plan]:
+    """The plan, and where there is one that of held-out sequences: given, or built with it."""
+    plan = load_plan(config.plan)
+    held_out = load_held_out(plan) if config.eval_plan is None else load_plan(config.eval_plan)
+    return [plan] if held_out is None else [plan, held_out]
 
 
 def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
     """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending."""
-    plan = load_plan(config.plan)
-    folder = evaluation_folder(config, plan)
-    plans = [plan, *([] if folder is None else [load_plan(folder)])]
-    # One that does not fit is refused when data are opened.
-    return sorted({block for each in plans if each.config.dp == layout.dp for block in used_blocks(each)})
+    # A plan that does not fit is refused when data are opened.
+    plans = [each for each in load_plans(config) if each.config.dp == layout.dp]
+    return sorted({block for each in plans for block in used_blocks(each)})
 
 
 def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
@@ -183,14 +180,10 @@ def read_model_config(config: TrainConfig) -> Any:
 class Built(NamedTuple):
     """A model as one of several processes has it.
 
-    Attributes:
-        own: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
-            sharding brings it there weight by weight.
-        whole: all of it; on several processes its weights have no numbers.
-        identity: a hash that other weights do not have, the same on all processes; None on one alone.
-        note: what to say of how it was loaded, if anything.
-        fused: what of it calls fused kernels.
-        compiled: what of it is compiled.
+    `own`: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
+    sharding brings it there weight by weight. `whole`: all of it; on several processes its weights have no numbers.
+    `identity`: a hash that other weights do not have, the same on all processes; None on one alone. `note`: what to say
+    of how it was loaded. `fused`, `compiled`: what of it calls fused kernels, and what is compiled.
     """
 
     own: CausalLM
