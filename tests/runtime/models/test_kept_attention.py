@@ -171,7 +171,7 @@ def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list
             gc.collect()
             kept = [each for results in executor.kept_attention.kept.values() for each in results._held]
             held.append(alive.num_bytes() - executor.kept_attention.host.num_bytes)
-            on_host.append(sum(each.home.nbytes for each in kept if each.room is not None))
+            on_host.append(sum(each.home.nbytes for each in kept if each.chunk is not None))
 
         executor.run(work, 20, meet=meet)
     return held[1:], on_host[1:]
