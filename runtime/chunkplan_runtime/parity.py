@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ TOLERANCE = 1e-12
 #: The reference runs sequences whole, with all their logits.
 _LONGEST = 1_000_000
 
-
 #: A larger model is not run itself: its weights in float64, and their gradients, take 5 GB.
 _MOST_WEIGHTS = 300_000_000
 
@@ -66,10 +64,10 @@ class StageProof:
 class ParityReport:
     """How far chunked gradients are from whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
 
-    Where g_ref is zero but for rounding, its norm is replaced by that of all parameters together. `chunks` counts the
-    plan's chunks by kind: standalone, dependent, mixed, zero_loss. `vanishing` names the parameters
-    whose g_ref is zero. `proofs`: of a model that was given, what a small one of its class shows. `ran_small`: the
-    sequences were run on that too, as the model itself is too large to run whole.
+    Of those in `vanishing`, whose g_ref is zero but for rounding, its norm is replaced by that of all parameters
+    together. `chunks` counts the plan's chunks by kind: standalone, dependent, mixed, zero_loss. `proofs`: of a model
+    that was given, what a small one of its class shows. `ran_small`: the sequences were run on that too, as the model
+    itself is too large to run whole.
     """
 
     max_relative_error: float
@@ -123,7 +121,15 @@ def parity(
     proofs: tuple[StageProof, ...] = ()
     ran_small = False
     if model_config is None:
-        config = small_config(max_positions=max(lengths))
+        config = Qwen2Config(  # it has what can go wrong (grouped heads, biases, two layers) and runs in moments
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=max(lengths),
+        )
     else:
         config = read_config(model_config, router_loss=True)
         exact_router_loss(config, None, str(model_config))
@@ -149,19 +155,6 @@ def _stage_proof(config: Any, num_stages: int) -> StageProof:
     return StageProof(num_stages, proof.error, proof.where)
 
 
-def small_config(max_positions: int) -> Any:
-    """A model that has what can go wrong (grouped heads, biases, two layers) and runs in moments."""
-    return Qwen2Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-    )
-
-
 def write_random_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed: int) -> Analysis:
     """Write random tokens: of each sequence a random first part is prompt and some of the rest are targets."""
     random = np.random.default_rng(seed)
@@ -185,7 +178,12 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     """
     executor = Executor(model, kv_offload=kv_offload)
     work = next(iter(executor.stream(plan, analysis)))
-    with evaluate_in_float64(model.model), _without_noise(model):
+    with evaluate_in_float64(model.model):
+        is_noisy = draws_noise(model, torch.zeros(2, dtype=torch.int64, device=model.device))
+        if (
+            is_noisy
+        ):  # whole sequences would draw otherwise; what chunks that run again draw is for its proof to compare
+            model.model.eval()
         loss = executor.step(work)
         gradients = take_gradients(model)
         chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
@@ -193,6 +191,8 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
         sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
         reference_loss = run_whole(model, load_analysis(analysis), sequences)
         reference = take_gradients(model)
+        if is_noisy:
+            model.model.train()
     vanishing = vanishing_gradients(reference)
     errors = relative_errors(gradients, reference, vanishing)
     worst = float(np.max(list(errors.values())))  # unlike max(), never skips NaN
@@ -213,28 +213,13 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     )
 
 
-@contextmanager
-def _without_noise(model: CausalLM) -> Iterator[None]:
-    """Within the block a model that draws noise in training, which whole sequences would draw otherwise, is evaluated.
-
-    What it draws when a chunk runs again is for its proof to compare.
-    """
-    if not draws_noise(model, torch.zeros(2, dtype=torch.int64, device=model.device)):
-        yield
-        return
-    model.model.eval()
-    yield
-    model.model.train()
-
-
 def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
-    attention = model.config._attn_implementation
+    attention, softcap = model.config._attn_implementation, getattr(model.config, "attn_logit_softcapping", None)
     # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word; of some
     # models there is none.
-    is_plain = getattr(model.config, "attn_logit_softcapping", None) or not model.is_causal
-    plain = is_plain or model.config.model_type not in MODEL_TYPES
-    model.model.set_attn_implementation("eager" if plain else "sdpa")
+    is_fused = not softcap and model.is_causal and model.config.model_type in MODEL_TYPES
+    model.model.set_attn_implementation("sdpa" if is_fused else "eager")
     tokens = analysis.tokens()
     num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)
     total = 0.0

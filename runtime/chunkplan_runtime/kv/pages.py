@@ -30,11 +30,6 @@ class Page:
     tensors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...] = ()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors + self.gradients)
-
 
 class KVBlock(NamedTuple):
     """Tokens [start, stop) of a sequence, on the device, for one kernel call: [1, heads, stop - start, dim] each.

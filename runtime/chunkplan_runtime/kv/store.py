@@ -55,16 +55,11 @@ class StateStore:
         """Whether no sequence is in flight."""
         return not self._sequences
 
-    def num_bytes(self) -> int:
-        """Bytes of all pages that are held."""
-        layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
-        return sum(page.num_bytes for pages in layers for page in pages)
-
     def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
-        """Say that a part is about to run forward; `shared` says how processes share it.
+        """Begin the forward of a part; `shared` says how processes share it.
 
         Raises:
-            DataError: an earlier part has not.
+            DataError: an earlier part has had none.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None:
@@ -81,10 +76,10 @@ class StateStore:
         sequence.forwarded = max(sequence.forwarded, span.stop)
 
     def start_backward(self, span: Span) -> None:
-        """Say that a part is about to run backward.
+        """Begin the backward of a part.
 
         Raises:
-            DataError: a later part has not, or this one has already.
+            DataError: a later part has had none, or this one has.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None or span.stop != sequence.complete_from:
@@ -92,7 +87,7 @@ class StateStore:
         sequence.complete_from = span.start
 
     def finish_backward(self, span: Span) -> None:
-        """Say that a part has run backward; pages that no earlier part is in are given back."""
+        """End the backward of a part: pages that no earlier part is in are given back."""
         sequence = self._sequences[span.occurrence]
         for pages in sequence.layers.values():
             while pages and pages[-1].start >= span.start:
@@ -169,10 +164,6 @@ class _SharedPage(Page):
 
     own: Page | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.own.num_bytes if self.own else 0
-
 
 class _Gathered(NamedTuple):
     """What this process has of a block, and where tokens of the sequence are in the rows of all processes.
@@ -188,10 +179,9 @@ class _Gathered(NamedTuple):
 class GatheredMemory(PageMemory):
     """Pages that several processes share, of the sequence that `part` is of; `inner` holds this process's own tokens.
 
-    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients, in at
-    least float32, go back to those whose tokens they are of, and are summed there. One exchange carries all tensors of
-    a page, which have one dtype. All processes ask for the same blocks in the same order, also one of whose queries
-    none sees any of it. Where it costs no more than memory, the next block is on its way while one is attended to.
+    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients go back
+    to those whose tokens they are of, and are summed there. One exchange carries all tensors of a page, which have one
+    dtype. All processes ask for the same blocks in the same order, also one of whose queries none sees any of it.
     """
 
     keeps_blocks = False
@@ -223,8 +213,7 @@ class GatheredMemory(PageMemory):
             sources = [self._inner.blocks([each], request) for each in own_slices]
         else:
             sources = [self._inner.blocks(own_slices, request)] * len(slices)
-        # The inner memory takes back gradients when it is asked for the next block: unless it keeps blocks, they have
-        # to be there by then.
+        # The next block is on its way while one is attended to, unless the inner memory takes gradients back then.
         is_ahead = self._inner.keeps_blocks or not request.with_gradients
         following = [*zip(slices[1:], sources[1:], strict=True), None]
         coming = self._launch(slices[0], sources[0])

@@ -200,7 +200,7 @@ def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: in
     def run_step(own: CausalLM, links: Any = None) -> float:
         executor = RankExecutor(own, links=links, router_loss=scope)
         num_tokens = sum(len(each.tokens) for each in sequences)
-        executor.router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"), gather)
+        executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"), gather)
         return executor.run(work, num_targets).loss + executor.router_loss.value
 
     if num_stages == 1:

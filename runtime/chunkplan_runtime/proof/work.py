@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
 from queue import SimpleQueue
 from threading import Barrier
 from typing import Any, NamedTuple
@@ -120,19 +119,16 @@ class ThreadLinks:
         """There is nothing to wait for at the end."""
         yield
 
-    def _send(self, name: str, _: int, chunk_id: int, tensor: Tensor) -> None:
+    def send(self, name: str, virtual_stage: int, chunk_id: int, tensor: Tensor) -> None:
+        """Give hidden states or a gradient to the other thread."""
         self._queues[name].put(tensor)
 
-    def _take(self, name: str, *_: int) -> Tensor:
+    def receive(self, name: str, *_: int) -> Tensor:
+        """Wait for what the other thread gives next."""
         tensor: Tensor | None = self._queues[name].get()
         if tensor is None:
             raise RuntimeError("the other stage failed")
         return tensor
-
-    receive_input = partialmethod(_take, "inputs")
-    receive_gradient = partialmethod(_take, "gradients")
-    send_output = partialmethod(_send, "inputs")
-    send_input_gradient = partialmethod(_send, "gradients")
 
     def close(self) -> None:
         """Say that nothing more will come: the other thread failed."""

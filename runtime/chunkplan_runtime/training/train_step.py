@@ -98,7 +98,7 @@ class StepExecutor:
         shards = self._shards
         if shards:
             shards.begin_step()
-        count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
+        count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
         meet = self._meeting(work)
         summed = shards.around if shards else lambda inner: inner
