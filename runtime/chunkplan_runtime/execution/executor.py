@@ -147,11 +147,7 @@ class RankExecutor:
         return rank_loss(work, losses, num_target_tokens)
 
     def evaluate(
-        self,
-        work: RankWork,
-        num_target_tokens: int | None = None,
-        meet: Meet = meet_nobody,
-        what: str = "evaluation",
+        self, work: RankWork, num_target_tokens: int | None = None, meet: Meet = meet_nobody, what: str = "evaluation"
     ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
 

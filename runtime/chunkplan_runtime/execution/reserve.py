@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.context import KeptResults
 from chunkplan_runtime.attention.kept import page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors
+from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, Kind
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
@@ -41,12 +41,13 @@ def reserve_pages(
     split: dict[int, dict[int, ChunkTensors]] = {}  # chunks by how many processes share heads of them
     for chunk_id, tensors in work.tensors.items():
         split.setdefault(len(tensors.shared.heads) if tensors.shared else 1, {})[chunk_id] = tensors
-    counts: Counter[Any] = Counter()
+    counts: Counter[Kind] = Counter()
     largest = []
     for virtual_stage, part in enumerate(parts):
-        actions = [action for action in work.actions if action.virtual_stage == virtual_stage]
+        own = [each for each in work.actions if each.virtual_stage == virtual_stage and each.op != "backward_weight"]
         of_all, attends = windows(part.config), keeps_kv(part.config)
         for num_sharing, chunks in split.items():
+            actions = [(action.op, chunks[action.chunk_id]) for action in own if action.chunk_id in chunks]
             layers: Counter[Any] = Counter()  # by what pages keep of them, and their windows
             for index, layer in part.own_layers.items():
                 if attends[index]:
@@ -56,29 +57,20 @@ def reserve_pages(
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
                 request = KVRequest(like, with_gradients)
-                _do(actions, chunks, StateStore(1 if by_parts else page_tokens, pages), request, window)
+                _do(actions, StateStore(1 if by_parts else page_tokens, pages), request, window)
                 largest.append(pages.largest)
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
 
 
-def _do(
-    actions: Sequence[Action],
-    chunks: dict[int, ChunkTensors],
-    store: StateStore,
-    request: KVRequest,
-    window: int | None,
-) -> None:
-    """Do with pages what a layer with this sliding window does; None is full attention.
+def _do(actions: list[tuple[str, ChunkTensors]], store: StateStore, request: KVRequest, window: int | None) -> None:
+    """Do with pages what a layer with this sliding window does, or with full attention.
 
     Without gradients a sequence is dropped after the forward of its last part.
     """
-    for action in actions:
-        if action.op == "backward_weight" or action.chunk_id not in chunks:
-            continue
-        tensors = chunks[action.chunk_id]
+    for op, tensors in actions:
         for span in tensors.parts:
-            if action.op in BACKWARDS:
+            if op in BACKWARDS:
                 store.start_backward(span)
                 list(store.blocks(span, 0, span.first_seen(window), request))
                 store.finish_backward(span)

@@ -125,12 +125,7 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
 
 def open_plan(
-    plan: str | Path,
-    analysis: str | Path | None = None,
-    *,
-    dp: int = 1,
-    pp: int = 1,
-    option: str = "analysis=",
+    plan: str | Path, analysis: str | Path | None = None, *, dp: int = 1, pp: int = 1, option: str = "analysis="
 ) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
 

@@ -28,6 +28,9 @@ from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, Pag
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.
 _ON_DEVICE = 2
 
+#: Shape [tokens, heads, dim] and dtype of a tensor of a page.
+Kind = tuple[tuple[int, ...], torch.dtype]
+
 
 class Queue:
     """A CUDA stream, or nothing where copies are done when they are asked for."""
@@ -115,16 +118,11 @@ class HostMemory(PageMemory):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: deque[_Buffer] = deque()  # two, of which the first has its turn
-        #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
-        self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        #: Host memory that nobody uses.
+        self.unused: defaultdict[Kind, list[Tensor]] = defaultdict(list)
 
-    def reserve(
-        self, counts: Mapping[tuple[tuple[int, ...], torch.dtype], int], largest: Sequence[tuple[Tensor, ...]]
-    ) -> None:
-        """Take the memory for all pages of a step, by shape [tokens, heads, dim] and dtype, before there are any.
-
-        And buffers for the `largest` pages, of whose tensors shapes and dtypes matter.
-        """
+    def reserve(self, counts: Mapping[Kind, int], largest: Sequence[tuple[Tensor, ...]]) -> None:
+        """Take the memory for all pages of a step before there are any, and buffers for tensors like the `largest`."""
         for kind, count in counts.items():
             self.unused[kind] += [self._new(*kind) for _ in range(count - len(self.unused[kind]))]
         for tensors in largest:
