@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import KVRequest, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Holding, Run, SharedPart, Span
+from chunkplan_runtime.sharing import Exchanges, Holding, Run, SharedPart, Span
 
 
 def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:

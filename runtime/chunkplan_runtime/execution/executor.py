@@ -17,7 +17,6 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
@@ -29,6 +28,7 @@ from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
 from chunkplan_runtime.models.products import Place, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
+from chunkplan_runtime.sharing import Activity, Exchanges
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4

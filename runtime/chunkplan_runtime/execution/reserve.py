@@ -18,7 +18,7 @@ from torch import Tensor
 from chunkplan.operations import BACKWARDS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import KeptResults
-from chunkplan_runtime.attention.kept import page_shapes
+from chunkplan_runtime.attention.latents import page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, Kind

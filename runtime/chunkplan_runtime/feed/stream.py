@@ -26,8 +26,8 @@ from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
 from chunkplan.visible import one_line
 from chunkplan_runtime.devices import pinned
-from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
-from chunkplan_runtime.sharing import Run, SharedPart, Span, block_of, check_sharing, shared_part
+from chunkplan_runtime.layout import RankLayout, block_of, one_pipeline, refuse_other_replicas
+from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 A page has room for whole parts of a sequence and is preallocated: a part is written to its slice, later parts read
 pages as they are, and a page is given back as soon as the last of its parts has done its backward. It is a tuple of
-tensors, of any number of heads and any width each: what a layer's attention keeps of a token (`attention.kept`).
+tensors, of any number of heads and any width each: what a layer's attention keeps of a token (`attention.latents`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ what the level says: results of products, of those that mix tokens alone, or of 
 last level the layer's input is in host memory meanwhile (`kv.host_memory`).
 
 Three products are run again at every level, as they take little for what holding them would: those that expand latents
-to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
-a shared expert adds to the hidden states as it is, which no backward reads.
+to keys and values (`attention.latents`); the second ones of adapters, of few multiply-adds each; and what a dense MLP
+or a shared expert adds to the hidden states as it is, which no backward reads.
 """
 
 from __future__ import annotations

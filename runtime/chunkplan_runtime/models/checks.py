@@ -18,8 +18,8 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan_runtime.feed.stream import PlanStream
+from chunkplan_runtime.layout import used_blocks
 from chunkplan_runtime.models.recurrent import is_recurrent
-from chunkplan_runtime.sharing import used_blocks
 
 #: Types whose every feature is known here, and held by the tests of this project: of others a small model is run first
 #: (`proof`).
@@ -338,13 +338,14 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
         )
 
 
-def plan_stream(config: Any, plan: Plan, analysis: Analysis, *, pin_memory: bool = False) -> PlanStream:
-    """The steps of a plan, on one process, for a model of this transformers config.
+def plan_stream(
+    config: Any, plan: Plan, analysis: Analysis, *, router_loss: str | None = None, **how: Any
+) -> PlanStream:
+    """The steps of a plan for a model of this transformers config; `how`: as `PlanStream`.
 
     Raises:
         UsageError: see `check_plan` and `PlanStream`.
     """
-    most = max_positions(config)
-    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=most, pin_memory=pin_memory)
-    check_plan(config, plan)
+    stream = PlanStream(plan, analysis, vocab_size=config.vocab_size, max_positions=max_positions(config), **how)
+    check_plan(config, plan, router_loss)
     return stream

@@ -23,9 +23,9 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import ATTENTION, borders_from_plan, register_attention
-from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.attention.latents import watch_expansion
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checkpointing import checkpoint_layers

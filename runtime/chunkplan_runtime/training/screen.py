@@ -16,7 +16,7 @@ from tqdm import tqdm
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.flash import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.layout import RankLayout

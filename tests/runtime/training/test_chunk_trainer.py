@@ -29,6 +29,7 @@ from tests.support.router_cases import OF_WHOLE_SEQUENCES
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
 ]
