@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.latents import page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, Kind
-from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageSlice
+from chunkplan_runtime.kv.pages import Page
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
@@ -56,15 +56,20 @@ def reserve_pages(
             for (shapes, by_parts, window), num_layers in layers.items():
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
-                request = KVRequest(like, with_gradients)
-                _do(actions, StateStore(1 if by_parts else page_tokens, pages), request, window)
+                _do(actions, StateStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
                 largest.append(pages.largest)
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
 
 
-def _do(actions: list[tuple[str, ChunkTensors]], store: StateStore, request: KVRequest, window: int | None) -> None:
-    """Do with pages what a layer with this sliding window does, or with full attention.
+def _do(
+    actions: list[tuple[str, ChunkTensors]],
+    store: StateStore,
+    like: tuple[Tensor, ...],
+    window: int | None,
+    with_gradients: bool,
+) -> None:
+    """Do with pages what a layer with this sliding window does, or with full attention; they keep tensors `like` these.
 
     Without gradients a sequence is dropped after the forward of its last part.
     """
@@ -72,12 +77,12 @@ def _do(actions: list[tuple[str, ChunkTensors]], store: StateStore, request: KVR
         for span in tensors.parts:
             if op in BACKWARDS:
                 store.start_backward(span)
-                list(store.blocks(span, 0, span.first_seen(window), request))
+                store.add_gradients(span, 0, span.first_seen(window))
                 store.finish_backward(span)
             else:
                 store.start_forward(span, tensors.shared)
-                store.write(span, 0, request.tensors)
-                if not request.with_gradients and span.stop == span.length:
+                store.write(span, 0, like)
+                if not with_gradients and span.stop == span.length:
                     store.drop(span)
 
 
@@ -96,11 +101,6 @@ class _DryRun(HostMemory):
 
     def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
         pass
-
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        for page_slice in slices if request.with_gradients else ():
-            self.add_gradients(page_slice.page)
-        return iter(())
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -102,7 +102,6 @@ class _Buffer:
 
     tensors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None = None
     free: torch.cuda.Event | None = None
 
 
@@ -113,7 +112,7 @@ class HostMemory(PageMemory):
     device, and written back. Only what a part did not bring along is fetched: its own KV is copied on the device.
     """
 
-    keeps_blocks = False
+    on_device = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,66 +160,54 @@ class HostMemory(PageMemory):
         page.written_before = page.written
         page.written = _copy_to_host(homes, sent, self._device, keep=True)
 
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        """See `pages.PageMemory.blocks`."""
+    def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
+        """See `pages.PageMemory.fetch`."""
+        page, start, stop, own_start = page_slice
+        num_tokens, num_fetched, tokens = stop - start, min(own_start, stop) - start, page_slice.tokens
+        buffer = self._next_buffer(page.tensors)
+        tensors, gradients = [held[:num_tokens] for held in buffer.tensors], []
+        _, reading = queues_of(self._device)
+        reading.wait(buffer.free)
+        reading.wait(page.written if num_fetched == num_tokens else page.written_before)
+        if request.with_gradients:
+            self.add_gradients(page)
+            gradients = [held[:num_tokens] for held in buffer.gradients]
+            reading.wait(page.added)
+        # Of so many tokens no gradient is known; to those after them later parts have added some.
+        num_new = min(max(page.added_from, start), stop) - start
+        with reading.use():
+            for held, home in zip(tensors, page.tensors, strict=True):
+                held[:num_fetched].copy_(home[tokens][:num_fetched], non_blocking=True)
+            for held, home in zip(gradients, page.gradients, strict=False):
+                held[num_new:].copy_(home[tokens][num_new:], non_blocking=True)
+        ready = reading.record()
+        yield None
         current = Queue.current(self._device)
-        coming = self._fetch(slices[0], request.with_gradients)
-        for index, page_slice in enumerate(slices):
-            buffer, page = coming, page_slice.page
-            if index + 1 < len(slices):
-                coming = self._fetch(slices[index + 1], request.with_gradients)
-            current.wait(buffer.ready)
-            num_tokens, num_fetched = page_slice.stop - page_slice.start, page_slice.num_before_own
-            if num_fetched < num_tokens:
-                for held, tensor in zip(buffer.tensors, request.tensors, strict=True):
-                    held[num_fetched:num_tokens] = tensor[0].transpose(0, 1)
-            gradients = buffer.gradients if request.with_gradients else ()
-            if num_new := _first_added(page_slice) - page_slice.start:
-                for held in gradients:
-                    held[:num_new].zero_()
-            views = (
-                tuple(each[:num_tokens].transpose(0, 1)[None] for each in held) for held in (buffer.tensors, gradients)
-            )
-            block = KVBlock(page_slice.start, page_slice.stop, *views)
-            yield block
-            request.take_own(block, page_slice.own_start)
-            if not request.with_gradients:
-                buffer.free = current.record()
-                continue
-            # What the part itself was sent is not needed again once it has been taken.
-            num_left = num_fetched if request.takes_own else num_tokens
-            tokens = slice(page_slice.tokens.start, page_slice.tokens.start + num_left)
-            page.added_from = min(page.added_from, page_slice.start)
-            homes = [home[tokens] for home in page.gradients]
-            sent = [held[:num_left] for held in gradients]
-            buffer.free = page.added = _copy_to_host(homes, sent, self._device, keep=True)
+        current.wait(ready)
+        if num_fetched < num_tokens:
+            for held, tensor in zip(tensors, request.tensors, strict=True):
+                held[num_fetched:] = tensor[0].transpose(0, 1)
+        for held in gradients if num_new else ():
+            held[:num_new].zero_()
+        views = (tuple([each.transpose(0, 1)[None] for each in held]) for held in (tensors, gradients))
+        block = KVBlock(start, stop, *views)
+        yield block
+        request.take_own(block, own_start)
+        if not request.with_gradients:
+            buffer.free = current.record()
+            return
+        # What the part itself was sent is not needed again once it has been taken.
+        num_left = num_fetched if request.takes_own else num_tokens
+        page.added_from = min(page.added_from, start)
+        homes, sent = [home[tokens][:num_left] for home in page.gradients], [held[:num_left] for held in gradients]
+        buffer.free = page.added = _copy_to_host(homes, sent, self._device, keep=True)
 
     def add_gradients(self, page: Any) -> None:
-        """Take the memory for the gradients of a page, if it has none."""
+        """See `pages.PageMemory.add_gradients`: of what later parts have not added to nothing is known."""
         if not page.gradients:
             memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory
             page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
-
-    def _fetch(self, page_slice: PageSlice, with_gradients: bool) -> _Buffer:
-        """Start filling a buffer with what the requesting part did not bring along."""
-        page, tokens, num_fetched = page_slice.page, page_slice.tokens, page_slice.num_before_own
-        buffer = self._next_buffer(page.tensors)
-        _, reading = queues_of(self._device)
-        reading.wait(buffer.free)
-        reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
-        if with_gradients:
-            reading.wait(page.added)
-            self.add_gradients(page)
-        with reading.use():
-            for held, home in zip(buffer.tensors, page.tensors, strict=True):
-                held[:num_fetched].copy_(home[tokens.start : tokens.start + num_fetched], non_blocking=True)
-            added = _first_added(page_slice)  # from there on later parts have added some
-            for held, home in zip(buffer.gradients if with_gradients else (), page.gradients, strict=False):
-                here = held[added - page_slice.start : page_slice.stop - page_slice.start]
-                here.copy_(home[added - page.start : tokens.stop], non_blocking=True)
-        buffer.ready = reading.record()
-        return buffer
 
     def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
         """The buffer whose turn it is, with room for a page as large as this one, [capacity, heads, dim] each."""
@@ -245,12 +232,6 @@ class HostMemory(PageMemory):
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return new_host_memory(shape, dtype, self._device)
-
-
-def _first_added(page_slice: PageSlice) -> int:
-    """The token of a slice from which on later parts have added gradients; of those before it none is known."""
-    added_from: int = page_slice.page.added_from
-    return min(max(added_from, page_slice.start), page_slice.stop)
 
 
 @dataclass(eq=False)
