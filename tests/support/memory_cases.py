@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.execution.executor import Place, RankExecutor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.products import ChunkKey
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 
 
@@ -61,7 +62,7 @@ class _Watch:
         self._executor, self._work = executor, work
         self.observed = Observed()
         self._at_work: Action | None = None
-        self._done: set[Place] = set()
+        self._done: set[ChunkKey] = set()
         self._refs: list[tuple[Action, Any]] = []
 
     def pack(self, tensor: Tensor) -> _Saved:
@@ -100,7 +101,7 @@ class _Watch:
             seen.leaks.append("the store is not empty")
 
 
-def _place(action: Action) -> Place:
+def _place(action: Action) -> ChunkKey:
     return action.virtual_stage, action.chunk_id
 
 

@@ -122,26 +122,26 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
             for action in work.actions:
-                place = _checked(action, done, where)
+                key = _checked(action, done, where)
                 self._meet(where, action, meet)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
                     with around(action):
-                        self.halves.weight_half(place)
+                        self.halves.weight_half(key)
                 elif action.op in BACKWARDS:
                     before = before_last if action is last_of[action.virtual_stage] else None
                     losses |= self._backward(work, action, 1 / max(num_target_tokens, 1), around, before)
                 else:
                     self._forward(work, action, action.op, around)
-                done[place] = action.op
+                done[key] = action.op
             self.doing = f"{where}, meeting other processes after its last action"
             meet(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        for place, op in done.items():
+        for key, op in done.items():
             if op not in ("backward", "backward_weight"):
                 missing = "backward_weight" if op == "backward_input" else "backward"
-                raise broken_plan(f"no {missing} of {_named(place)}", where)
+                raise broken_plan(f"no {missing} of {_named(key)}", where)
         if not all(store.is_empty for store in self.stores):
             raise broken_plan("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
@@ -207,13 +207,13 @@ class RankExecutor:
 
         `op` is that of the action, or "evaluate". Returns hidden states [num_tokens, hidden_size].
         """
-        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
+        key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         device = self.model.device
         self._say(f"waiting for chunk {chunk_id} from the stage before")
         if op != "recompute" and not part.is_first:
-            received = self._links.receive("inputs", *place, len(tensors.labels))
-            self.inputs[place] = received.requires_grad_(op != "evaluate")
+            received = self._links.receive("inputs", *key, len(tensors.labels))
+            self.inputs[key] = received.requires_grad_(op != "evaluate")
         self._say(f"in the {'forward' if op == 'evaluate' else op} of chunk {chunk_id}")
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with around(action), torch.set_grad_enabled(op in ("forward", "recompute")):
@@ -221,17 +221,17 @@ class RankExecutor:
                 store.start_forward(span, tensors.shared)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_seed(seed)
-                with self.halves.splitting(), self.kept_attention.of(part, work, place, op):
-                    hidden = part.hidden_states(tensors, store, self.inputs.get(place), seed)
+                with self.halves.splitting(), self.kept_attention.of(part, work, key, op):
+                    hidden = part.hidden_states(tensors, store, self.inputs.get(key), seed)
         if op in ("forward", "recompute"):
             begin: Tensor | GradientEdge | None = hidden
-            if not part.is_last:  # only the place of hidden states in the graph
+            if not part.is_last:  # only where hidden states are in the graph
                 begin = get_gradient_edge(hidden) if hidden.requires_grad else None
-            self.in_flight[place] = begin, self.model.current.context, self.model.current.borders
+            self.in_flight[key] = begin, self.model.current.context, self.model.current.borders
         elif op == "evaluate":
-            self.inputs.pop(place, None)
+            self.inputs.pop(key, None)
         if op != "recompute" and not part.is_last:
-            self._links.send("inputs", *place, hidden.detach())
+            self._links.send("inputs", *key, hidden.detach())
         return hidden
 
     def _backward(
@@ -241,16 +241,16 @@ class RankExecutor:
 
         `scale`: the weight of a token's loss. `before` is called before it goes through the layers.
         """
-        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
+        key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
-        gradient = None if part.is_last else self._links.receive("gradients", *place, len(tensors.labels))
+        gradient = None if part.is_last else self._links.receive("gradients", *key, len(tensors.labels))
         self._say(f"in the {action.op} of chunk {chunk_id}")
         losses = {}
-        with around(action), self.halves.input_half(place) if action.op == "backward_input" else nullcontext():
+        with around(action), self.halves.input_half(key) if action.op == "backward_input" else nullcontext():
             for span in tensors.parts:
                 store.start_backward(span)
-            begin, self.model.current.context, borders = self.in_flight.pop(place)
+            begin, self.model.current.context, borders = self.in_flight.pop(key)
             if isinstance(begin, Tensor):
                 weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
                 losses[chunk_id], gradient = self._loss(self.model.head, begin, tensors.labels, weights)
@@ -274,20 +274,20 @@ class RankExecutor:
             for span in tensors.parts:
                 store.finish_backward(span)
             if not part.is_first:
-                self._links.send("gradients", *place, self.inputs.pop(place).grad)
+                self._links.send("gradients", *key, self.inputs.pop(key).grad)
         return losses
 
 
 def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
     """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
-    place = action.virtual_stage, action.chunk_id
-    if place not in done:
-        raise broken_plan(f"{action.op} of {_named(place)}, which does not exist", where)
-    if done[place] not in _AFTER[action.op]:
-        raise broken_plan(f"{action.op} of {_named(place)} after {done[place]}", where)
-    return place
+    key = action.virtual_stage, action.chunk_id
+    if key not in done:
+        raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
+    if done[key] not in _AFTER[action.op]:
+        raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
+    return key
 
 
-def _named(place: ChunkKey) -> str:
-    virtual_stage, chunk_id = place
+def _named(key: ChunkKey) -> str:
+    virtual_stage, chunk_id = key
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")

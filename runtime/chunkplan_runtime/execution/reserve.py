@@ -126,15 +126,15 @@ class KeptAttention:
             self.host.reserve(_most_at_once(own, ("forward_kv",), ("recompute",)), num_bytes, parts[0].device)
 
     @contextmanager
-    def of(self, part: CausalLM, work: RankWork, place: ChunkKey, op: str) -> Iterator[None]:
+    def of(self, part: CausalLM, work: RankWork, key: ChunkKey, op: str) -> Iterator[None]:
         """Within the block a chunk is run for an op: what attention gives is kept, or was, where the plan says so."""
-        where = work.chunks[place[1]].kept_attention if op == "forward_kv" else ""
-        kept = self.kept.pop(place, None) if op == "recompute" else None
+        where = work.chunks[key[1]].kept_attention if op == "forward_kv" else ""
+        kept = self.kept.pop(key, None) if op == "recompute" else None
         if kept is not None:
             kept.take()
         elif where:
-            kept = self.kept[place] = KeptResults(self.host)
-        num_bytes = attention_bytes(part, work.tensors[place[1]]) if where == "host" else 0
+            kept = self.kept[key] = KeptResults(self.host)
+        num_bytes = attention_bytes(part, work.tensors[key[1]]) if where == "host" else 0
         part.current.kept = kept
         try:
             with self.host.of_chunk(num_bytes, part.device) if num_bytes else nullcontext():
