@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partialmethod
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -29,7 +29,7 @@ from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import run_whole, write_random_analysis
 from chunkplan_runtime.proof.prove import (
     TOLERANCE,
@@ -95,19 +95,14 @@ class ThreadLinks:
     def open(self, *_: Any) -> Iterator[None]:
         yield
 
-    def _send(self, name: str, _: int, chunk_id: int, tensor: Tensor) -> None:
+    def send(self, name: str, virtual_stage: int, chunk_id: int, tensor: Tensor) -> None:
         self._queues[name].put(tensor)
 
-    def _take(self, name: str, *_: int) -> Tensor:
+    def receive(self, name: str, *_: int) -> Tensor:
         tensor: Tensor | None = self._queues[name].get()
         if tensor is None:
             raise RuntimeError("the other stage failed")
         return tensor
-
-    receive_input = partialmethod(_take, "inputs")
-    receive_gradient = partialmethod(_take, "gradients")
-    send_output = partialmethod(_send, "inputs")
-    send_input_gradient = partialmethod(_send, "gradients")
 
     def close(self) -> None:
         for queue in self._queues.values():
@@ -125,7 +120,7 @@ def run_case(model_type: str, case: Case, folder: Path) -> float:
     model = new_model(config_of(model_type), torch.float64, seed=1)
     model.model.double()
     if case.lora:
-        model = add_lora(model, LoraOptions(rank=2, alpha=4))
+        model = add_lora(model, rank=2, alpha=4)
     spread_weights(model.model)
     (folder / "analysis").mkdir()
     analysis = write_random_analysis(folder / "analysis", case.lengths, model.vocab_size, seed=0)
