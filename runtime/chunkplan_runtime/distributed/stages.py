@@ -54,8 +54,7 @@ _SAMPLE = 1024
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
     """Which layers each model stage has: `given` many, or those that the planner counts with.
 
-    Raises:
-        UsageError: there are more stages than layers, or `given` is not what the model has.
+    Raises UsageError of more stages than layers, and where `given` is not what the model has.
     """
     num_stages, is_virtual = pp * virtual_stages, virtual_stages > 1
     if num_layers < num_stages:
@@ -81,51 +80,38 @@ def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> C
     Tied embeddings stay with the first and with the last model stage.
     """
     whole, decoder, all_layers = model.model, decoder_of(model.model), layers_of(model.model)
-    returned = returned_by_layers(model.config)
-    own = [layers[model_stage] for model_stage in layout.model_stages()]
-    others = _beside_layers(whole)
-    cuts = tuple(_cut(whole, each, others, returned) for each in own)
+    own, returned = [layers[model_stage] for model_stage in layout.model_stages()], returned_by_layers(model.config)
+    cuts = tuple(_cut(whole, each, returned) for each in own)
     for index in range(len(all_layers)):
         if not any(index in each for each in own):
             all_layers[index] = _Elsewhere(all_layers[index], returned)
-    for name in others:
-        if all(name in cut.modules for cut in cuts):
-            setattr(decoder, name, cuts[0].modules[name])
+    for name, module in cuts[0].modules.items():
+        if module is not cuts[0].layers and all(name in cut.modules for cut in cuts):
+            setattr(decoder, name, module)
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
     return replace(model, cuts=cuts)
 
 
-def _beside_layers(whole: Any) -> dict[str, tuple[bool, bool]]:
-    """Modules with weights beside the layers of a decoder, by name: whether the first and the last model stage have it.
+def _cut(whole: Any, own: range, returned: int | None) -> Cut:
+    """The model stage that has the layers `own`, and of what has weights beside layers that at its end of the model.
 
-    Those that lie behind the layers are the last one's, all others the first one's.
+    Norms behind the layers are the last one's, all else is the first one's.
     """
-    decoder, embeddings, found = decoder_of(whole), whole.get_input_embeddings(), {}
-    is_tied = getattr(whole.get_output_embeddings(), "weight", None) is embeddings.weight
-    for name, module in decoder.named_children():
-        if module is not layers_of(whole) and next(module.parameters(), None) is not None:
-            is_norm = name in _FINAL_NORMS
-            found[name] = not is_norm, is_norm or (module is embeddings and is_tied)
-    return found
-
-
-def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned: int | None) -> Cut:
-    """The model stage that has the layers `own` of a model, and of `others` those of its end of it."""
-    decoder, all_layers = decoder_of(whole), layers_of(whole)
+    decoder, all_layers, embeddings = decoder_of(whole), layers_of(whole), whole.get_input_embeddings()
     is_first, is_last = own.start == 0, own.stop == len(all_layers)
+    is_tied = getattr(whole.get_output_embeddings(), "weight", None) is embeddings.weight
     layers = [layer if index in own else _Elsewhere(layer, returned) for index, layer in enumerate(all_layers)]
     if not is_first:
         layers[0] = _Elsewhere(all_layers[0], returned, gives_inputs=True)
     if not is_last:
         layers[own.stop] = _Elsewhere(all_layers[own.stop], returned, takes_output=True)
-    own_layers = nn.ModuleList(layers)
-    modules: dict[str, nn.Module] = {
-        name: own_layers for name, module in decoder.named_children() if module is all_layers
-    }
-    for name, (of_first, of_last) in others.items():
-        if not (is_first and of_first) and not (is_last and of_last):
-            module = getattr(decoder, name)
+    own_layers, modules = nn.ModuleList(layers), dict[str, nn.Module]()
+    for name, module in decoder.named_children():
+        is_here = is_last if name in _FINAL_NORMS else is_first or (is_last and is_tied and module is embeddings)
+        if module is all_layers:
+            modules[name] = own_layers
+        elif not is_here and next(module.parameters(), None) is not None:
             modules[name] = _NoEmbeddings() if isinstance(module, nn.Embedding) else nn.Identity()
     return Cut(is_first, is_last, own_layers, modules)
 
@@ -142,7 +128,12 @@ def trains_before_layers(model: Any) -> bool:
     """Whether anything is trained of what makes the inputs of the first layer."""
     children = decoder_of(model).named_children()
     before = [module for name, module in children if module is not layers_of(model) and name not in _FINAL_NORMS]
-    return any(weight.requires_grad for module in before for weight in module.parameters())
+    return any(map(is_trained, before))
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether anything in it is trained."""
+    return any(weight.requires_grad for weight in module.parameters())
 
 
 class _NoEmbeddings(nn.Module):
@@ -200,14 +191,10 @@ def load_shard(
     kernels: Kernels,
     device: torch.device,
 ) -> tuple[CausalLM, str]:
-    """What the process of `layout` has of a saved model whose model stages have `layers`, to run on `device`.
+    """What the process of `layout` has of a saved model whose model stages have `layers`, and a hash of all of that.
 
-    Its weights are there. With data-parallel processes they have no numbers, and their rows are in `rows`, on the CPU.
-    Also a hash of the whole checkpoint.
-
-    Raises:
-        WholeOnlyError: it can be loaded as a whole only.
-        UsageError, DataError: as `load_model`; also for a weight of another shape.
+    Its weights are on `device`; with data-parallel processes they have no numbers, and their rows are in `rows`, on the
+    CPU. Raises WholeOnlyError if it can be loaded as a whole only, otherwise what `load_model` does.
     """
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
