@@ -374,7 +374,7 @@ def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Group
     if tied is not None and groups is not None:
         if weights[tied].grad is None:  # the head's, in a step without targets
             weights[tied].grad = torch.zeros_like(weights[tied])
-        dist.all_reduce(*_local_gradients([weights[tied]]), group=groups.ends)
+        dist.all_reduce(_local_gradients([weights[tied]])[0], group=groups.ends)
     counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
     device = groups.device if groups is not None else next(iter(weights.values())).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
