@@ -14,6 +14,7 @@ them before. All other weights have no numbers (`models.meta_weights`) until the
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,16 +191,19 @@ def load_shard(
     *,
     kernels: Kernels,
     device: torch.device,
+    held: torch.dtype | None = None,
 ) -> tuple[CausalLM, str]:
     """What the process of `layout` has of a saved model whose model stages have `layers`, and a hash of all of that.
 
     Its weights are on `device`; with data-parallel processes they have no numbers, and their rows are in `rows`, on the
-    CPU. Raises WholeOnlyError if it can be loaded as a whole only, otherwise what `load_model` does.
+    CPU, as `held` if they are kept in another dtype than they are loaded in. Raises WholeOnlyError if it can be loaded
+    as a whole only, otherwise what `load_model` does.
     """
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # else threads of transformers read all tensors ahead
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
     stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
-    part = _Part(name, {*stage.model.state_dict()}, layout)
+    part = _Part(name, {*stage.model.state_dict()}, layout, held)
     load = staticmethod(partial(part.load, kind._load_pretrained_model))
     loader: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": load, "__module__": kind.__module__})
     model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
@@ -244,10 +248,10 @@ def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 class _Part:
     """Loads the weights `names` of a model, of each the rows that the process of `layout` has: see `load_shard`."""
 
-    def __init__(self, model: str, names: set[str], layout: RankLayout) -> None:
+    def __init__(self, model: str, names: set[str], layout: RankLayout, held: torch.dtype | None) -> None:
         self.rows: dict[nn.Parameter, Tensor] = {}
         self.identity = ""
-        self._model, self._names, self._layout = model, names, layout
+        self._model, self._names, self._layout, self._held = model, names, layout, held
 
     def load(self, load_tensors: Any, model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
         """Load in the place of `load_tensors` of transformers, and by it, which sees the weights of this part alone."""
@@ -293,7 +297,7 @@ class _Part:
                 set_tensor(model, name, value, report, *more)
                 return
             module._parameters[last] = standing = _initialized(meta_weight(weight.to(value.dtype)))
-            self.rows[standing] = value
+            self.rows[standing] = value.to(self._held or value.dtype)
             report.missing_keys.discard(name)
 
         loading.set_param_for_module = keep_rows
@@ -346,8 +350,8 @@ def rows_kept(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) ->
         own = model.rows.pop(weight, None)
         if own is None:
             own = weight.data[rows_of(len(weight), layout)].clone()
-        if master_weights and weight.requires_grad:
-            own = own.float()
+        if master_weights:  # as which frozen ones may be held
+            own = own.float() if weight.requires_grad else own.to(weight.dtype)
         shape = nn.Parameter(own.new_empty(weight.shape, device="meta"), requires_grad=weight.requires_grad)
         rows[shape] = own.to(replicas.device_type)
         return shape

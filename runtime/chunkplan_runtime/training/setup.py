@@ -242,7 +242,8 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
     device, note = torch.device(config.device), None
     layers = stage_layers(model_config, config, plan, job.layout)
     if config.model is not None:
-        how: Any = {"kernels": _kernels(config, plan), "device": device}
+        held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
+        how: Any = {"kernels": _kernels(config, plan), "device": device, "held": held}
         try:
             return *load_shard(config.model, model_config, dtype_of(config), layers, job.layout, **how), None
         except WholeOnlyError as error:
