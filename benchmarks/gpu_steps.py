@@ -31,8 +31,8 @@ from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]

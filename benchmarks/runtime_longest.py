@@ -13,8 +13,8 @@ from runtime_batch import Batch, make_batch, qwen2, run_whole
 
 from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 
 Row = dict[str, Any]
 

@@ -34,11 +34,10 @@ from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, mee
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
-from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.trained import ALL_LINEAR, LoraOptions, add_lora, freeze_weights, frozen_names
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.training.optimizer import TrainedWeights

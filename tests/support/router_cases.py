@@ -17,7 +17,7 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import (
     relative_errors,

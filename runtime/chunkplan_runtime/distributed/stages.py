@@ -8,7 +8,7 @@ one's list of layers in place of its own.
 
 A saved model is loaded by transformers, with all that it knows of names and forms of weights in checkpoints, but it
 loads only those that this process has, one by one, and only rows of these are kept, and read where nothing is made of
-them before. All other weights have no numbers (`models.meta_weights`) until the stage is cut from the model.
+them before. All other weights have no numbers (`meta_weight`) until the stage is cut from the model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight, replace_weights
-from chunkplan_runtime.models.model import CausalLM, load_model
+from chunkplan_runtime.models.model import CausalLM, load_model, meta_model, meta_weight, replace_weights
 from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
 from chunkplan_runtime.models.tiny import returned_by_layers
 

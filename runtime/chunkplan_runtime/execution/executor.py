@@ -26,7 +26,7 @@ from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
-from chunkplan_runtime.models.products import Place, WeightHalves
+from chunkplan_runtime.models.products import ChunkKey, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
 from chunkplan_runtime.sharing import Activity, Exchanges
 
@@ -96,8 +96,8 @@ class RankExecutor:
         self.doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size]; and what their backward
         #: begins with, beside what attention and layers with states know of them.
-        self.inputs: dict[Place, Tensor] = {}
-        self.in_flight: dict[Place, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
+        self.inputs: dict[ChunkKey, Tensor] = {}
+        self.in_flight: dict[ChunkKey, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
 
     @property
     def activity(self) -> Activity:
@@ -244,8 +244,7 @@ class RankExecutor:
                 store.start_forward(span, tensors.shared)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_seed(seed)
-                counting = self.router_loss.counting(op != "recompute")
-                with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                with self.halves.splitting(), self.kept_attention.of(part, work, place, op):
                     hidden = part.hidden_states(tensors, store, self.inputs.get(place), seed)
         if op in ("forward", "recompute"):
             begin: Tensor | GradientEdge | None = hidden
@@ -302,7 +301,7 @@ class RankExecutor:
         return losses
 
 
-def _checked(action: Action, done: Mapping[Place, str], where: str) -> Place:
+def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
     """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
     place = action.virtual_stage, action.chunk_id
     if place not in done:
@@ -312,6 +311,6 @@ def _checked(action: Action, done: Mapping[Place, str], where: str) -> Place:
     return place
 
 
-def _named(place: Place) -> str:
+def _named(place: ChunkKey) -> str:
     virtual_stage, chunk_id = place
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")

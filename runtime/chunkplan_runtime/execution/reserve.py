@@ -26,7 +26,7 @@ from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageSlice
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.models.products import Place
+from chunkplan_runtime.models.products import ChunkKey
 from chunkplan_runtime.models.recurrent import keeps_kv
 
 
@@ -122,7 +122,7 @@ class KeptAttention:
 
     def __init__(self) -> None:
         self.host = HostTensors()
-        self.kept: dict[Place, KeptResults] = {}
+        self.kept: dict[ChunkKey, KeptResults] = {}
 
     def begin(self, parts: Sequence[CausalLM], work: RankWork) -> None:
         """Begin a step with nothing kept; take the largest one's host memory for all that are kept there at once."""
@@ -134,7 +134,7 @@ class KeptAttention:
             self.host.reserve(_most_at_once(own, ("forward_kv",), ("recompute",)), num_bytes, parts[0].device)
 
     @contextmanager
-    def of(self, part: CausalLM, work: RankWork, place: Place, op: str) -> Iterator[None]:
+    def of(self, part: CausalLM, work: RankWork, place: ChunkKey, op: str) -> Iterator[None]:
         """Within the block a chunk is run for an op: what attention gives is kept, or was, where the plan says so."""
         where = work.chunks[place[1]].kept_attention if op == "forward_kv" else ""
         kept = self.kept.pop(place, None) if op == "recompute" else None

@@ -20,9 +20,9 @@ from chunkplan_runtime.attention.flash import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
+from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import Row

@@ -28,8 +28,14 @@ from chunkplan_runtime.distributed.stages import (
     split_layers,
 )
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
-from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_pretrained_config
+from chunkplan_runtime.models.model import (
+    CausalLM,
+    load_model,
+    meta_model,
+    meta_weight,
+    new_model,
+    read_pretrained_config,
+)
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.training.final import save_parts
 from tests.support.places import ROOT

@@ -15,8 +15,8 @@ from transformers import AutoConfig, TrainingArguments, get_scheduler
 from chunkplan_runtime.distributed.sharding import clip, gradient_norm
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
