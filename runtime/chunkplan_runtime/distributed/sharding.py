@@ -108,8 +108,7 @@ class Shards:
                 hint="use --sharding optimizer",
             )
         dtype = model.dtype
-        #: Whether gradients are summed here in another dtype than their own.
-        self._is_narrow = dtype.itemsize < torch.float32.itemsize
+        self._is_narrow = dtype.itemsize < torch.float32.itemsize  # gradients are summed in another dtype
         reduce_dtype = torch.float32 if self._is_narrow else None
         policy = MixedPrecisionPolicy(dtype if master_weights else None, reduce_dtype, None, False)
         #: What is sharded by itself: layers by virtual stage, a head that is not the embeddings, and all the rest.
@@ -157,13 +156,12 @@ class Shards:
 
     def _sum_in_float32(self, modules: Iterable[Any]) -> None:
         """Sum gradients of modules in float32 for good, as FSDP2 gathers into the same parameters ever after."""
-        new = [module for module in modules if module not in self._summed] if self._is_narrow else []
-        if not new:
-            return
-        self.end_forwards()
+        new = {module for module in modules if self._is_narrow and module not in self._summed}
+        if new:
+            self.end_forwards()
         for weight in itertools.chain.from_iterable(map(_weights, new)):
             sum_gradients(weight.unsharded_param, weight, "unsharded_accumulated_grad")
-        self._summed.update(new)
+        self._summed |= new
 
     def begin_forwards(self) -> None:
         """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them."""
@@ -279,8 +277,6 @@ class Shards:
         One without a gradient would be left out of its process's reduction.
         """
         group = layer._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            return
         _sum_up(layer)
         layer.set_requires_gradient_sync(True, recurse=False)
         with group.use_training_state(group._training_state):

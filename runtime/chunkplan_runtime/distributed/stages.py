@@ -233,7 +233,7 @@ class StoredTensor:
 
 
 def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of several safetensors files, by name; raises DataError of one that is torn."""
+    """All tensors of several safetensors files, by name; DataError: one is torn."""
     found: dict[str, StoredTensor] = {}
     for path in paths:
         try:
