@@ -60,7 +60,7 @@ def used_blocks(plan: Plan) -> list[Block]:
 def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
     names = ["cp_first_rank", "cp_size", "cp_heads"]
     chunks = read_table(path, pa.schema(map(SHARED_CHUNKS.field, names)))
-    blocks = (Block(*map(row.get, names)) for row in chunks.group_by(names).aggregate([]).to_pylist())
+    blocks = (Block(*(row[name] for name in names)) for row in chunks.group_by(names).aggregate([]).to_pylist())
     return tuple(sorted(block for block in blocks if block.size > 1))
 
 

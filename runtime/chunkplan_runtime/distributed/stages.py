@@ -47,9 +47,6 @@ _FINAL_NORMS = (
 
 _HINT = "the checkpoint is incomplete, or its config.json is not its own"
 
-#: How many numbers in the middle of each tensor tell a checkpoint from another one.
-_SAMPLE = 1024
-
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
     """Which layers each model stage has: `given` many, or those that the planner counts with.
@@ -275,7 +272,7 @@ class _Part:
         for name in whole.keys() - own:
             module, last = _place(model, name)
             if (weight := module._parameters.get(last)) is not None:
-                module._parameters[last] = _initialized(meta_weight(weight))
+                _leave_shape(module, last, weight)
         return report, rest
 
     @contextmanager
@@ -295,8 +292,8 @@ class _Part:
             if weight is None or self._layout.dp == 1:
                 set_tensor(model, name, value, report, *more)
                 return
-            module._parameters[last] = standing = _initialized(meta_weight(weight.to(value.dtype)))
-            self.rows[standing] = value.to(self._held or value.dtype)
+            shape = _leave_shape(module, last, weight.to(value.dtype))
+            self.rows[shape] = value.to(self._held or value.dtype)
             report.missing_keys.discard(name)
 
         loading.set_param_for_module = keep_rows
@@ -312,10 +309,11 @@ def _place(model: Any, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), last
 
 
-def _initialized(weight: nn.Parameter) -> nn.Parameter:
-    """A weight that transformers does not draw, as it takes it for one that was loaded."""
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
-    return weight
+def _leave_shape(module: nn.Module, name: str, weight: Tensor) -> nn.Parameter:
+    """Put a weight without numbers in the place of one, which transformers does not draw."""
+    module._parameters[name] = shape = meta_weight(weight)
+    shape._is_hf_initialized = True  # type: ignore[attr-defined]
+    return shape
 
 
 def _identity(stored: Mapping[str, StoredTensor]) -> str:
@@ -324,7 +322,7 @@ def _identity(stored: Mapping[str, StoredTensor]) -> str:
     for name, tensor in sorted(stored.items()):
         middle = tensor.shape[0] // 2 if tensor.shape else 0
         sample = tensor[middle : middle + 1] if tensor.shape else tensor[...]
-        sample = sample.reshape(-1)[:_SAMPLE].view(torch.uint8)
+        sample = sample.reshape(-1)[:1024].view(torch.uint8)
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 
