@@ -37,7 +37,6 @@ from chunkplan_runtime.models.model import (
     meta_weight,
     new_model,
     read_config,
-    read_pretrained_config,
 )
 from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.proof.prove import exact_router_loss
@@ -184,9 +183,7 @@ def dtype_of(config: TrainConfig) -> torch.dtype:
 
 def read_model_config(config: TrainConfig) -> Any:
     """The transformers config of the model to train."""
-    if config.model is not None:
-        return read_pretrained_config(config.model, router_loss=True)
-    return read_config(cast(Path, config.model_config), router_loss=True)
+    return read_config(config.model or cast(Path, config.model_config), router_loss=True)
 
 
 class Built(NamedTuple):
@@ -225,9 +222,8 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
-        options = trained.LoraOptions(**adapters, seed=config.seed)
-        own = trained.add_lora(own, options, None if is_alone else whole)
-        whole = own if is_alone else trained.add_lora(whole, options, whole)
+        own = trained.add_lora(own, **adapters, seed=config.seed, whole=None if is_alone else whole)
+        whole = own if is_alone else trained.add_lora(whole, **adapters, seed=config.seed)
         note = "; ".join(filter(None, (note, trained.without_adapters(whole, config.lora_targets)))) or None
         if not is_alone:
             trained.take_adapters(own, whole)
