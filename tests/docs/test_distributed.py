@@ -27,14 +27,13 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.job import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, Exchanges
 from chunkplan_runtime.failures import stall
 from chunkplan_runtime.failures.liveness import Liveness, last_heard, lost_process
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER
-from chunkplan_runtime.kv.gathered import GatheredMemory
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice
+from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.sharing import Holding, SharedPart, Span
+from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, Exchanges, Holding, SharedPart, Span
 from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.screen import group_lines
@@ -196,7 +195,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
 
 def test_the_line_about_groups_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4, pp=2), {(0, 1): None, (0, 2): None})
-    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", "all", exchanges, 0.0512)
+    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", exchanges, 0.0512)
     assert group_lines(groups) == [GROUPS.strip()]
 
 

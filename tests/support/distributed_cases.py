@@ -21,23 +21,25 @@ from chunkplan.layers import StagePlacement
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
-from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
-from chunkplan_runtime.distributed.job import Groups, make_groups
-from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
-from chunkplan_runtime.distributed.sharding import Aligned, Shards, _weights, paddings_of
+from chunkplan_runtime.distributed.job import Groups, gather_objects, make_groups
+from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus
+from chunkplan_runtime.distributed.sharding import (
+    Shards,
+    _weights,
+    gradient_norm,
+    tied_weight,
+)
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
-from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
+from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.trained import ALL_LINEAR, add_lora, freeze_weights, frozen_names
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
-from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.support.kept_attention import keeping_attention
 from tests.support.link_cases import random_order
@@ -93,7 +95,7 @@ class StageProcess:
             self.shards.begin_step()
             around = self.shards.around(around)
         meet = self._meeting(work)
-        before = self.shards.reduce_in_backward if self.shards and self.sharding == "optimizer" else None
+        before = self.shards.reduce_in_backward if self.shards else None
         num_target_tokens = work.step.num_target_tokens
         loss = 0.0
         for each in work.ranks:
@@ -105,15 +107,13 @@ class StageProcess:
         return _sum(loss)
 
     def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        if self.shards is None or self.sharding == "optimizer" or (only_forwards and self.sharding != "weights"):
+        if self.shards is None:
             return meet_nobody
-        paddings = paddings_of(work, self.groups.layout, self.sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self.shards.pad).meet
+        return self.shards.meeting(work, self.groups.layout, only_forwards=only_forwards)
 
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
         tied = tied_weight(self.model, self.groups)
-        sum_tied_gradients(weights, tied, self.groups)
         norm = gradient_norm(weights, tied, self.groups)
         return {name: _whole(value) for name, value in weights.items()}, norm.item()
 
@@ -126,7 +126,7 @@ class StageProcess:
 def refuse_gpus(rank: int, *, gpus: Sequence[OwnGpu]) -> str | None:
     """What a process that takes `gpus[rank]` says of it and all others; None if nothing is wrong."""
     try:
-        refuse_shared_gpus(gpus[rank])
+        check_gpus(gather_objects(gpus[rank]))
     except UsageError as error:
         return str(error)
     return None
@@ -370,7 +370,7 @@ def _reference_loss(model: CausalLM, plan: Plan, analysis: Analysis, step: int) 
 
 def _adapted(model: CausalLM, dropout: float, targets: tuple[str, ...] = (ALL_LINEAR,)) -> CausalLM:
     """With adapters that are not zero, where half of their gradients would vanish."""
-    model = add_lora(model, LoraOptions(rank=2, alpha=4.0, dropout=dropout, targets=targets))
+    model = add_lora(model, rank=2, alpha=4.0, dropout=dropout, targets=targets)
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.model.parameters():

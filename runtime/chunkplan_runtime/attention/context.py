@@ -4,60 +4,57 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chunkplan_runtime.attention.kept import Made
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors, on_its_way
+from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart, Span
 
-#: From query, key, value, sink and latents to out and log-sum-exp.
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    from chunkplan_runtime.attention.latents import ExpandedLatents
+
+#: From sink, and query, key, value and latents, to out and log-sum-exp.
+Attend = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class KeptResults:
     """Out and log-sum-exp of each attention of a chunk, in the order of its layers; on the device, or in host memory.
 
     They are of its forward for keys and values alone, and stand in for attention in its recompute, which holds them as
-    it would hold what attention gives. A layer's are let go of as the recompute's layer takes them.
+    it would hold what attention gives. A layer's are no longer `held` as the recompute's layer takes them.
     """
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
-        self._held: deque[HostTensor] = deque()
+        self.held: deque[HostTensor] = deque()
         self._is_taken = False
-
-    @property
-    def num_held(self) -> int:
-        """How many tensors there are."""
-        return len(self._held)
 
     def take(self) -> None:
         """Hand them out from now on; those of the first layer are on their way."""
         self._is_taken = True
-        for each in islice(self._held, 2):
-            on_its_way(each)
+        for each in islice(self.held, 2):
+            each.start_fetch()
 
     def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
         """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
-        if self._held and self._is_taken:
+        if self.held and self._is_taken:
             return self._next(), self._next()
         out, lse = attend(*given)
         if not self._is_taken:
-            self._held += self._host.sent(out), self._host.sent(lse)
+            self.held += self._host.sent(out), self._host.sent(lse)
         return out, lse
 
     def _next(self) -> Tensor:
-        first = self._held.popleft()
-        return self._host.fetched(first, *islice(self._held, 2))
+        first = self.held.popleft()
+        return self._host.fetched(first, *islice(self.held, 2))
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,12 @@ class Mark(Enum):
 class Current:
     """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
 
-    So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
-    backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
-    `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
-    segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
-    inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
-    attention gave in the layer that is at work, for when that runs again. `compiles`: whether the model is compiled.
+    A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in `output`
+    what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all segments
+    of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer at work has
+    just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose inputs lie in
+    host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what attention gave in the
+    layer at work, for when that runs again. `compiles`: whether the model is compiled.
     """
 
     context: ChunkContext | None = None
@@ -104,7 +100,7 @@ class Current:
     borders: tuple[Any, ...] = ()
     cache: Any = None
     router_loss: Any = None
-    made: Made | None = None
+    expanded: ExpandedLatents | None = None
     marks: tuple[Mark, ...] = ()
     kept: KeptResults | None = None
     attended: KeptResults | None = None
@@ -121,15 +117,6 @@ class Current:
             yield
         finally:
             self.marks = before
-
-    def running_again(self) -> AbstractContextManager[None]:
-        """Within the block is what checkpoints run again whatever they hold."""
-        return self.within(Mark.RUN_AGAIN)
-
-    def take_made(self, key: Tensor, value: Tensor) -> Made | None:
-        """What was made last, if it is these very tensors; it is forgotten."""
-        made, self.made = self.made, None
-        return made if made is not None and made.is_of(key, value) else None
 
 
 @dataclass(frozen=True)
@@ -162,15 +149,14 @@ class ChunkContext:
                 return [TokenRange(0, num_tokens, part=self.shared.span, runs=self.shared.runs)]
             return [TokenRange(0, num_tokens, borders=(0, num_tokens))]
         ranges: list[TokenRange] = []
-        for is_split, spans in groupby(self.spans, key=lambda span: span.is_split):
+        for is_split, group in groupby(self.spans, key=lambda span: span.is_split):
+            spans = [*group]
             if is_split:
                 ranges += [
-                    TokenRange(span.chunk_start, span.chunk_stop, part=span, runs=((span.start, span.stop),))
-                    for span in spans
+                    TokenRange(span.chunk_start, span.chunk_stop, span, ((span.start, span.stop),)) for span in spans
                 ]
             else:
-                whole = [*spans]
-                start, stop = whole[0].chunk_start, whole[-1].chunk_stop
-                borders = (0, *(span.chunk_stop - start for span in whole))
-                ranges.append(TokenRange(start, stop, borders=borders))
+                start = spans[0].chunk_start
+                borders = (0, *(span.chunk_stop - start for span in spans))
+                ranges.append(TokenRange(start, spans[-1].chunk_stop, borders=borders))
         return ranges

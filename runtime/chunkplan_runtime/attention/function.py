@@ -18,51 +18,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResults, TokenRange
-from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
+from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
 from chunkplan_runtime.sharing import Run
 
 _library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
-_library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] latents, int call) -> (Tensor, Tensor)"
-)
+_library.define("attend(Tensor? sink, Tensor[] given, int call) -> (Tensor, Tensor)")
 
 #: What calls under way do, by their numbers: an operator takes tensors and numbers alone.
 _calls: dict[int, Attend] = {}
 _numbers = count()
 
 
-def _run_call(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor], call: int
-) -> tuple[Tensor, Tensor]:
-    return _calls[call](query, key, value, sink, latents)
+def _run_call(*given: Any) -> tuple[Tensor, Tensor]:
+    return _calls[given[-1]](*given[:-1])
 
 
 _library.impl("attend", _run_call, "CompositeExplicitAutograd")
 
 #: The operator, as modes of torch that look at operators know it.
 ATTEND = torch.ops.chunkplan.attend.default
-
-
-def attend_as_one(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What `attend` gives for the tensors, or what a checkpoint has kept of that (`models.checkpointing`).
-
-    As one operator of torch, so that what decides which results are kept sees one call, and keys and values are
-    written, fetched and exchanged once.
-    """
-    if not is_in_torch_dispatch_mode():  # nobody looks at operators
-        return attend(query, key, value, sink, latents)
-    call = next(_numbers)
-    _calls[call] = attend
-    try:
-        out, lse = ATTEND(query, key, value, sink, latents, call)
-    finally:
-        del _calls[call]
-    return out, lse
 
 
 class LayerAttention(NamedTuple):
@@ -92,17 +69,41 @@ class LayerAttention(NamedTuple):
             borders = (*cut, borders[-1])
         return Form(self.scale, causal, reach=reach, softcap=self.softcap, borders=borders)
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Tokens [start, stop) of a sequence, cut at the borders of tiles."""
-        while self.tile is not None and start // self.tile < (stop - 1) // self.tile:
-            border = (start // self.tile + 1) * self.tile
-            yield start, border
-            start = border
-        yield start, stop
+    def queries(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+        """Tokens [start, stop) of a sequence, cut at the borders of tiles; and what makes the query of such a token."""
+        offset = 0
+        for start, stop in runs:
+            offset -= start  # the token t of the run is query t + offset
+            tile = self.tile or stop
+            for first in (start, *range((start // tile + 1) * tile, stop, tile)):
+                yield first, min((first // tile + 1) * tile, stop), offset
+            offset += stop
+
+
+def attend(
+    context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attend: out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
+
+    They are new, or what was kept of them (`KeptResults`). Where modes of torch look at operators, as checkpoints do to
+    keep results, it is one of them: they see one call, and keys and values are written, fetched and exchanged once.
+    """
+    do: Attend = partial(_attend_to_ranges, context, attention)
+    for kept in filter(None, (context.kept, attention.attended)):
+        do = partial(kept.attend, do)
+    if not is_in_torch_dispatch_mode():
+        return do(sink, given)
+    call = next(_numbers)
+    _calls[call] = do
+    try:
+        out, lse = ATTEND(sink, given, call)
+    finally:
+        del _calls[call]
+    return out, lse
 
 
 class ChunkAttention(torch.autograd.Function):
-    """`ChunkAttention.apply(query, key, value, sink, context, attention, *latents, *weights)`.
+    """`ChunkAttention.apply(sink, context, attention, query, key, value, *latents, *weights)`.
 
     Gives out [1, num_tokens, heads, value_dim], as models go on with it. query is [1, heads, num_tokens, head_dim]; key
     and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
@@ -114,64 +115,54 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        context: ChunkContext,
-        attention: LayerAttention,
-        *given: Tensor,
+        ctx: Any, sink: Tensor | None, context: ChunkContext, attention: LayerAttention, *tensors: Tensor
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
-        latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        attend: Attend = partial(_attend_to_ranges, context, attention)
-        for kept in filter(None, (context.kept, attention.attended)):
-            attend = partial(kept.attend, attend)
-        out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
+        query, key, value, *latents = tensors[: len(tensors) - _num_weights(attention)]
+        out, lse = attend(context, attention, sink, (query, key, value, *latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
-        ctx.save_for_backward(query, *pair, sink, out.transpose(1, 2), lse, *latents)
+        ctx.save_for_backward(sink, out.transpose(1, 2), lse, query, *pair, *latents)
         ctx.context, ctx.attention = context, attention
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
-        query, key, value, sink, out, lse, *latents = ctx.saved_tensors
-        context, attention = ctx.context, ctx.attention
-        given = query, key, value, *latents
+        sink, out, lse, *given = ctx.saved_tensors
+        context, attention, grad_out = ctx.context, ctx.attention, gradients[0].transpose(1, 2)
         found: list[Tensor | None] = [None] * len(given)
-        of_weights: list[Tensor | None] = [None] * (0 if attention.expand is None else len(attention.expand.weights))
-        of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
+        of_weights: list[Tensor | None] = [None] * _num_weights(attention)
+        of_kept = (1, 2) if len(given) == 3 else tuple(range(3, len(given)))  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            of_queries = rows((grad_out, query, out, lse), here)
+            of_queries = rows((grad_out, given[0], out, lse), here)
             places: tuple[int, ...] = (0, 1, 2)
             if tokens.part is None:
-                grad_rows, queries, out_rows, lse_rows = of_queries
-                form = attention.form(context.causal, tokens.borders)
-                keys, values = rows((key, value), here)
-                of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
+                pair, form = rows((given[1], given[2]), here), attention.form(context.causal, tokens.borders)
+                of_range = attention.kernel.backward(*of_queries[:2], *pair, *of_queries[2:], form)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
-                asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
-                grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
-                of_range = grad_query, *asked.gradients
-                places = (0, *of_kept) if asked.gradients else (0,)
+                request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
+                grad_query = _attend_backward(tokens, context, attention, request, of_weights, of_queries)
+                of_range = grad_query, *request.gradients
+                places = (0, *of_kept) if request.gradients else (0,)
             for place, gradient in zip(places, of_range, strict=True):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
         if sink is not None:
             given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [1, heads, num_tokens]
             grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum((0, 2)).to(sink.dtype)
-        return *found[:3], grad_sink, None, None, *found[3:], *of_weights
+        return grad_sink, None, None, *found, *of_weights
 
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
 attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
+
+
+def _num_weights(attention: LayerAttention) -> int:
+    return 0 if attention.expand is None else len(attention.expand.weights)
 
 
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
@@ -185,29 +176,19 @@ def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> 
 
 
 def _attend_to_ranges(
-    context: ChunkContext,
-    attention: LayerAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    latents: Sequence[Tensor],
+    context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
-
-    In memory, tokens of out are first too: some models take views.
-    """
-    given = context, attention, query, key, value, latents
+    """See `attend`. In memory, tokens of out are first too: some models take views."""
     if len(context.ranges) == 1:
-        out, lse = _attend_to_range(context.ranges[0], *given)
+        out, lse = _attend_to_range(context.ranges[0], context, attention, given)
         out = out.transpose(1, 2).contiguous()
     else:
-        _, heads, num_tokens, _ = query.shape
-        out = query.new_empty(1, num_tokens, heads, value.shape[3])
-        lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
+        query, value = given[0], given[2]
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            found, lse[:, :, here] = _attend_to_range(tokens, *given)
+            found, lse[:, :, here] = _attend_to_range(tokens, context, attention, given)
             out[:, here] = found.transpose(1, 2)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
@@ -216,28 +197,20 @@ def _attend_to_ranges(
 
 
 def _attend_to_range(
-    tokens: TokenRange,
-    context: ChunkContext,
-    attention: LayerAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    latents: Sequence[Tensor],
+    tokens: TokenRange, context: ChunkContext, attention: LayerAttention, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
-    here, part = slice(tokens.start, tokens.stop), tokens.part
+    query, key, value, *latents = rows(tuple(given), slice(tokens.start, tokens.stop))
+    part = tokens.part
     if part is None:
-        form = attention.form(context.causal, tokens.borders)
-        own_query, own_key, own_value = rows((query, key, value), here)
-        return attention.kernel.forward(own_query, own_key, own_value, form)
-    query = rows((query,), here)[0]
-    kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
+        return attention.kernel.forward(query, key, value, attention.form(context.causal, tokens.borders))
+    kept = tuple(latents) or (key, value)  # what pages keep of the part
     if not attention.borrows:
         context.store.write(part, attention.layer, kept, by_parts=bool(latents))
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
+    for block in context.store.blocks(part, attention.layer, first_seen, KVRequest(kept)):
         pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             block_key, block_value = rows(pair, keys)
@@ -262,28 +235,24 @@ def _attend_backward(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
-    asked: Asked,
+    request: KVRequest,
     of_weights: list[Tensor | None],
-    grad_out: Tensor,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    of_queries: tuple[Tensor, ...],  # the gradient of out, the queries, out and lse
 ) -> Tensor:
-    """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
-    part = tokens.part
+    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence."""
+    part, expand, (_, query, _, lse) = tokens.part, attention.expand, of_queries
     assert part is not None
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, asked):
-        expand = attention.expand
+    for block in context.store.blocks(part, attention.layer, first_seen, request):
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):
-                grad_rows, query_rows, out_rows, lse_rows = rows((grad_out, query, out, lse), queries)
-                block_key, block_value = rows(pair.tensors, keys)
+                grad_rows, query_rows, out_rows, lse_rows = rows(of_queries, queries)
+                key_rows, value_rows = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, block_key, block_value, out_rows, lse_rows, form
+                    grad_rows, query_rows, key_rows, value_rows, out_rows, lse_rows, form
                 )
-                del block_key, block_value  # before there is another block
+                del key_rows, value_rows  # before there is another block
                 if grad_query is None and add_query.size(2) == query.size(2):
                     grad_query = add_query.to(lse.dtype)
                 else:
@@ -296,38 +265,26 @@ def _attend_backward(
     return grad_query
 
 
-def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
+def _visible(block: KVBlock, runs: Sequence[Run], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
     """Queries that see any of a block, the keys of it that they see, and how; all that are in no other triple.
 
     Queries are tokens of the sequence in `runs`, [start, stop) each. A block may begin and end within a run.
     """
-    offset = 0
-    for start, stop in runs:
-        offset -= start  # the token t of the run is query t + offset
-        for first, last in attention.pieces(start, stop):
-            for queries, keys, form in _visible_to_piece(block, first, last, attention):
-                yield slice(queries.start + offset, queries.stop + offset), keys, form
-        offset += stop
-
-
-def _visible_to_piece(
-    block: KVBlock, start: int, stop: int, attention: LayerAttention
-) -> Iterator[tuple[slice, slice, Form]]:
-    """The same of the queries [start, stop), which are given as tokens of the sequence."""
-    unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
-    within = max(start, block.start), min(stop, block.stop)
-    if within[0] < within[1]:
-        own = within[0] - block.start if attention.kernel.squares_only else unseen
-        yield slice(*within), slice(own, within[1] - block.start), attention.form(causal=True)
-        if unseen < own:
-            yield slice(*within), slice(unseen, own), attention.form(causal=False)
-    after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
-    form = attention.form(causal=False)
-    last = stop
-    if attention.window is not None:
-        last = min(stop, block.stop + attention.window - 1)
-        # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
-        reach = attention.window - 1 - (last - block.stop)
-        form = form._replace(reach=None if last - attention.window <= block.start else reach)
-    if after < last and unseen < block.stop - block.start:
-        yield slice(after, last), slice(unseen, block.stop - block.start), form
+    for start, stop, offset in attention.queries(runs):
+        unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
+        first, last = max(start, block.start), min(stop, block.stop)
+        if first < last:
+            own = first - block.start if attention.kernel.squares_only else unseen
+            queries = slice(first + offset, last + offset)
+            yield queries, slice(own, last - block.start), attention.form(causal=True)
+            if unseen < own:
+                yield queries, slice(unseen, own), attention.form(causal=False)
+        first, last = max(start, block.stop), stop  # queries from here on see all keys, or those that a window reaches
+        form = attention.form(causal=False)
+        if attention.window is not None:
+            last = min(stop, block.stop + attention.window - 1)
+            # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
+            reach = attention.window - 1 - (last - block.stop)
+            form = form._replace(reach=None if last - attention.window <= block.start else reach)
+        if first < last and unseen < block.stop - block.start:
+            yield slice(first + offset, last + offset), slice(unseen, block.stop - block.start), form

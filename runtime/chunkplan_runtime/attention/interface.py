@@ -8,11 +8,11 @@ the plan. So windows are those of the model's own code, which not every model ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attention_of
+from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attend, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.attention.kept import Expand, latents_of, owner_of
 from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.latents import latents_of, owner_of
 from chunkplan_runtime.devices import wide
 
 ATTENTION = "chunkplan"
@@ -38,8 +38,12 @@ How = tuple[float | None, int | None, float | None]
 #: Arguments that say nothing about the result, as positions are in the rotary embedding, or that are looked at alone.
 _IGNORED = {"position_ids", "use_cache", "output_router_logits", "is_causal"}
 
-#: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
-_KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+#: Functions of `masking_utils` that say nothing new: of borders of sequences, which the plan knows too, and of padding.
+#: Chunks have no padding, and where there is one, the model made it itself.
+_KNOWN = (
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks"),
+    *("bidirectional_mask_function", "padding_mask_function"),
+)
 
 #: Whether this thread is in a block of `borders_from_plan`.
 _KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
@@ -70,19 +74,19 @@ class Mask:
 _PLAIN = Mask()
 
 
-@wraps(_FIND_BORDERS)
-def _borders_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+def _borders_unless_known(position_ids: Tensor) -> Tensor | None:
     return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _borders_unless_known
 
 
 @contextmanager
 def borders_from_plan() -> Iterator[None]:
     """Within the block transformers looks for no borders of sequences in positions. Other threads are not concerned.
 
-    It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
-    part here.
+    To look waits for the device once for each kind of mask, and what it finds plays no part here.
     """
-    masking_utils.find_packed_sequence_indices = _borders_unless_known
     before = _KNOWS_BORDERS.set(True)
     try:
         yield
@@ -91,10 +95,7 @@ def borders_from_plan() -> Iterator[None]:
 
 
 def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
-    """The mask that a function of transformers describes.
-
-    A mask of padding is not looked at: chunks have no padding, and where there is one, the model made it itself.
-    """
+    """The mask that a function of transformers describes."""
     window, tile, causal, either = None, None, False, False
     for part in _parts(mask_function):
         name, _, _ = part.__qualname__.partition(".<locals>")
@@ -105,10 +106,10 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
         elif name == "causal_mask_function":
             causal = True
         elif name == "sliding_window_overlay":
-            window = _enclosed(part)["sliding_window"]
+            window = inspect.getclosurevars(part).nonlocals["sliding_window"]
         elif name == "chunked_overlay":
-            tile = _enclosed(part)["chunk_size"]
-        elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
+            tile = inspect.getclosurevars(part).nonlocals["chunk_size"]
+        elif name not in _KNOWN:
             return Mask(unknown=name)
     if not either:
         return Mask(window, causal, tile)
@@ -120,15 +121,10 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
 def _parts(mask_function: Callable[..., Any]) -> Iterator[Any]:
     """A mask function, and all that it is put together from."""
     yield mask_function
-    for enclosed in _enclosed(mask_function).values():
+    for enclosed in inspect.getclosurevars(mask_function).nonlocals.values():
         for each in enclosed if isinstance(enclosed, tuple) else (enclosed,):
             if callable(each):
                 yield from _parts(each)
-
-
-def _enclosed(function: Any) -> Mapping[str, Any]:
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def register_attention() -> None:
@@ -153,75 +149,57 @@ def chunk_attention(
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
     In a compiler's graph it is one node, if the layer has been prepared for that (`prepare_attention`).
-    """
-    how = scaling, sliding_window, softcap
-    if not torch.compiler.is_compiling():
-        return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
-    mask = _PLAIN if attention_mask is None else attention_mask
-    is_plain = isinstance(mask, Mask) and not _refused(module, mask, asked, causal=True)
-    if not is_plain or not hasattr(module, "chunkplan_number"):
-        found: tuple[Tensor, None] = _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
-        return found
-    tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
-    return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask | None,
-    how: How,
-    s_aux: Tensor | None,
-    asked: dict[str, object],
-) -> tuple[Tensor, None]:
-    """`chunk_attention` here and now.
 
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
+    how = scaling, sliding_window, softcap
+    if torch.compiler.is_compiling():
+        mask = _PLAIN if attention_mask is None else attention_mask
+        is_plain = isinstance(mask, Mask) and not _refused(module, mask, asked, causal=True)
+        if not is_plain or not hasattr(module, "chunkplan_number"):
+            given = module, query, key, value, attention_mask, *how, s_aux
+            found: tuple[Tensor, None] = _outside_of_graphs(*given, **asked)
+            return found
+        tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
+        return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
     current: Current | None = getattr(module, "chunkplan", None)
-    chunk_context = None if current is None else current.context
-    if current is None or chunk_context is None:
+    context = None if current is None else current.context
+    if current is None or context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
-    if refused := _refused(module, attention_mask, asked, causal=chunk_context.causal):
+    if refused := _refused(module, attention_mask, asked, causal=context.causal):
         raise UsageError(
             f"the model asks its attention for {', '.join(sorted(refused))}, which chunked execution does not know",
             hint="use a model with plain attention",
         )
     if query.size(0) != 1:
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
-    shared, made = chunk_context.shared, current.take_made(key, value)
-    shares_heads = shared is not None and len(shared.heads) > 1
     of_cache: int | None = getattr(current.cache, "layer", None)
     layer: Any = module.layer_idx if of_cache is None else of_cache
-    owner: int = layer
-    latents: tuple[Tensor, ...] = ()
-    expand: Expand | None = None
-    if chunk_context.has_parts:
-        if made is not None and not shares_heads:
-            latents, expand = latents_of(module, made)
-        if expand is None:
-            owner = owner_of(layer, key, value)
+    exchange: HeadExchange | None = None
+    if context.shared is not None and len(context.shared.heads) > 1:
+        exchange = HeadExchange(context.store.exchanges, context.shared, layer)
+    latents, expand = latents_of(module, key, value)
+    if exchange is not None or not context.has_parts:
+        latents, expand = (), None
+    owner = owner_of(layer, key, value) if context.has_parts and expand is None else layer
     if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
     mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
     attention = _layer_attention(current, layer, query, value, mask, how)
     if owner != layer or expand is not None:
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
-    if shared is None or not shares_heads:
+    if exchange is None:
         weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
-    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
+        return attention_of(s_aux, context, attention, query, key, value, *latents, *weights), None
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
-    out = attention_of(*of_heads, sink, chunk_context, attention)
+    out = attention_of(sink, context, attention, *of_heads)
     return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
 
 
 #: What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
-_outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+_outside_of_graphs: Any = torch.compiler.disable(chunk_attention)  # type: ignore[no-untyped-call]
 
 
 def _layer_attention(
@@ -232,8 +210,8 @@ def _layer_attention(
     Raises:
         UsageError: it asks for a window that its mask has not, or for what no kernel can do.
     """
-    chunk_context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
-    assert chunk_context is not None
+    context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
+    assert context is not None
     if sliding_window not in (None, window):
         raise UsageError(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
@@ -241,17 +219,16 @@ def _layer_attention(
         )
     head_dims = query.size(-1), value.size(-1)
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
-    form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
-    kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
+    form = Form(scale, context.causal, reach=window, softcap=softcap)
+    kernel = context.kernels.choose(query.device, query.dtype, head_dims, form)
     return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, attended=current.attended)
 
 
 def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Tensors in the dtype of the autocast around, if there is one."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tensors if dtype is None else [each.to(dtype) for each in tensors]
 
 
 def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: bool) -> list[str]:
@@ -309,23 +286,20 @@ def _forward(
     module = _modules[int(number)]
     current: Current = module.chunkplan
     scaling, sliding_window, softcap, window, tile = how
-    context, asked = current.context, (scaling, sliding_window, softcap)
-    assert context is not None
+    asked = scaling, sliding_window, softcap
+    assert current.context is not None
     attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
-    saved: list[Any] = []
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-    out = ChunkAttention.forward(ctx, query, key, value, sink, context, attention)
-    return out.contiguous(), saved[5].contiguous()
+    out, lse = attend(current.context, attention, sink, (query, key, value))
+    return out.contiguous(), lse.contiguous()
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
     sink, out, lse, number = saved
     module = _modules[int(number)]
-    tensors = query, key, value, sink, out.transpose(1, 2), lse
+    tensors = sink, out.transpose(1, 2), lse, query, key, value
     ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
-    found = ChunkAttention.backward(ctx, gradient)
-    *of_keys, of_sink = found[:4]
+    of_sink, _, _, *of_keys = ChunkAttention.backward(ctx, gradient)
     laid_out = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in of_keys if each is not None]
     return laid_out if of_sink is None else [*laid_out, of_sink]
 
@@ -341,10 +315,6 @@ def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, 
     return found if sink is None else [*found, torch.empty_like(sink)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output, inputs[4])
-
-
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     found = torch.ops.chunkplan.attend_of_backward(gradient, *ctx.saved_tensors)
     return *found, *[None] * (10 - len(found))
@@ -354,4 +324,9 @@ _library.impl("attend_of", _forward, "CompositeExplicitAutograd")
 _library.impl("attend_of_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("chunkplan::attend_of", _fake_forward, lib=_library)
 torch.library.register_fake("chunkplan::attend_of_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("chunkplan::attend_of", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "chunkplan::attend_of",
+    _gradients,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4], *output, inputs[4]),
+    lib=_library,
+)

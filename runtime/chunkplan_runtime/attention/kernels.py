@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 
 import torch
 
 from chunkplan.cost import attention_rates
-from chunkplan.cost.attention_rates import AttentionRates
+from chunkplan.cost.attention_rates import MAKES_PLANS, AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
-from chunkplan_runtime.attention.reference import ReferenceKernel
-
-
-def _kernel(name: str, place: str) -> AttentionKernel:
-    module, _, class_name = place.partition(".")
-    kernel: AttentionKernel = getattr(import_module(f"chunkplan_runtime.attention.{module}"), class_name)()
-    assert kernel.name == name, "a kernel is registered by its name"
-    return kernel
-
 
 #: By name, the preferred one first.
-KERNELS = {name: _kernel(name, place) for name, place in attention_rates.KERNELS.items()}
+KERNELS: dict[str, AttentionKernel] = {
+    name: pkgutil.resolve_name(f"chunkplan_runtime.attention.{place.replace('.', ':')}")()
+    for name, place in attention_rates.KERNELS.items()
+}
 
 AUTO = "auto"
 
@@ -33,11 +27,10 @@ _SURE = ("torch-cpu", "reference")
 #: A plan is code that is loaded. CUDA loads it when all is done that the device was given, sends to other stages too.
 _PLANS = "it makes plans in a step, for which one of several stages might wait for ever"
 
-#: Of a trial: keys, queries where there are fewer, and where sequences side by side begin and end.
+#: Of a trial: keys, queries where there are fewer, where sequences side by side begin and end, and what keys elsewhere
+#: add to an LSE: gradients are by that of all keys.
 _KEYS, _QUERIES = 512, 300
 _BORDERS = (0, 40, 41, _KEYS)
-
-#: What keys elsewhere add to an LSE: gradients are by that of all keys.
 _ELSEWHERE = 0.7
 
 #: How far results may be from those in float32, as a share. Rounding to bfloat16 makes it 0.005.
@@ -52,11 +45,16 @@ class Kernels:
     """
 
     def __init__(self, name: str = AUTO, rates: Iterable[AttentionRates] = (), *, has_links: bool = False) -> None:
-        if name != AUTO and name not in KERNELS:
+        if name not in (AUTO, *KERNELS):
             raise UsageError(
                 f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
             )
-        self._candidates = _fastest_first(rates) if name == AUTO else [KERNELS[name]]
+        blocks: dict[str, float] = {}  # of kernels that there are rates of: they come by these in each other's places
+        for each in rates:
+            blocks.setdefault(each.kernel, each.both_blocks)
+        ranked = iter(sorted(blocks, key=blocks.__getitem__, reverse=True))
+        ordered = [next(ranked) if each in blocks else each for each in KERNELS] if name == AUTO else [name]
+        self._candidates = [KERNELS[each] for each in ordered]
         self._has_links = has_links
         self.left_out: dict[str, str] = {}
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int], bool, bool], AttentionKernel] = {}
@@ -87,7 +85,7 @@ class Kernels:
         for kernel in self._candidates:
             reason = kernel.why_not(device, dtype, head_dims, form)
             if reason is None and kernel.name not in _SURE:
-                plans = self._has_links and kernel.name == "torch-cudnn"
+                plans = self._has_links and kernel.name in MAKES_PLANS
                 reason = _PLANS if plans else why_wrong(kernel, device, dtype, head_dims, form)
                 if reason is not None:
                     self.left_out[kernel.name] = reason
@@ -95,15 +93,6 @@ class Kernels:
                 yield kernel
             else:
                 refusals.append(f"{kernel.name}: {reason}")
-
-
-def _fastest_first(rates: Iterable[AttentionRates]) -> list[AttentionKernel]:
-    """All kernels, the preferred one first, but those that there are rates of by these, in each other's places."""
-    known: dict[str, float] = {}
-    for each in rates:
-        known.setdefault(each.kernel, each.both_blocks)
-    ranked = iter(sorted(known, key=known.__getitem__, reverse=True))
-    return [KERNELS[next(ranked) if name in known else name] for name in KERNELS]
 
 
 def why_wrong(
@@ -116,36 +105,29 @@ def why_wrong(
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
+
+    def errors(num_queries: int, form: Form) -> list[float]:
+        """How far each result is from plain attention's, as a share of it."""
+        random = torch.Generator(device).manual_seed(0)
+        sizes = ((num_queries, 4, 0), (_KEYS, 2, 0), (_KEYS, 2, 1), (num_queries, 4, 1))
+        query, key, value, grad_out = (
+            torch.randn(1, tokens, heads, head_dims[which], device=device, generator=random).to(dtype).transpose(1, 2)
+            for tokens, heads, which in sizes
+        )
+        plain, exact = KERNELS["reference"], (query.float(), key.float(), value.float())
+        wanted = list(plain.forward(*exact, form))
+        out, lse = wanted[0].to(dtype), wanted[1] + _ELSEWHERE
+        wanted += plain.backward(grad_out.float(), *exact, out.float(), lse, form)
+        found = *kernel.forward(query, key, value, form), *kernel.backward(grad_out, query, key, value, out, lse, form)
+        return [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
+
     reach = None if form.reach is None else min(form.reach, _QUERIES // 2)
     own = Form(head_dims[0] ** -0.5, True, reach, form.softcap)
     queries = _KEYS if kernel.squares_only else _QUERIES
     cases = [(queries, own), (queries, own._replace(causal=False)), (_KEYS, own._replace(borders=_BORDERS))]
     try:
-        worst = max(_error(kernel, device, dtype, head_dims, *case) for case in cases)
+        found = [error for case in cases for error in errors(*case)]
     except Exception as error:  # of a library, a compiler, a driver
         return f"it fails on this device ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    worst = max(error if math.isfinite(error) else math.inf for error in found)
     return None if worst <= _TOLERANCE else f"it is wrong on this device, by {worst:.2g} of the result"
-
-
-def _error(
-    kernel: AttentionKernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    num_queries: int,
-    form: Form,
-) -> float:
-    """How far a forward and a backward are from plain attention's, as a share; infinitely far if that is no number."""
-    random = torch.Generator(device).manual_seed(0)
-    sizes = ((num_queries, 4, 0), (_KEYS, 2, 0), (_KEYS, 2, 1), (num_queries, 4, 1))
-    query, key, value, grad_out = (
-        torch.randn(1, tokens, heads, head_dims[which], device=device, generator=random).to(dtype).transpose(1, 2)
-        for tokens, heads, which in sizes
-    )
-    plain, exact = ReferenceKernel(), (query.float(), key.float(), value.float())
-    wanted = list(plain.forward(*exact, form))
-    out, lse = wanted[0].to(dtype), wanted[1] + _ELSEWHERE
-    wanted += plain.backward(grad_out.float(), *exact, out.float(), lse, form)
-    found = [*kernel.forward(query, key, value, form), *kernel.backward(grad_out, query, key, value, out, lse, form)]
-    errors = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
-    return max(error if math.isfinite(error) else math.inf for error in errors)

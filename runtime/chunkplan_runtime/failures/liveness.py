@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from chunkplan.errors import ChunkplanError
-from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, named_processes
+from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, named_processes
 
 RESUME = "--resume continues from the last checkpoint"
 

@@ -4,21 +4,23 @@ A sequence takes pages as its parts run forward and gives them back as they have
 twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
 then recompute) changes nothing. The gradient of a part's KV is the sum of what all later parts sent to it: it is
 complete when, and only when, backwards run in descending order, which is checked.
+
+Of pages that several processes share, each keeps its own tokens, and fetches those of the others (`GatheredMemory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.kv.gathered import GatheredMemory
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import SharedPart, Span
+from chunkplan_runtime.devices import wide
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
+from chunkplan_runtime.sharing import Exchanges, Pending, SharedPart, Span
 
 
 @dataclass
@@ -43,8 +45,8 @@ class StateStore:
 
     def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
         self._page_tokens = page_tokens
-        self._memory = PageMemory() if memory is None else memory
-        self.exchanges = Exchanges() if exchanges is None else exchanges
+        self._memory = memory or PageMemory()
+        self.exchanges = exchanges or Exchanges()
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
     @property
@@ -52,21 +54,11 @@ class StateStore:
         """Whether no sequence is in flight."""
         return not self._sequences
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens of the sequences in flight have run forward: their KV is kept, here or where it is shared."""
-        return sum(sequence.forwarded for sequence in self._sequences.values())
-
-    def num_bytes(self) -> int:
-        """Bytes of all pages that are held."""
-        layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
-        return sum(page.num_bytes for pages in layers for page in pages)
-
     def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
-        """Say that a part is about to run forward; `shared` says how processes share it.
+        """Begin the forward of a part; `shared` says how processes share it.
 
         Raises:
-            DataError: an earlier part has not.
+            DataError: an earlier part has had none.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None:
@@ -83,10 +75,10 @@ class StateStore:
         sequence.forwarded = max(sequence.forwarded, span.stop)
 
     def start_backward(self, span: Span) -> None:
-        """Say that a part is about to run backward.
+        """Begin the backward of a part.
 
         Raises:
-            DataError: a later part has not, or this one has already.
+            DataError: a later part has had none, or this one has.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None or span.stop != sequence.complete_from:
@@ -94,20 +86,17 @@ class StateStore:
         sequence.complete_from = span.start
 
     def finish_backward(self, span: Span) -> None:
-        """Say that a part has run backward; pages that no earlier part is in are given back."""
-        self._give_back(self._sequences[span.occurrence], span.start)
+        """End the backward of a part: pages that no earlier part is in are given back."""
+        sequence = self._sequences[span.occurrence]
+        for pages in sequence.layers.values():
+            while pages and pages[-1].start >= span.start:
+                sequence.memory.give_back(pages.pop())
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        self._give_back(self._sequences.pop(span.occurrence), 0)
-
-    def _give_back(self, sequence: _Sequence, start: int) -> None:
-        """Give back the pages from a token on."""
-        for pages in sequence.layers.values():
-            while pages and pages[-1].start >= start:
-                sequence.memory.give_back(pages.pop())
+        self.finish_backward(span._replace(start=0))
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
         """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
@@ -126,11 +115,33 @@ class StateStore:
             pages.append(page)
         sequence.memory.write(page, span.start, tensors)
 
-    def blocks(self, span: Span, layer: int, start: int, asked: Asked) -> Iterator[KVBlock]:
+    def blocks(self, span: Span, layer: int, start: int, request: KVRequest) -> Iterator[KVBlock]:
         """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
-        `asked` has the tensors of the part, as they were written.
+        `request` has the tensors of the part, as they were written. A block is given back by asking for the next one,
+        which is on its way by then.
         """
+        memory, slices = self._slices(span, layer, start)
+        coming = memory.fetch(slices[0], request)
+        next(coming)
+        for following in (*slices[1:], None):
+            now = coming
+            if following is not None:
+                coming = memory.fetch(following, request)
+                next(coming)
+            block = next(now)
+            assert block is not None
+            yield block
+            del block
+            next(now, None)
+
+    def add_gradients(self, span: Span, layer: int, start: int) -> None:
+        """Let the pages of these tokens have gradients, as `blocks` does where these are asked for."""
+        memory, slices = self._slices(span, layer, start)
+        for page_slice in slices:
+            memory.add_gradients(page_slice.page)
+
+    def _slices(self, span: Span, layer: int, start: int) -> tuple[PageMemory, list[PageSlice]]:
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers[layer]
         stops = [*(page.start for page in pages[1:]), span.length]
@@ -139,7 +150,7 @@ class StateStore:
             for page, stop in zip(pages, stops, strict=True)
             if page.start < span.stop and stop > start
         ]
-        return sequence.memory.blocks([slices[-1], *slices[:-1]], asked)
+        return sequence.memory, [slices[-1], *slices[:-1]]
 
     def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
         """Keep the states that recurrent layers have at the end of a part."""
@@ -165,4 +176,106 @@ def _out_of_order(span: Span, what: str, why: str) -> DataError:
         f"the {what} of tokens {span.start} to {span.stop} of sequence {span.sequence_id} is out of order: {why}",
         where="schedule.parquet",
         hint="`chunkplan validate` names what is wrong with the plan; build it again",
+    )
+
+
+@dataclass
+class _SharedPage(Page):
+    """A page of the whole sequence; `own` is the page of what this process keeps of it, whose tensors it has."""
+
+    own: Page | None = None
+
+
+class GatheredMemory(PageMemory):
+    """Pages that several processes share, of the sequence that `part` is of; `inner` holds this process's own tokens.
+
+    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients go back
+    to those whose tokens they are of, and are summed there. One exchange carries all tensors of a page, which have one
+    dtype. All processes ask for the same blocks in the same order, also one of whose queries none sees any of it.
+    """
+
+    def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
+        self._inner = inner
+        self._part = part
+        self._exchanges = exchanges
+        self._own = part.holdings[part.place]
+
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
+        """See `pages.PageMemory.new_page`."""
+        first = self._own.before(start)
+        own = self._inner.new_page(first, self._own.before(start + capacity) - first, tensors)
+        return _SharedPage(start, capacity, own.tensors, own=own)
+
+    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
+        """See `pages.PageMemory.write`: of this process's tokens from `start` on."""
+        self._inner.write(page.own, self._own.before(start), tensors)
+
+    def give_back(self, page: Any) -> None:
+        """See `pages.PageMemory.give_back`."""
+        self._inner.give_back(page.own)
+
+    def add_gradients(self, page: Any) -> None:
+        """See `pages.PageMemory.add_gradients`."""
+        self._inner.add_gradients(page.own)
+
+    def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
+        """See `pages.PageMemory.fetch`."""
+        page, start, stop, own_start = page_slice
+        source = self._inner.fetch(PageSlice(page.own, *map(self._own.before, (start, stop, own_start))), request)
+        next(source)
+        # Gradients of a block from host memory leave no room for another one that is gathered.
+        is_ahead = self._inner.on_device or not request.with_gradients
+        if not is_ahead:
+            yield None
+        own = next(source)
+        assert own is not None
+        most, pieces = self._pieces(start, stop)
+        pending = self._launch(own.tensors, most)
+        if is_ahead:
+            yield None
+        with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
+            gathered = pending.wait()  # [processes x most, width]
+        in_order = torch.cat([gathered[row : row + last - first] for first, last, row in pieces])  # [num_tokens, width]
+        del pending, gathered
+        gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if request.with_gradients else None
+        views = () if gradients is None else _views(gradients, own.tensors)
+        yield KVBlock(start, stop, _views(in_order, own.tensors), views)
+        if gradients is not None:
+            sent = gradients.new_zeros(len(self._part.pages) * most, gradients.shape[1])
+            for first, last, row in pieces:
+                sent[row : row + last - first] = gradients[first - start : last - start]
+            with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
+                summed = self._exchanges.reduce(sent, self._part.pages)[: own.stop - own.start]  # [own tokens, width]
+            for home, added in zip(own.gradients, _views(summed, own.tensors), strict=True):
+                home.add_(added)
+        next(source, None)
+
+    def _pieces(self, start: int, stop: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """How many rows each process sends of tokens [start, stop); and by tokens [first, last) the first of theirs."""
+        holdings = self._part.holdings
+        most = max(holding.before(stop) - holding.before(start) for holding in holdings)
+        pieces = []
+        for place, holding in enumerate(holdings):
+            runs = holding.within(start, stop)
+            pieces += [(*run, place * most + holding.before(run[0]) - holding.before(start)) for run in runs]
+        return most, sorted(pieces)
+
+    def _launch(self, tensors: Sequence[Tensor], most: int) -> Pending:
+        """Start to gather `most` rows of all processes, of this one what it has of a block."""
+        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in tensors], 1)  # [own tokens, width]
+        if missing := most - len(rows):
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return self._exchanges.gather(rows, self._part.pages)
+
+    def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
+        sequence = self._part.span.sequence_id
+        return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence} {whom}"
+
+
+def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same rows as [1, heads, num_tokens, dim] each, of the heads and dims of `like`."""
+    columns = torch.split(rows, [tensor.shape[1] * tensor.shape[3] for tensor in like], 1)
+    return tuple(
+        column.view(1, len(rows), tensor.shape[1], tensor.shape[3]).transpose(1, 2)
+        for column, tensor in zip(columns, like, strict=True)
     )

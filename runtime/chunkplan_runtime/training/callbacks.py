@@ -1,38 +1,29 @@
-"""Calls `TrainerCallback`s of transformers at the moments of a run, and does what they ask for.
-
-They get what transformers' own Trainer gives them: arguments, a `TrainerState` and a `TrainerControl`, the model and
-the optimizer. docs/training.md has the moments. The trackers of `--report-to` are such callbacks too.
-"""
+"""Calls `TrainerCallback`s of transformers, such as trackers, at the moments of a run that docs/training.md names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler
 
 from chunkplan.errors import UsageError
 from chunkplan.visible import one_line
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.metrics import EvaluationRow, StepRow, as_entries
+from chunkplan_runtime.training.metrics import Row, as_entries
 from chunkplan_runtime.training.train_step import TrainStep
 
-#: By tracker the packages that transformers takes it from: one of them has to be there.
-_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
-
 #: Entries of metrics.jsonl that are logged, by the name that they are logged under: where it has one, transformers'.
-_SAME = ("router_loss", "tokens", "target_tokens", "tokens_per_second", "seconds", "wait_seconds", "mfu")
-LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate", **{name: name for name in _SAME}}
-LOGGED["peak_memory_bytes"] = "peak_memory_bytes"
+_SAME = ("loss", "grad_norm", "router_loss", "tokens", "target_tokens", "tokens_per_second", "seconds", "wait_seconds")
+LOGGED = {"lr": "learning_rate"} | {name: name for name in (*_SAME, "mfu", "peak_memory_bytes")}
 
 #: The same of evals.jsonl.
 LOGGED_OF_EVALUATIONS = {"eval_loss": "eval_loss", "target_tokens": "eval_target_tokens", "seconds": "eval_seconds"}
@@ -65,62 +56,60 @@ class _Arguments(TrainingArguments):
         return self.config
 
 
-def trackers(config: TrainConfig) -> dict[str, type[TrainerCallback]]:
-    """The classes of the trackers of `--report-to`, by name."""
-    for name in config.report_to or ():
-        if not any(map(find_spec, _PACKAGES[name])):
-            raise UsageError(
-                f"--report-to {name} needs {' or '.join(_PACKAGES[name])}, which is not installed",
-                hint=f"pip install {_PACKAGES[name][-1]}",
-            )
+def trackers(config: TrainConfig) -> dict[TrainerCallback, str]:
+    """The trackers of `--report-to`, with their names.
+
+    Raises:
+        UsageError: one is not installed, or does not work.
+    """
     if not config.report_to:
         return {}
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     integrations: Any = get_reporting_integration_callbacks
-    return dict(zip(config.report_to, integrations(list(config.report_to)), strict=True))
+    made = {}
+    for name, make in zip(config.report_to, integrations(list(config.report_to)), strict=True):
+        with _named(name):
+            made[make()] = name
+    return made
 
 
-def _fails(name: str, error: Exception) -> UsageError:
-    said = " ".join(str(error).split())
-    return UsageError(
-        f"--report-to {name} does not work: {type(error).__name__}: {one_line(said)}",
-        hint=f"set {name} up as it asks for, or leave it out of --report-to",
-    )
+@contextmanager
+def _named(tracker: str | None) -> Iterator[None]:
+    """Raise what a tracker raises as an error that names it."""
+    try:
+        yield
+    except Exception as error:
+        if tracker is None:
+            raise
+        said = one_line(" ".join(str(error).split()))
+        raise UsageError(
+            f"--report-to {tracker} does not work: {type(error).__name__}: {said}",
+            hint=f"install {tracker} and set it up as it asks for, or leave it out of --report-to",
+        ) from error
 
 
-class _Flow(DefaultFlowCallback):
-    """Has a run log every step, evaluate and save as its options say, before other callbacks change that."""
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say what follows the step that was done."""
-        done = state.global_step
-        control.should_log = True
-        control.should_evaluate = done == state.max_steps or (state.eval_steps > 0 and done % state.eval_steps == 0)
-        control.should_save = state.save_steps > 0 and done % state.save_steps == 0
-
-
-class Callbacks:
-    """The callbacks of a run, on each of its processes.
+class Callbacks(CallbackHandler):
+    """The callbacks of a run, on each of its processes, called as transformers' own Trainer calls them.
 
     What the callbacks of one process ask for is done by all: stop, save, evaluate. Trackers are on the main one alone.
     """
 
     def __init__(
-        self, given: Sequence[TrainerCallback], config: TrainConfig, job: Job, train_step: TrainStep, num_steps: int
+        self,
+        given: Sequence[TrainerCallback],
+        config: TrainConfig,
+        job: Job,
+        train_step: TrainStep,
+        num_steps: int,
+        best: BestLoss,
     ) -> None:
-        """`num_steps`: of the run."""
-        self._trackers: dict[TrainerCallback, str] = {}
-        for name, tracker in (trackers(config) if job.is_main else {}).items():
-            try:
-                self._trackers[tracker()] = name
-            except Exception as error:
-                raise _fails(name, error) from error
-        self._job = job
+        """`num_steps` and `best`: of the run."""
+        self._trackers = trackers(config) if job.is_main else {}
+        self._job, self._best = job, best
         self._are_there = any(job.all_gather_object(bool(given or self._trackers)))
-        callbacks: Any = [_Flow(), *given, *self._trackers]
-        make: Any = CallbackHandler
-        self._handler = make(callbacks, train_step.model.model, None, train_step.optimizer, None)
+        self.callbacks = [*given, *self._trackers]
+        self.model, self.optimizer = train_step.model.model, train_step.optimizer
         self._arguments = _arguments(config, num_steps)
         self.control = TrainerControl()
         self.state = TrainerState(
@@ -134,15 +123,8 @@ class Callbacks:
 
     def call(self, event: str, **more: Any) -> None:
         """Call all callbacks of all processes, such as `on_step_end`; `more` are arguments of that event."""
-        do: Any = getattr(self._handler, event)
-        try:
-            self.control = do(self._arguments, self.state, self.control, **more)
-        except Exception as error:
-            callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-            for tracker, name in self._trackers.items():
-                if any(each is tracker for each in callers):
-                    raise _fails(name, error) from error
-            raise
+        self.state.best_metric, self.state.best_global_step = self._best.loss, self._best.step or None
+        self.control = getattr(self, event)(self._arguments, self.state, self.control, **more)
         if self._are_there:
             wanted = self._job.all_gather_object({name: getattr(self.control, name) for name in _REQUESTS})
             for name in _REQUESTS:
@@ -153,35 +135,44 @@ class Callbacks:
                 hint="set should_training_stop, or build the plan with fewer --epochs",
             )
 
-    def begin(self, start: int, epochs_done: float, best: BestLoss) -> None:
+    def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **more: Any) -> TrainerControl:
+        """Call all callbacks of this process; an error of a tracker names it."""
+        more |= {"model": self.model, "optimizer": self.optimizer}
+        more |= dict.fromkeys(("processing_class", "lr_scheduler", "train_dataloader", "eval_dataloader"))
+        for callback in self.callbacks:
+            with _named(self._trackers.get(callback)):
+                found = getattr(callback, event)(args, state, control, **more)
+            control = found or control
+        return control
+
+    def begin(self, start: int, epochs_done: float) -> None:
         """Before the first step, which is `start` of the plan."""
         self.state.global_step, self.state.epoch = start, epochs_done
-        self._know(best)
         self.call("on_train_begin")
 
-    def end_step(self, row: StepRow, epochs_done: float) -> None:
+    def end_step(self, row: Row, epochs_done: float) -> None:
         """After the update of a step; `control` then says what follows it."""
-        self.state.global_step, self.state.epoch = row["step"] + 1, epochs_done
-        self.state.num_input_tokens_seen += row["tokens"]
+        state, control = self.state, self.control
+        done = state.global_step = row["step"] + 1
+        state.epoch = epochs_done
+        state.num_input_tokens_seen += row["tokens"]
+        control.should_log = True
+        control.should_evaluate = done == state.max_steps or (state.eval_steps > 0 and done % state.eval_steps == 0)
+        control.should_save = state.save_steps > 0 and done % state.save_steps == 0
         self.call("on_step_end")
         if self.control.should_log:
             self._log(_numbers(row, LOGGED))
 
-    def evaluated(self, row: EvaluationRow, best: BestLoss) -> None:
-        """After an evaluation; `best` does not know it yet."""
+    def evaluated(self, row: Row) -> None:
+        """After an evaluation, whose loss `best` does not know yet."""
         metrics = _numbers(row, LOGGED_OF_EVALUATIONS)
         self._log(metrics)
-        self._know(best)
         self.call("on_evaluate", metrics={**metrics, "epoch": self.state.epoch})
 
-    def saved(self, best: BestLoss, checkpoint: Path | None) -> None:
-        """After a checkpoint; `checkpoint`: the best one, where it is kept."""
-        self._know(best)
-        self.state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
+    def saved(self, best: Path | None) -> None:
+        """After a checkpoint; `best`: the best one, where it is kept."""
+        self.state.best_model_checkpoint = None if best is None else str(best)
         self.call("on_save")
-
-    def _know(self, best: BestLoss) -> None:
-        self.state.best_metric, self.state.best_global_step = best.loss, best.step or None
 
     def _log(self, numbers: dict[str, float]) -> None:
         logs = {**numbers, "epoch": self.state.epoch}

@@ -1,9 +1,13 @@
-"""Checkpoints: everything that a run needs to go on as if it had not been stopped, on disk whole or not at all.
+"""Checkpoints: all that a run needs to go on as if it had not been stopped, and whether a run may go on from one.
 
 `weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
 them, both written by torch.distributed.checkpoint: each process what it has, which any number of processes can read.
-`state.json` has the rest: the position in the plan, random states, what the run must not change, and of each file what
-tells it from one that is torn or of another step.
+`state.json` has the rest: the next step, torch's random states, the position in the plan, the losses that spikes are
+compared with, what the run must not change, by the names that messages have for it, and hashes of files and of itself.
+
+A run may go on with the same samples, model and way of learning. Its plan may be another one whose steps have the same
+samples (`samples_of`), for other ranks or of more epochs. It may end after another number of steps where those that are
+done had the same learning rates, so that it is then the run that it would have been from the start.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,16 +29,23 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+from transformers import TrainerCallback, TrainingArguments, get_scheduler
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
-from chunkplan.errors import ChunkplanError, DataError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
-from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.feed.stream import StreamPosition
-from chunkplan_runtime.training.optimizer import empty_state
-from chunkplan_runtime.training.run_folder import NO_ROOM, RunFolder, remove_folder, shared_folder
+from chunkplan.planfile.likeness import EPOCHS, samples_of
+from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import counted
+from chunkplan_runtime.distributed.job import Job, shorten
+from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.run_folder import NO_ROOM, RunFolder, remove_folder, shared_folder, why
+from chunkplan_runtime.training.setup import TrainingData
 
-_WEIGHTS, _OPTIMIZER, _STATE = "weights", "optimizer", "state.json"
+_WEIGHTS, _OPTIMIZER, _STATE, _HASH = "weights", "optimizer", "state.json", "hash"
 
 _HINT = "remove this checkpoint to go on from the one before"
 
@@ -43,51 +55,27 @@ _FILE_BYTES = 1 << 28
 #: How many pieces of a file, of how many bytes, tell it from others.
 _PIECES, _PIECE_BYTES = 16, 1 << 12
 
-#: Entries of the state, and whether a value is one.
-_ENTRIES: dict[str, Callable[[Any], bool]] = {
-    "step": lambda value: type(value) is int and value >= 0,
-    "random": lambda value: isinstance(value, list) and all(_is_hex(text) for text in value) and len(value) > 0,
-    "files": lambda value: isinstance(value, dict),
-    "stream": lambda value: isinstance(value, dict),
-    "losses": lambda value: isinstance(value, list) and all(type(loss) in (int, float) for loss in value),
-    "fixed": lambda value: isinstance(value, dict),
-}
+#: The options that say no more than after how many steps a run ends, by flag.
+_ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
 
+_RATES = "learning rates of the steps that are done go by how many there are"
 
-class RunState(TypedDict):
-    """What a checkpoint keeps of a run beside its tensors: where it is in the plan, and what it must not change.
-
-    `losses` are those that spikes are compared with; `fixed` has the names that messages have for its values.
-    """
-
-    stream: StreamPosition
-    losses: list[float]
-    fixed: dict[str, Any]
-
-
-class CheckpointState(RunState):
-    """What state.json holds: also the next step, torch's random states as hex, and a digest of each file."""
-
-    step: int
-    random: list[str]
-    files: dict[str, str]
+#: What transformers leaves in a checkpoint when everything else is there.
+_TRAINER_STATE = "trainer_state.json"
 
 
 class BestLoss:
-    """The lowest evaluation loss of a run; after `patience` evaluations without a lower one it is time to stop.
+    """The lowest evaluation `loss` of a run, and how many evaluations `since` then were no lower.
 
-    `patience` None: it never is. An evaluation without targets has no loss, and counts for nothing. It follows from the
-    evaluations alone, so a run that goes on reads those `before` from their file again.
+    `step`: how many steps were done when it was found, with which its checkpoint goes on. After `patience` evaluations
+    without a lower one it is time to stop; None: it never is. An evaluation without targets has no loss, and counts for
+    nothing. A run that goes on gives the evaluations `before` again.
     """
 
     def __init__(self, patience: int | None = None, before: Iterable[tuple[int, float | None]] = ()) -> None:
         self._patience = patience
-        #: The lowest loss; None before the first.
         self.loss: float | None = None
-        #: How many steps were done when it was found: the step that its checkpoint goes on with.
-        self.step = 0
-        #: How many evaluations have been no lower since.
-        self.since = 0
+        self.step, self.since = 0, 0
         for step, loss in before:
             self.add(step, loss)
 
@@ -113,7 +101,7 @@ def write_checkpoint(
     *,
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
-    state: RunState,
+    state: Mapping[str, Any],
     keep_last: int,
     best: int | None,
     device: torch.device,
@@ -130,20 +118,22 @@ def write_checkpoint(
         if job.is_main and lines.exists():
             sync(lines)  # a checkpoint must not outlive the lines before it
     target = folder.checkpoint(step)
-    with shared_folder(target, job, _WEIGHTS, _OPTIMIZER) as temporary:
+    with shared_folder(target, job) as temporary:
         _write_tensors(temporary / _WEIGHTS, weights, job, target)
         _write_tensors(temporary / _OPTIMIZER, optimizer, job, target)
         if job.is_main:
             files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.glob("*/*"))}
-            rest = {"step": step, "random": _random_states(device), "files": files}
-            (temporary / _STATE).write_text(json.dumps({**state, **rest}, allow_nan=False) + "\n", encoding="utf-8")
+            states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+            found = {"step": step, "random": [each.numpy().tobytes().hex() for each in states], "files": files}
+            text = json.dumps({**state, **found, _HASH: _hash({**state, **found})}, allow_nan=False)
+            (temporary / _STATE).write_text(f"{text}\n", encoding="utf-8")
     kept = None if best is None else folder.checkpoint(best)
     others = [each for each in folder.checkpoints() if each != kept] if job.is_main else []
     for old in others[:-keep_last]:
         remove_folder(old)
 
 
-def read_state(checkpoint: Path) -> CheckpointState:
+def read_state(checkpoint: Path) -> Mapping[str, Any]:
     """The state.json of a checkpoint, after a check that its files are those that were written with it.
 
     Raises:
@@ -152,54 +142,37 @@ def read_state(checkpoint: Path) -> CheckpointState:
     path = checkpoint / _STATE
     try:
         state = read_json(path, hint=_HINT)
+        expected = state.pop(_HASH, None) if isinstance(state, dict) else None
+        if expected != _hash(state) or checkpoint.name != f"step-{state['step']:08d}":
+            raise DataError("not what a run wrote there", where=str(path), hint=_HINT)
+        for name, digest in state["files"].items():
+            path = checkpoint / name
+            if _digest(path) != digest:
+                raise DataError("it is torn, or of another checkpoint", where=str(path), hint=_HINT)
     except OSError as error:
         raise DataError(f"cannot be read: {error}", where=str(path), hint=_HINT) from error
-    if not isinstance(state, dict):
-        raise DataError("not the state of a run", where=str(path), hint=_HINT)
-    for name, is_right in _ENTRIES.items():
-        if name not in state:
-            raise DataError(f"`{name}` is missing", where=str(path), hint=_HINT)
-        if not is_right(state[name]):
-            raise DataError(f"`{name}` is not what a run writes", where=str(path), hint=_HINT)
-    if checkpoint.name != f"step-{state['step']:08d}" or state["stream"].get("step") != state["step"]:
-        raise DataError(f"the state of step {state['step']}", where=str(path), hint=_HINT)
-    for name, digest in state["files"].items():
-        try:
-            is_right = _digest(checkpoint / name) == digest
-        except OSError as error:
-            raise DataError(f"cannot be read: {error}", where=str(checkpoint / name), hint=_HINT) from error
-        if not is_right:
-            raise DataError("it is torn, or of another checkpoint", where=str(checkpoint / name), hint=_HINT)
-    return cast(CheckpointState, state)  # as was checked, entry by entry
+    return cast("Mapping[str, Any]", state)
 
 
 @torch.no_grad()
-def read_tensors(checkpoint: Path, weights: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
-    """Fill `weights`, all that this process trains, and return what the optimizer remembered of them.
-
-    The latter is by `NAME:ENTRY`, see `empty_state`.
+def read_tensors(
+    checkpoint: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], job: Job
+) -> set[str]:
+    """Fill `weights`, all that this process trains, and of `optimizer` what is remembered; returns the names of these.
 
     Raises:
         DataError: they cannot be read, or are of another model.
     """
-    with _read_errors(checkpoint / _WEIGHTS):
+    with _told("cannot be read", DataError, checkpoint / _WEIGHTS, _HINT):
         load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), **_processes(job))
-    found: dict[str, Tensor] = {}
-    with _read_errors(checkpoint / _OPTIMIZER):
+    with _told("cannot be read", DataError, checkpoint / _OPTIMIZER, _HINT):
         stored = HuggingFaceStorageReader(str(checkpoint / _OPTIMIZER))
-        for key, entry in stored.read_metadata().state_dict_metadata.items():
-            weight = weights.get(key.rpartition(":")[0])
-            if weight is None:
-                continue  # of another stage
-            room = empty_state(weight, entry.properties.dtype, entry.size)  # type: ignore[union-attr]  # all tensors
-            if room is None:
-                raise DataError(f"no state of that weight: {key}", where=str(checkpoint / _OPTIMIZER), hint=_HINT)
-            found[key] = room
-        load(found, storage_reader=stored, **_processes(job))
-    return found
+        names = optimizer.keys() & stored.read_metadata().state_dict_metadata.keys()
+        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, **_processes(job))
+    return names
 
 
-def restore_random_states(state: CheckpointState, device: torch.device) -> None:
+def restore_random_states(state: Mapping[str, Any], device: torch.device) -> None:
     """Set torch's random generators, that of `device` if it was a GPU and is one."""
     cpu, *gpu = [torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in state["random"]]
     torch.set_rng_state(cpu)
@@ -208,56 +181,43 @@ def restore_random_states(state: CheckpointState, device: torch.device) -> None:
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job, target: Path) -> None:
-    """Write what this process has of `tensors` into `folder`, which is there already and will be in `target`.
+    """Write what this process has of `tensors` into `folder`, which will be in `target`.
 
     Raises:
         ChunkplanError: a process cannot write, for example because its disk is full; all raise it.
     """
     own = {name: tensor.detach() for name, tensor in tensors.items()}
+    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
     sizes: dict[str, int] = {}
-    for found in job.all_gather_object({name: _local(tensor).nbytes for name, tensor in own.items()}):
+    for found in job.all_gather_object({name: each.nbytes for name, each in local.items()}):
         sizes |= found
     files, before = {}, 0
     for name, size in sizes.items():
         files[name] = 1 + before // _FILE_BYTES
         before += size
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    try:
-        with _silent():
-            save(own, storage_writer=writer, **_processes(job))
-    except CheckpointException as error:
-        raise ChunkplanError(f"cannot be written: {_reason(error)}", where=str(target), hint=NO_ROOM) from error
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with _told("cannot be written", ChunkplanError, target, NO_ROOM):
+        save(own, storage_writer=writer, **_processes(job))
 
 
 def _processes(job: Job) -> dict[str, Any]:
-    return {"no_dist": True} if job.groups is None else {"process_group": job.groups.control}
+    return {"no_dist": job.groups is None}
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
-        yield
-
-
-@contextmanager
-def _read_errors(folder: Path) -> Iterator[None]:
+def _told(what: str, kind: type[ChunkplanError], where: Path, hint: str) -> Iterator[None]:
+    """Raise what goes wrong with files as an error of ours, with what the first process says where that is several."""
     try:
-        with _silent():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
             yield
     except (CheckpointException, SafetensorError, OSError) as error:
-        reason = _reason(error) if isinstance(error, CheckpointException) else str(error)
-        raise DataError(f"cannot be read: {reason}", where=str(folder), hint=_HINT) from error
-
-
-def _reason(error: CheckpointException) -> str:
-    process, (first, _) = min(error.failures.items())
-    text = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
-    return text if len(error.failures) == 1 and process == 0 else f"{text} (process {process})"
+        process, reason = 0, str(error) if kind is DataError else why(error)
+        if isinstance(error, CheckpointException):
+            process, (first, _) = min(error.failures.items())
+            reason = why(first).splitlines()[0]
+        reason += f" (process {process})" if process else ""
+        raise kind(f"{what}: {reason}", where=str(where), hint=hint) from error
 
 
 def _digest(path: Path) -> str:
@@ -271,13 +231,142 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _random_states(device: torch.device) -> list[str]:
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.numpy().tobytes().hex() for state in states]
+def _hash(state: object) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _is_hex(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and len(bytes.fromhex(text)) > 0
-    except ValueError:
-        return False
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of_epochs: bool = False) -> dict[str, str]:
+    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it.
+
+    How many steps there are is judged by `why_not_as_long`.
+    """
+    differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    if not of_epochs and before.get(EPOCHS, 0) < now.get(EPOCHS, 0):
+        differ.remove(EPOCHS)  # its first steps are the same
+    return {name: f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ}
+
+
+def why_not_as_long(done: int, before: int, now: int, rates: Callable[[int], list[float]]) -> str:
+    """Why a run of `done` steps that was to have `before` cannot have as many as `now`; "" where it can.
+
+    `rates`: learning rates of the steps that are done, by how many there are in all.
+    """
+    if now < done:
+        return f"it has done {done:,} steps already"
+    return _RATES if rates(before) != rates(now) else ""
+
+
+class Earlier(NamedTuple):
+    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
+
+    checkpoint: Path
+    state: Mapping[str, Any]
+    num_steps: int
+
+
+def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
+    """The run in `folder` that is to go on; None where it has no checkpoint.
+
+    Raises:
+        UsageError: it is finished, and has all the steps that are asked for, or all that its plan has.
+        DataError: its last checkpoint is damaged.
+    """
+    found = next(reversed(folder.checkpoints()), None), folder.final.exists()
+    checkpoint, is_finished = job.broadcast_object(found)
+    if checkpoint is None:
+        return None
+    state = read_state(checkpoint)
+    fixed = state["fixed"]
+    ends: dict[str, Any] = {field: fixed.get(flag) for flag, field in _ENDS.items()}
+    if epochs := fixed.get(EPOCHS):
+        ends["max_epochs"] = min(ends["max_epochs"] or epochs, epochs)
+    num_steps = data.num_steps(replace(config, **ends))
+    samples = samples_of(data.plan.manifest)
+    if is_finished and data.num_steps(config) <= num_steps and not changes({k: fixed.get(k) for k in samples}, samples):
+        epochs, steps = data.plan.manifest["epochs"], data.plan.manifest["totals"]["num_steps"]
+        asked = {"--max-epochs": (config.max_epochs, epochs), "--max-steps": (config.max_steps, steps)}
+        more = [f"{flag} is {number:,}" for flag, (number, most) in asked.items() if number and number > most]
+        if not more:
+            raise folder.finished(f"no more than its {num_steps:,} steps are asked for")
+        raise folder.finished(
+            f"its plan has {counted(epochs, 'epoch')}, {counted(steps, 'step')}: {', '.join(more)}",
+            hint="build the plan again with more --epochs, and nothing else changed: the same command goes on then",
+        )
+    return Earlier(checkpoint, state, num_steps)
+
+
+def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
+    """Refuse to go on with other samples, another model or way of learning; `fixed` are these now, by name.
+
+    Raises:
+        UsageError: naming all that differ.
+    """
+    done = earlier.state["step"]
+
+    def rates(steps: int) -> list[float]:
+        how = {"warmup": config.warmup, "lowest": config.min_lr}
+        return [learning_rate_factor(config.lr_schedule, step, steps, **how) for step in range(done)]
+
+    why_not = why_not_as_long(done, earlier.num_steps, num_steps, rates)
+    differ = changes(earlier.state["fixed"], json.loads(json.dumps(fixed)), of_epochs=bool(why_not))
+    if told := [text for name, text in differ.items() if why_not or name not in _ENDS]:
+        hint = "resume with what it was started with, or start anew in another --output"
+        raise UsageError(
+            f"{earlier.checkpoint} is of another run: {'; '.join(told)}", hint=f"{why_not}: {hint}" if why_not else hint
+        )
+
+
+class PlanIdentity(TrainerCallback, ExportableState):
+    """Puts into every checkpoint of a `ChunkTrainer` which samples the plan's steps have: `samples_of`."""
+
+    def __init__(self, samples: Mapping[str, Any]) -> None:
+        self.samples = samples
+
+    def state(self) -> dict[str, Any]:
+        """What transformers saves in a checkpoint, and makes this callback from when it resumes."""
+        return {"args": {"samples": self.samples}, "attributes": {}}
+
+
+def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *, has_own_rates: bool) -> str:
+    """The checkpoint that a `ChunkTrainer` goes on from: `asked`, or the last one of `args`.
+
+    `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`.
+
+    Raises:
+        UsageError: there is none, or it is of other samples, or its steps would have had other learning rates.
+    """
+    find: Any = get_last_checkpoint
+    folder = Path(args.output_dir or "")
+    found = str(asked) if asked is not True else find(str(folder)) if folder.is_dir() else None
+    if found is None or not (Path(found) / _TRAINER_STATE).is_file():
+        hint = "leave resume_from_checkpoint out to start from the beginning"
+        raise UsageError(f"there is no checkpoint in {found or folder}", hint=hint)
+    state = TrainerState.load_from_json(str(Path(found) / _TRAINER_STATE))
+    identity: Any = (state.stateful_callbacks or {}).get(PlanIdentity.__name__)
+    before = None if identity is None else identity["args"].get("samples")
+    told = "it does not say which samples its steps have"
+    if isinstance(before, Mapping):
+        told = "; ".join(changes(before, samples_of(plan.manifest)).values())
+    if told:
+        hint = "go on with the plan it was begun with, or start anew from its weights"
+        raise UsageError(f"a checkpoint of another plan: {told}", where=found, hint=hint)
+
+    def rates(num_steps: int) -> list[float]:
+        """Of the steps that are done and the next, which the optimizer has already; none where losses decide."""
+        if has_own_rates:
+            return []
+        optimizer = SGD([torch.zeros(1)], lr=args.learning_rate)
+        warmup, more = args.get_warmup_steps(num_steps), cast("dict[str, Any] | None", args.lr_scheduler_kwargs)
+        schedule: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, num_steps, more)
+        steps = range(state.global_step + 1)
+        return [factor(step) for factor in getattr(schedule, "lr_lambdas", ()) for step in steps]
+
+    now = args.max_steps if args.max_steps > 0 else plan.manifest["totals"]["num_steps"]
+    if why_not := why_not_as_long(state.global_step, state.max_steps, now, rates):
+        raise UsageError(
+            f"a checkpoint of a run of {state.max_steps:,} steps, this one has {now:,}: {why_not}",
+            where=found,
+            hint=f"go on with max_steps={state.max_steps}, or start anew; "
+            'lr_scheduler_type="constant" lets a run become longer',
+        )
+    return found

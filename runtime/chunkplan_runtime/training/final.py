@@ -1,17 +1,18 @@
 """Saves the model that a run leaves, as `save_pretrained` of transformers does, and the tokenizer that goes with it.
 
-Of several processes each has a part of the model. They gather it weight by weight, a layer at a time where a checkpoint
-has weights formed otherwise than the model, such as those of experts, and each writes some of the files: none needs
-more memory than a file takes, and those of one file and a layer.
+Of several processes each has a part of the model. They gather it weight by weight, and each writes some of the files
+with safetensors: none needs more memory than those of a file take. torch's own consolidation would write every number
+twice, those of a weight without dimensions as 0, and no integers.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -22,23 +23,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import UsageError
 from chunkplan.files.folder import let_umask_decide
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import layer_of
+from chunkplan_runtime.distributed.stages import layer_of
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.run_folder import NO_ROOM, shared_folder, why
+from chunkplan_runtime.training.run_folder import shared_folder, why
 from chunkplan_runtime.training.train_step import TrainStep
 
 #: From how many bytes on a model that several processes have is saved in several files, each of about so many.
 FILE_BYTES = 1 << 30
-
-_PARTS = "parts"
 
 _MERGE_HINT = "leave --merge-adapters out, or name other layers by --lora-targets"
 
@@ -78,11 +77,11 @@ def save_final(
     if merges:
         own = merge_adapters(own, train_step.tensors()["weights"])
         described = own if job.groups is None else described.unload()
-    with shared_folder(target, job, *([] if job.groups is None else [_PARTS])) as folder:
+    with shared_folder(target, job) as folder:
         if job.groups is None:
             described.save_pretrained(folder)
         else:
-            save_parts(own, described, folder, target, job, file_bytes)
+            save_parts(own, described, folder, job, file_bytes)
         if job.is_main:
             for path in folder.glob("*.safetensors"):  # which only their owner may read
                 let_umask_decide(path)
@@ -98,9 +97,7 @@ def check_mergeable(model: Any) -> None:
     """
     from peft.tuners.lora import Linear, ParamWrapper
 
-    uses: dict[int, int] = {}
-    for _, weight in model.named_parameters(remove_duplicate=False):
-        uses[id(weight)] = uses.get(id(weight), 0) + 1
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for path, layer, base, own in _adapted(model):
         parts = [*path.removeprefix("base_model.model.").split("."), own]
         name = ".".join(part for part in parts if part != "base_layer")
@@ -149,69 +146,63 @@ def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-class _File(NamedTuple):
-    """A file that a process has written: its name, the tensors in it, and the bytes of these."""
-
-    name: str
-    tensors: list[str]
-    num_bytes: int
-
-
-def save_parts(own: Any, whole: Any, folder: Path, target: Path, job: Job, file_bytes: int) -> None:
+def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) -> None:
     """Save a model of which each process has some layers, or rows of them, as `own`; `whole` has no numbers.
 
     Raises:
-        ChunkplanError: a process cannot write; all raise it.
+        OSError: a process cannot write; all raise it.
     """
-    files, failure = _write_parts(own, whole, folder / _PARTS, job, file_bytes)
-    told = job.all_gather_object((files, failure))
-    for process, (_, failed) in enumerate(told):
-        if failed:
-            named = failed if process == 0 else f"{failed} (process {process})"
-            raise ChunkplanError(f"cannot be written: {named}", where=str(target), hint=NO_ROOM)
-    if not job.is_main:
-        return
-    if has_adapters(whole):
-        for path in (folder / _PARTS).iterdir():
-            for name, value in load_file(path).items():
-                whole.get_parameter(name).data = value
-        whole.save_pretrained(folder)
-    else:
-        whole.save_pretrained(folder, state_dict={})  # config and generation config
-        _join(sorted(file for files, _ in told for file in files), whole, folder, file_bytes)
-    shutil.rmtree(folder / _PARTS)
-
-
-def _write_parts(own: Any, whole: Any, parts: Path, job: Job, file_bytes: int) -> tuple[list[_File], str]:
-    """Write the files that are this process's turn, of what its stage has; returns them, and what went wrong if any."""
-    names, is_adapter = _saved_names(whole), has_adapters(whole)
-    dtypes = {name: weight.dtype for name, weight in whole.named_parameters(remove_duplicate=False)}
-    held = {name: value for name, value in own.state_dict().items() if name in names}
+    is_adapter = has_adapters(whole)
+    if job.is_main and not is_adapter:
+        whole.save_pretrained(folder, state_dict={})  # its configs
+    names, held = _saved_names(whole), own.state_dict()
     stages: dict[str, int] = {}
-    for stage, its_names in job.all_gather_object((job.layout.stage, [*held])):
+    for stage, its_names in job.all_gather_object((job.layout.stage, [name for name in held if name in names])):
         for name in its_names:
             stages.setdefault(name, stage)  # tied embeddings are on two
-    files: list[_File] = []
-    failure, number, num_bytes, waiting = "", 0, 0, dict[str, Tensor]()
-    groups = _formed_together([name for name in held if stages[name] == job.layout.stage], whole, is_adapter)
-    for place, group in enumerate(groups, 1):
-        tensors = {name: _gathered(held[name]) for name in group}
-        tensors = {name: value.to(dtypes.get(name, value.dtype)) for name, value in tensors.items()}
-        if not is_adapter:
-            tensors = revert_weight_conversion(whole, tensors)
-        num_bytes += sum(value.nbytes for value in tensors.values())
-        if number % job.layout.dp == job.layout.replica:
-            waiting |= {name: value.cpu().contiguous() for name, value in tensors.items()}
-        if num_bytes < file_bytes and place < len(groups):
+    dtypes = {name: weight.dtype for name, weight in whole.named_parameters(remove_duplicate=False)}
+    files, places, size, failure = _files(whole, stages, file_bytes), dict[str, str](), 0, ""
+    for number, (stage, in_file) in enumerate(files):
+        tensors: dict[str, Tensor] = {}
+        for name in in_file if stage == job.layout.stage else ():
+            value = _gathered(held[name])
+            if number % job.layout.dp == job.layout.replica:
+                tensors[name] = value.to("cpu", dtypes.get(name, value.dtype))
+        if not tensors:
             continue
-        if waiting and not failure:
-            files.append(_File(f"{job.layout.stage:05d}-{number:05d}.safetensors", [*waiting], num_bytes))
-            try:
-                save_file(waiting, parts / files[-1].name, {"format": "pt"})
-            except (OSError, SafetensorError) as error:
-                failure = why(error)  # the others go on with what has to be done together
-        number, num_bytes, waiting = number + 1, 0, {}
-    return files, failure
+        tensors = tensors if is_adapter else revert_weight_conversion(whole, tensors)
+        size += sum(value.nbytes for value in tensors.values())
+        places |= dict.fromkeys(tensors, f"model-{number + 1:05d}-of-{len(files):05d}.safetensors")
+        try:
+            _save(tensors, folder / places[next(iter(tensors))])
+        except (OSError, SafetensorError) as error:
+            failure = failure or why(error)  # the others go on with what has to be done together
+    told = job.all_gather_object((places, size, failure))
+    for process, (*_, failed) in enumerate(told):
+        if failed:
+            raise OSError(failed + (f" (process {process})" if process else ""))
+    if not job.is_main:
+        return
+    places, size = {name: file for each, *_ in told for name, file in each.items()}, sum(each for _, each, _ in told)
+    if not is_adapter and size > file_bytes:
+        metadata = {"total_parameters": whole.num_parameters(), "total_size": size}
+        text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
+        return
+    written = sorted({folder / file for file in places.values()})
+    tensors = {name: value for path in written for name, value in load_file(path).items()}
+    for path in written:
+        path.unlink()
+    if not is_adapter:
+        _save(tensors, folder / "model.safetensors")
+        return
+    for name, value in tensors.items():
+        whole.get_parameter(name).data = value
+    whole.save_pretrained(folder)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
 
 
 def _saved_names(whole: Any) -> set[str]:
@@ -224,41 +215,25 @@ def _saved_names(whole: Any) -> set[str]:
     return {*whole.state_dict()} - left_out
 
 
-def _formed_together(names: list[str], whole: Any, is_adapter: bool) -> list[list[str]]:
-    """Names of weights by layer; in one list where weights of several layers are one in a checkpoint."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(layer_of(name), []).append(name)
-    if is_adapter:
-        return [*groups.values()]
-    state = whole.state_dict()
+def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple[int, list[str]]]:
+    """The stage and the weights of each file, of whole layers: transformers saves some otherwise than a model has them.
 
-    def formed(group: list[str]) -> set[str]:
-        tensors = {name: torch.empty_like(state[name], device="meta") for name in group}
-        return {*revert_weight_conversion(whole, tensors)}
-
-    by_layer = {name for group in groups.values() for name in formed(group)}
-    return [*groups.values()] if by_layer == formed(names) else [names]
-
-
-def _join(files: list[_File], whole: Any, folder: Path, file_bytes: int) -> None:
-    """Put files in place as a model in one file, or as one in several with an index."""
-    parts, size = folder / _PARTS, sum(file.num_bytes for file in files)
-    if len(files) == 1:
-        (parts / files[0].name).rename(folder / "model.safetensors")
-        return
-    if size <= file_bytes:
-        tensors = {name: value for file in files for name, value in load_file(parts / file.name).items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return
-    places: dict[str, str] = {}
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (parts / file.name).rename(folder / name)
-        places |= dict.fromkeys(file.tensors, name)
-    metadata = {"total_parameters": whole.num_parameters(), "total_size": size}
-    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    Each is of about `file_bytes`, or of a layer that has more. `stages`: that of each weight.
+    """
+    layers: dict[tuple[int, str], list[str]] = {}
+    sizes = {name: value.nbytes for name, value in whole.state_dict().items() if name in stages}
+    for name in sizes:
+        layers.setdefault((stages[name], layer_of(name)), []).append(name)
+    files: list[tuple[int, list[str]]] = []
+    filled = 0
+    for (stage, _), names in sorted(layers.items(), key=lambda layer: layer[0][0]):
+        size = sum(sizes[name] for name in names)
+        if not files or files[-1][0] != stage or filled + size > file_bytes:
+            files.append((stage, []))
+            filled = 0
+        files[-1][1].extend(names)
+        filled += size
+    return files
 
 
 def find_tokenizer(config: TrainConfig) -> list[Path]:
@@ -267,9 +242,17 @@ def find_tokenizer(config: TrainConfig) -> list[Path]:
     Raises:
         UsageError: `--tokenizer` has none, or the hub cannot be reached.
     """
-    model = config.model if config.model is not None else str(config.model_config and config.model_config.parent)
-    folder = _folder(config.tokenizer or model)
-    files = [folder / name for name in _FILES if (folder / name).is_file()]
+    name = config.tokenizer or config.model or str(config.model_config and config.model_config.parent)
+    folder = Path(name)
+    if not folder.exists() and not name.startswith((".", "/", "~")):
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
+        except Exception as error:  # its errors have no common base
+            raise UsageError(
+                f"cannot get the tokenizer of {name!r}: {str(error).splitlines()[0]}",
+                hint="give a folder with --tokenizer; a name needs the Hugging Face Hub or its cache",
+            ) from error
+    files = [folder / file for file in _FILES if (folder / file).is_file()]
     if config.tokenizer is not None and not files:
         raise UsageError(f"{config.tokenizer} has no {_TOKENIZER}", hint="give a folder with one, or a name on the hub")
     return files
@@ -304,16 +287,3 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
             f"the tokenizer in {folder} has {num_tokens:,} tokens, the model's vocabulary {vocab_size:,}",
             hint="give the model's own tokenizer, and analyze with it",
         )
-
-
-def _folder(name: str) -> Path:
-    """The folder that a name means; of a name on the hub its files come here first."""
-    if Path(name).exists() or name.startswith((".", "/", "~")):
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # its errors have no common base
-        raise UsageError(
-            f"cannot get the tokenizer of {name!r}: {str(error).splitlines()[0]}",
-            hint="give a folder with --tokenizer; a name needs the Hugging Face Hub or its cache",
-        ) from error

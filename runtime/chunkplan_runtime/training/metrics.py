@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,8 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import kv_shapes, share_of_tokens, windows
-from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.profiling.timeline import ProcessRow
+from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
 
 #: How many losses the median of spikes is of, and how few are too few for one.
@@ -41,36 +40,8 @@ _WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "
 _MOST_ACTIONS = 20_000
 
 
-class StepRow(TypedDict):
-    """A line of metrics.jsonl; docs/training.md has the meaning of every entry."""
-
-    step: int
-    epoch: int
-    loss: float
-    target_tokens: int
-    tokens: int
-    grad_norm: float
-    tokens_per_second: float
-    seconds: float
-    predicted_seconds: float | None
-    source_losses: dict[str, float]
-    router_loss: NotRequired[float]  # where there is one
-    processes: NotRequired[list[ProcessRow]]  # of several
-    lr: float
-    mfu: float | None
-    peak_memory_bytes: int
-    wait_seconds: float
-    spike: list[str]
-
-
-class EvaluationRow(TypedDict):
-    """A line of evals.jsonl."""
-
-    step: int
-    eval_loss: float | None
-    target_tokens: int
-    seconds: float
-    source_losses: dict[str, float]
+#: A line of metrics.jsonl or evals.jsonl: docs/training.md has the meaning of every entry.
+Row = dict[str, Any]
 
 
 def write_config(path: Path, config: TrainConfig, plan: Plan) -> None:

@@ -1,8 +1,4 @@
-"""The folder of a training run: what is in it, whether a run may start or go on there, and how things are put there.
-
-Folders in it are written whole or not at all; files of JSON lines are such that a stopped run can go on writing them
-as if it had not been stopped.
-"""
+"""The folder of a training run: what is in it, whether a run may start or go on there, and how files are put there."""
 
 from __future__ import annotations
 
@@ -10,13 +6,19 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import takewhile
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.files.folder import MANIFEST, put_in_place, refuse_inside_ours, remove_left_behind, temporary_folder
+from chunkplan.files.folder import (
+    MANIFEST,
+    put_in_place,
+    refuse_inside_ours,
+    remove_left_behind,
+    sync,
+    temporary_folder,
+)
 from chunkplan.files.lock import try_lock
 
 if TYPE_CHECKING:  # it comes with torch, which options are checked without
@@ -28,11 +30,7 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 class RunLock:
-    """One run at a time in a folder: a second one would write over the first one's lines.
-
-    It is a lock on the folder itself, which may be the only one in which this user can write: nothing is left of it,
-    however the process ends.
-    """
+    """One run at a time in a folder, by a lock on the folder itself: nothing is left of it, however the run ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,15 +44,13 @@ class RunLock:
         """
         if self._descriptor is not None or not self._path.is_dir():
             return
-        descriptor = os.open(self._path, os.O_RDONLY)
+        self._descriptor = os.open(self._path, os.O_RDONLY)
         try:
-            try_lock(descriptor)
+            try_lock(self._descriptor)
         except BlockingIOError as error:
-            os.close(descriptor)
-            raise UsageError(
-                f"another run is at work in {self._path}", hint="wait for it to end, or give another --output"
-            ) from error
-        self._descriptor = descriptor
+            self.release()
+            hint = "wait for it to end, or give another --output"
+            raise UsageError(f"another run is at work in {self._path}", hint=hint) from error
 
     def release(self) -> None:
         """Let another run have the folder."""
@@ -103,16 +99,13 @@ class RunFolder:
 
     def finished(self, why: str, hint: str = "") -> UsageError:
         """The error of a run that is finished and cannot go on: `why`, and the `hint` where something helps that."""
-        is_adapter = (self.final / "adapter_config.json").exists()
-        merged = (
-            "start another run, with --merge-adapters one whose weights can be trained on from; "
-            "peft merges those that are here into their model (merge_and_unload)"
-        )
-        weights = f"`--model {self.final}` with another --output trains on from its weights; "
-        return UsageError(
-            f"the run in {self.path} is finished: {self.final} is there, and {why}",
-            hint=hint or (merged if is_adapter else f"{weights}it begins the plan again from its first step"),
-        )
+        if not hint and (self.final / "adapter_config.json").exists():
+            hint = "start another run, with --merge-adapters one whose weights can be trained on from; "
+            hint += "peft merges those that are here into their model (merge_and_unload)"
+        elif not hint:
+            hint = f"`--model {self.final}` with another --output trains on from its weights; "
+            hint += "it begins the plan again from its first step"
+        return UsageError(f"the run in {self.path} is finished: {self.final} is there, and {why}", hint=hint)
 
     def check(self, resume: bool) -> None:
         """Refuse a folder that holds something else, or that cannot be made, before any work is done.
@@ -127,11 +120,9 @@ class RunFolder:
             raise UsageError(f"{self.config} is not of a training run", hint="give another --output")
         for earlier in (self.final, self.metrics, self.path / "checkpoints"):
             if earlier.exists() and not resume:
-                raise UsageError(
-                    f"{earlier} of an earlier run is there",
-                    hint=("" if self.final.exists() else "go on with it with --resume, ")
-                    + "give another --output, or remove that run",
-                )
+                hint = "give another --output, or remove that run"
+                hint = hint if self.final.exists() else f"go on with it with --resume, {hint}"
+                raise UsageError(f"{earlier} of an earlier run is there", hint=hint)
         if (self.path / MANIFEST).exists():
             raise UsageError(f"{self.path} is an analysis or a plan", hint="give another --output")
         refuse_inside_ours(self.path)
@@ -158,45 +149,37 @@ def saving(target: Path) -> Iterator[None]:
         raise ChunkplanError(f"cannot be written: {why(error)}", where=str(target), hint=NO_ROOM) from error
 
 
-def why(error: Exception) -> str:
+def why(error: BaseException) -> str:
     """What an error says, without its number and the name of a temporary file."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 @contextmanager
-def shared_folder(target: Path, job: Job, *inside: str) -> Iterator[Path]:
-    """Yield a hidden folder beside `target`, which is not there yet, that becomes it when the block ends.
+def shared_folder(target: Path, job: Job) -> Iterator[Path]:
+    """Yield to all processes of a job a hidden folder beside `target`, which it becomes when the block ends.
 
-    All processes of a job get it, with folders `inside` of it. A killed run leaves nothing under the name of `target`;
-    an error leaves nothing at all.
+    A killed run leaves nothing under the name of `target`, which is not there yet; an error leaves nothing at all.
 
     Raises:
         ChunkplanError: it cannot be written, or a process does not see it.
     """
-    if not job.is_main:
-        temporary = target.with_name(job.broadcast_object(""))
-        _refuse_other_disks(temporary, target, job)
+    with ExitStack() as stack:
+        temporary = target
+        stack.enter_context(saving(target))
+        if job.is_main:
+            temporary = stack.enter_context(temporary_folder(target.parent, target.name))
+        temporary = target.with_name(job.broadcast_object(temporary.name))
+        for process, sees in enumerate(job.all_gather_object(temporary.is_dir())):
+            if not sees:
+                raise ChunkplanError(
+                    f"{job.layout.describe(process)} does not see what process 0 writes",
+                    where=str(target),
+                    hint="--output has to be the same folder for all, on a disk that all machines see",
+                )
         yield temporary
         job.barrier()
-        return
-    with saving(target), temporary_folder(target.parent, target.name) as temporary:
-        for name in inside:
-            (temporary / name).mkdir()
-        job.broadcast_object(temporary.name)
-        _refuse_other_disks(temporary, target, job)
-        yield temporary
-        job.barrier()
-        put_in_place(temporary, target)
-
-
-def _refuse_other_disks(temporary: Path, target: Path, job: Job) -> None:
-    for process, sees in enumerate(job.all_gather_object(temporary.is_dir())):
-        if not sees:
-            raise ChunkplanError(
-                f"{job.layout.describe(process)} does not see what process 0 writes",
-                where=str(target),
-                hint="--output has to be the same folder for all, on a disk that all machines see",
-            )
+        if job.is_main:
+            put_in_place(temporary, target)
 
 
 def remove_folder(folder: Path) -> None:
@@ -218,27 +201,24 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 def cut_back(path: Path, step: int) -> None:
     """Leave the lines before the first whose `step` is `step` or later, or that is torn. No file: nothing to do."""
-    if not path.exists():
-        return
-    end = sum(map(len, _before(path, step)))
-    with path.open("rb+") as file:
-        file.truncate(end)
-        os.fsync(file.fileno())
+    if path.exists():
+        os.truncate(path, sum(length for length, _ in _lines_before(path, step)))
+        sync(path)
 
 
 def lines_before(path: Path, step: int) -> list[Any]:
     """The rows that `cut_back` would leave; none where there is no file."""
-    return [json.loads(line) for line in _before(path, step)] if path.exists() else []
+    return [row for _, row in _lines_before(path, step)] if path.exists() else []
 
 
-def _before(path: Path, step: int) -> Iterator[bytes]:
+def _lines_before(path: Path, step: int) -> Iterator[tuple[int, Any]]:
+    """The bytes of each of these lines, and its row."""
     with path.open("rb") as file:
-        yield from takewhile(lambda line: _is_before(line, step), file)
-
-
-def _is_before(line: bytes, step: int) -> bool:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith(b"\n") and isinstance(row, dict) and row.get("step", step) < step
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return
+            if not line.endswith(b"\n") or not isinstance(row, dict) or row.get("step", step) >= step:
+                return
+            yield len(line), row

@@ -8,25 +8,24 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import Pace, left_words
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.distributed.job import Groups, Job
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
+from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.metrics import StepRow
+from chunkplan_runtime.training.metrics import Row
 from chunkplan_runtime.training.setup import Built, TrainingData
 
 #: Of a line that is not shown on a terminal.
@@ -51,6 +50,9 @@ def describe_run(
     evaluation = None if data.evaluation is None else data.evaluation.path
     if evaluation is not None and evaluation.is_relative_to(Path.cwd()):  # a full path where it was found by the plan
         evaluation = evaluation.relative_to(Path.cwd())
+    scopes = {"sequence": "each sequence", "batch": "the whole batch: each chunk runs forward once more"}
+    routers = scopes.get(router_loss_scope(model.config, config.router_loss, ""))
+    logs = shlex.quote(str(os.getenv("TENSORBOARD_LOGGING_DIR") or config.output / "runs"))  # as transformers has it
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
@@ -62,12 +64,12 @@ def describe_run(
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *([f"not read  of the data: {unread}"] if unread else ()),
         *comparison.lines,
-        *_router_lines(config, model),
+        *([f"routers   load-balancing loss over {routers}"] if routers else ()),
         *group_lines(groups),
         f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
-        *_tracker_lines(config),
+        *([f"tracked   tensorboard --logdir {logs}"] if "tensorboard" in (config.report_to or ()) else ()),
     ]
 
 
@@ -75,9 +77,8 @@ def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
     """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
     if config.attention != AUTO or torch.device(config.device).type != "cuda":
         return []
-    packages = {"flash-attn-4": why_not_4(), "flash-attn-2": why_not_2()}
-    found = packages | model.kernels.left_out
-    return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
+    found = broken_packages() | model.kernels.left_out
+    return [f"          without {name}: {reason}" for name, reason in found.items()]
 
 
 def _kernels(config: TrainConfig, model: CausalLM) -> str:
@@ -89,20 +90,6 @@ def other_kernels(config: TrainConfig, model: CausalLM, job: Job) -> list[str]:
     first, *others = job.all_gather_object(_kernels(config, model))
     of_others = [(job.layout.describe(process), other) for process, other in enumerate(others, 1) if other != first]
     return [f"attends   otherwise on {process}: {other}" for process, other in of_others]
-
-
-def _router_lines(config: TrainConfig, model: CausalLM) -> list[str]:
-    """Say what the load-balancing loss of routers is over, and what it costs; nothing where there is none."""
-    scope = router_loss_scope(model.config, config.router_loss, "")
-    counted = "each sequence" if scope == "sequence" else "the whole batch: each chunk runs forward once more"
-    return [] if scope == NO_ROUTER_LOSS else [f"routers   load-balancing loss over {counted}"]
-
-
-def _tracker_lines(config: TrainConfig) -> list[str]:
-    """Say how to look at what tensorboard gets, which shows no address of its own; nothing without it."""
-    logs = os.getenv("TENSORBOARD_LOGGING_DIR") or config.output / "runs"  # as transformers has it
-    uses_it = "tensorboard" in (config.report_to or ())
-    return [f"tracked   tensorboard --logdir {shlex.quote(str(logs))}"] if uses_it else []
 
 
 def group_lines(groups: Groups | None) -> list[str]:
@@ -126,41 +113,34 @@ def _devices(config: TrainConfig, layout: RankLayout) -> str:
 
 
 class Screen:
-    """Prints lines; within a `with` block on a terminal, and where rich is installed, above a progress bar."""
+    """Prints lines; within a `with` block on a terminal above a progress bar."""
 
     def __init__(self, start: int, num_steps: int, *, silent: bool = False) -> None:
         """Step `start` of `num_steps` comes next. `silent`: another process prints."""
-        self._start = start
-        self._num_steps = num_steps
-        self._silent = silent
+        self._start, self._num_steps, self._silent = start, num_steps, silent
         self._bar: Any = None
         self._pace = Pace()
 
     def __enter__(self) -> Screen:
         if sys.stderr.isatty() and not self._silent:
-            self._bar = _make_bar(self._start, self._num_steps)
-        if self._bar is not None:
-            self._bar.start()
+            columns, rows = shutil.get_terminal_size()
+            how: Any = {"initial": self._start, "total": self._num_steps, "mininterval": 0, "desc": "loss -"}
+            how |= {"file": sys.stderr, "ncols": columns, "nrows": rows}
+            self._bar = tqdm(bar_format="{n:,} of {total:,} steps {bar:10} {desc}", **how)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
 
     def say(self, line: str) -> None:
         """Print a line; control characters in names from elsewhere are made visible."""
-        if self._silent:
-            return
-        line = one_line(line)
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if not self._silent:
+            tqdm.write(one_line(line), file=sys.stderr)
+            sys.stderr.flush()
 
-    def show_step(self, row: StepRow) -> None:
+    def show_step(self, row: Row) -> None:
         """Print the line of a step from its metrics, and move the bar.
 
         It has the step's number in the plan, from 0, and how many steps are done now: "step 4 (5/5)" is the last of 5.
@@ -181,23 +161,6 @@ class Screen:
         if self._bar is not None:
             rate = self._pace.rate(step + 1 - self._start, self._num_steps - self._start, time.monotonic())
             left = "" if rate is None else f"  {left_words((self._num_steps - step - 1) / rate)}"
-            speed = f"{row['tokens_per_second']:,.0f} tokens/s{left}"
-            self._bar.update(0, completed=step + 1, loss=f"{row['loss']:.4f}", speed=speed)
-
-
-def _make_bar(start: int, num_steps: int) -> Any:
-    """None without rich, which a machine that only trains need not have."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-    except ImportError:
-        return None
-    bar = Progress(
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
-        BarColumn(bar_width=20),
-        TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
-        console=Console(stderr=True),
-        redirect_stdout=False,
-    )
-    bar.add_task("", total=num_steps, completed=start, loss="-", speed="-")
-    return bar
+            loss, speed = f"loss {row['loss']:.4f}", f"{row['tokens_per_second']:,.0f} tokens/s"
+            self._bar.set_description_str(f"{loss}  {speed}{left}", refresh=False)
+            self._bar.update(step + 1 - self._bar.n)

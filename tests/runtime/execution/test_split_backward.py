@@ -22,10 +22,10 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import products
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.models.parts import evaluate_in_float64
+from chunkplan_runtime.models.trained import add_lora
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 
 TARGETS = 50
@@ -144,21 +144,21 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
 def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hooks of weights find is what was computed: they are read and written once."""
     model = model_of(SPLIT["llama with biases, tied"])
-    sum_of = products._sum_of
+    backward = products._SumOfProducts.backward
     made: list[int] = []
     found: list[int] = []
 
-    def summed(products: Any) -> torch.Tensor:
-        gradient = sum_of(products)
+    def summed(*given: Any) -> Any:
+        gradient, _ = backward(*given)
         made.append(gradient.data_ptr())
-        return gradient
+        return gradient, None
 
     def take(weight: torch.Tensor) -> None:
         if weight.grad is not None:
             found.append(weight.grad.data_ptr())
             weight.grad = None
 
-    monkeypatch.setattr(products, "_sum_of", summed)
+    monkeypatch.setattr(products._SumOfProducts, "backward", summed)
     for name, weight in model.model.named_parameters():
         if ".layers." in name and weight.ndim == 2:
             weight.register_post_accumulate_grad_hook(take)
@@ -177,7 +177,7 @@ def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch:
 )
 def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, checkpointing: bool) -> None:
     """Frozen weights have no half; what adapters drop out is the same in both."""
-    model = add_lora(model_of(SPLIT[name]), LoraOptions(rank=3, alpha=6.0, dropout=0.3))
+    model = add_lora(model_of(SPLIT[name]), rank=3, alpha=6.0, dropout=0.3)
     adapters = [(each, value) for each, value in model.model.named_parameters() if "lora_B" in each]
     for number, (_, value) in enumerate(adapters):  # they begin with zeros
         torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(number))
@@ -224,7 +224,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
 def num_kept(executor: RankExecutor) -> int:
     """Bytes of what is kept between halves, each once."""
     factors = [each for kept in executor.halves.kept.values() for each in kept]
-    storages = [tensor.untyped_storage() for each in factors for tensor in (each.x, each.gradient)]
+    storages = [tensor.untyped_storage() for each in factors for tensor in (each.left, each.right)]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
@@ -279,7 +279,7 @@ def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(
     model = model_of(SPLIT[name], torch.float32)
     cost = CostModel(shape=shape_of_config(model.config.to_dict(), "a test"), precision="fp32", lora_rank=rank)
     if rank:
-        model = add_lora(model, LoraOptions(rank=rank, alpha=8.0))
+        model = add_lora(model, rank=rank, alpha=8.0)
     work = work_of(random_sequences(97), 1)
     executor = run_input_halves(model, work)
     num_tokens = sum(chunk.num_tokens for chunk in work.chunks.values())

@@ -16,10 +16,10 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import (
     relative_errors,
     spread_weights,
@@ -76,7 +76,7 @@ def step(handmade_plan, random_sequences):
 def run_chunks(model: CausalLM, work: StepWork, scope: str | None, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
     executor = RankExecutor(model, seed=seed, router_loss=scope or "none")
     [rank] = work.ranks
-    executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
+    executor.router_loss.begin_step(work.step.num_tokens, partial(executor.evaluate, rank, what="counting"))
     loss = executor.run(rank, work.step.num_target_tokens).loss
     return loss + executor.router_loss.value, take_gradients(model)
 
@@ -122,7 +122,7 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
 @pytest.mark.parametrize("scope", OF_WHOLE_SEQUENCES)
 def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step) -> None:
     work, sequences = step(1)
-    run = add_lora(model(), LoraOptions(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj")))
+    run = add_lora(model(), rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj"))
     spread_weights(run.model)
     with evaluate_in_float64(run.model):
         whole = run_whole(run, sequences, OF_WHOLE_SEQUENCES[scope])
@@ -152,7 +152,7 @@ def test_an_evaluation_between_two_steps_changes_nothing(model, step) -> None:
         [rank] = work.ranks
         for _ in range(2):
             executor.evaluate(rank, work.step.num_target_tokens)
-            executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
+            executor.router_loss.begin_step(work.step.num_tokens, partial(executor.evaluate, rank, what="counting"))
             loss = executor.run(rank, work.step.num_target_tokens).loss + executor.router_loss.value
             assert_same((loss, take_gradients(run)), whole)
 

@@ -13,7 +13,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.train import main, read_options
-from chunkplan_runtime.training import callbacks as module
 from chunkplan_runtime.training.callbacks import LOGGED, LOGGED_OF_EVALUATIONS
 from chunkplan_runtime.training.processes import train_alone
 from chunkplan_runtime.training.run_folder import RunFolder
@@ -167,10 +166,11 @@ def test_tensorboard_has_the_metrics_by_their_documented_names(made, tmp_path, c
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_tracker_that_is_not_there_is_refused_with_what_to_install(made, tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(module, "find_spec", lambda package: None)
+    monkeypatch.setattr(f"transformers.integrations.integration_utils.is_{name}_available", lambda: False)
     assert main(options(made, tmp_path / "run", "--report-to", name)) == 2
     said = capsys.readouterr().err
-    assert f"--report-to {name} needs" in said and "hint: pip install " in said
+    assert f"--report-to {name} does not work: RuntimeError: " in said and f"requires {name} to be installed" in said
+    assert f"\nhint: install {name} and set it up" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -181,7 +181,7 @@ def test_a_tracker_that_does_not_work_is_named_with_what_it_says(made, tmp_path,
     assert main(options(made, tmp_path / "run", "--report-to", "tensorboard")) == 2
     said = capsys.readouterr().err
     assert "error: --report-to tensorboard does not work: NotADirectoryError: " in said and "Traceback" not in said
-    assert said.endswith("hint: set tensorboard up as it asks for, or leave it out of --report-to\n")
+    assert said.endswith("hint: install tensorboard and set it up as it asks for, or leave it out of --report-to\n")
 
 
 def test_an_unknown_tracker_is_refused(made, tmp_path, capsys):

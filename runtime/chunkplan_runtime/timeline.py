@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -28,14 +28,12 @@ class ActionClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._step = 0
-        self._zero: _Mark = 0
         self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
-        self._reductions: list[tuple[_Mark, _Mark]] = []
 
     def start(self, step: int) -> None:
         """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
-        self._step, self._actions, self._reductions = step, [], []
+        self._step, self._actions = step, []
+        self._reductions: list[tuple[_Mark, _Mark]] = []
         synchronize(self._device)
         self._zero = self._mark()
 
@@ -60,12 +58,15 @@ class ActionClock:
     def stop(self) -> StepTimeline:
         """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
-        since = self._since_start
+
+        def since_start(mark: _Mark) -> int:
+            return int(mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6))
+
         actions = [
-            TimedAction(dp_rank, each.op, each.chunk_id, since(start), since(end), each.virtual_stage)
+            TimedAction(dp_rank, each.op, each.chunk_id, since_start(start), since_start(end), each.virtual_stage)
             for dp_rank, each, start, end in self._actions
         ]
-        reduced = sum(since(end) - since(start) for start, end in self._reductions)
+        reduced = sum(since_start(end) - since_start(start) for start, end in self._reductions)
         return StepTimeline(self._step, actions, reduced)
 
     def on_device(self) -> str | None:
@@ -85,44 +86,28 @@ class ActionClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _since_start(self, mark: _Mark) -> int:
-        nanoseconds: int = mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6)
-        return nanoseconds
 
-
-class ProcessRow(TypedDict):
-    """What a process did and waited for in a step; times in seconds."""
-
-    process: int
-    stage: int
-    pipeline: int
-    busy_seconds: float
-    wait_seconds: float
-    bubble: float
-    idle_seconds: float
-    reduce_seconds: float
-
-
-def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
-    """What each process did and waited for in a step, in their order, each a row of JSON.
+def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[dict[str, float]]:
+    """What each process did and waited for in a step, in their order, each a row of JSON; times in seconds.
 
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
     last = max(own.end for own in spent)
-
-    def row(process: int, own: Spent) -> ProcessRow:
+    rows: list[dict[str, float]] = []
+    for process, own in enumerate(spent):
         at = replace(layout, process=process)
         span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))
-        return {
-            "process": process,
-            "stage": at.stage,
-            "pipeline": at.replica,
-            "busy_seconds": own.busy,
-            "wait_seconds": span - own.busy,
-            "bubble": (span - own.busy) / span if span else 0.0,
-            "idle_seconds": last - span,
-            "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
-        }
-
-    return [row(process, own) for process, own in enumerate(spent)]
+        rows.append(
+            {
+                "process": process,
+                "stage": at.stage,
+                "pipeline": at.replica,
+                "busy_seconds": own.busy,
+                "wait_seconds": span - own.busy,
+                "bubble": (span - own.busy) / span if span else 0.0,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+            }
+        )
+    return rows
