@@ -29,8 +29,7 @@ from chunkplan_runtime.exchange import (
     reduce_scatter,
 )
 from chunkplan_runtime.execution.links import Link, Links, Wire
-from chunkplan_runtime.failures.liveness import RESUME
-from chunkplan_runtime.failures.watchdog import Watchdog
+from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.sharing import Block
 

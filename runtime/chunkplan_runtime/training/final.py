@@ -68,10 +68,7 @@ def save_final(
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
     `whole`: the model, without numbers where there are several processes. `merges`: save all weights with the adapters
-    added to them; these are no longer in the models afterwards.
-
-    Raises:
-        ChunkplanError: it cannot be written.
+    added to them; these are no longer in the models afterwards. Raises ChunkplanError: it cannot be written.
     """
     own, described = train_step.model.model, whole.model
     if merges:
@@ -92,8 +89,7 @@ def save_final(
 def check_mergeable(model: Any) -> None:
     """Refuse adapters of a peft model that cannot be added to their weights.
 
-    Raises:
-        UsageError: one is not of a linear layer, or its weight is used by other layers too.
+    Raises UsageError: one is not of a linear layer, or its weight is used by other layers too.
     """
     from peft.tuners.lora import Linear, ParamWrapper
 
@@ -149,8 +145,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) -> None:
     """Save a model of which each process has some layers, or rows of them, as `own`; `whole` has no numbers.
 
-    Raises:
-        OSError: a process cannot write; all raise it.
+    Raises OSError: a process cannot write; all raise it.
     """
     is_adapter = has_adapters(whole)
     if job.is_main and not is_adapter:
@@ -239,8 +234,7 @@ def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple
 def find_tokenizer(config: TrainConfig) -> list[Path]:
     """The files of the run's tokenizer: that of `--tokenizer`, else that of the model; none where it has none.
 
-    Raises:
-        UsageError: `--tokenizer` has none, or the hub cannot be reached.
+    Raises UsageError: `--tokenizer` has none, or the hub cannot be reached.
     """
     name = config.tokenizer or config.model or str(config.model_config and config.model_config.parent)
     folder = Path(name)
@@ -261,8 +255,7 @@ def find_tokenizer(config: TrainConfig) -> list[Path]:
 def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> None:
     """Refuse a tokenizer that is not the data's, that the model has no room for, or that cannot be loaded.
 
-    Raises:
-        UsageError: it is one of these.
+    Raises UsageError: it is one of these.
     """
     if not files:
         return

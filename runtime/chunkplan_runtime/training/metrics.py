@@ -93,12 +93,11 @@ def source_losses(losses: Sequence[SequenceLoss], analysis: Analysis) -> dict[st
 
 def add_up(losses: Sequence[SequenceLoss]) -> list[SequenceLoss]:
     """One entry a sequence, ascending: processes that share one have each the loss of its own slices."""
-    sums: dict[int, SequenceLoss] = {}
+    sums: dict[int, tuple[float, int]] = {}
     for each in sorted(losses, key=lambda loss: loss.sequence_id):
-        before = sums.get(each.sequence_id, SequenceLoss(each.sequence_id, 0.0, 0))
-        num_target_tokens = before.num_target_tokens + each.num_target_tokens
-        sums[each.sequence_id] = SequenceLoss(each.sequence_id, before.loss + each.loss, num_target_tokens)
-    return list(sums.values())
+        loss, num_target_tokens = sums.get(each.sequence_id, (0.0, 0))
+        sums[each.sequence_id] = loss + each.loss, num_target_tokens + each.num_target_tokens
+    return [SequenceLoss(number, *total) for number, total in sums.items()]
 
 
 def describe_worst(losses: Sequence[SequenceLoss], analysis: Analysis, most: int = 3) -> list[str]:
@@ -131,9 +130,9 @@ class SpikeWatch:
 
 
 class LargestStep:
-    """Keeps this process's times of the largest step so far. All processes keep the same step.
+    """Keeps this process's `times` of the largest step so far, the first one only while there is no other: it is slow.
 
-    The first one is kept only while there is no other: in it everything is slow.
+    All processes keep the same step.
     """
 
     def __init__(self) -> None:
@@ -148,7 +147,7 @@ class LargestStep:
             self._times = times
 
     def write(self, plan: Plan, path: Path, job: Job, *, planned: bool) -> bool:
-        """Write what all processes measured of it (`planfile/measured.py`), if there was such a step; whether.
+        """Write what all processes measured of it, if there was such a step; whether.
 
         `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
         """
@@ -175,13 +174,12 @@ class FlopCounter:
     def count(self, step: PlanStep) -> float:
         """The model FLOPs of the forward and backward of a step, on all ranks."""
         segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
-        num_tokens = sum(segment.end - segment.start for segment in segments)
-        attention = sum(
+        pairs = sum(
             width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
             for window, width in self._widths.items()
             for segment in segments
         )
-        return self._of_token * num_tokens + 6.0 * attention
+        return self._of_token * sum(segment.end - segment.start for segment in segments) + 6.0 * pairs
 
 
 def attention_widths(config: Any) -> Counter[int | None]:

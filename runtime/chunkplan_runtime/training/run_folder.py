@@ -39,8 +39,7 @@ class RunLock:
     def take(self) -> None:
         """Hold the folder, if it is there and not held by this run already, and its file system has locks.
 
-        Raises:
-            UsageError: another run holds it.
+        Raises UsageError: another run holds it.
         """
         if self._descriptor is not None or not self._path.is_dir():
             return
@@ -110,9 +109,8 @@ class RunFolder:
     def check(self, resume: bool) -> None:
         """Refuse a folder that holds something else, or that cannot be made, before any work is done.
 
-        Raises:
-            UsageError: it holds a run already (with `resume`: a finished one without a checkpoint), is a plan or an
-                analysis, or lies in one.
+        Raises UsageError: it holds a run already (with `resume`: a finished one without a checkpoint), is a plan or an
+        analysis, or lies in one.
         """
         if resume and self.final.exists() and not self.checkpoints():
             raise self.finished("there is no checkpoint to go on from")
@@ -136,22 +134,23 @@ class RunFolder:
 def saving(target: Path) -> Iterator[None]:
     """Turn all that keeps `target` from being written into an error of ours.
 
-    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on.
-
-    Raises:
-        ChunkplanError: it cannot be written, for example because the disk is full.
+    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on. Raises
+    ChunkplanError: it cannot be written, for example because the disk is full.
     """
     from safetensors import SafetensorError  # which comes with torch: options are checked without both
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointException) as error:
         raise ChunkplanError(f"cannot be written: {why(error)}", where=str(target), hint=NO_ROOM) from error
 
 
 def why(error: BaseException) -> str:
-    """What an error says, without its number and the name of a temporary file."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    """What an error says, without its number and the name of a temporary file; of several processes, the first one."""
+    process, (first, _) = min(getattr(error, "failures", {0: (error, None)}).items())
+    text: str = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
+    return text + (f" (process {process})" if process else "")
 
 
 @contextmanager
@@ -159,9 +158,7 @@ def shared_folder(target: Path, job: Job) -> Iterator[Path]:
     """Yield to all processes of a job a hidden folder beside `target`, which it becomes when the block ends.
 
     A killed run leaves nothing under the name of `target`, which is not there yet; an error leaves nothing at all.
-
-    Raises:
-        ChunkplanError: it cannot be written, or a process does not see it.
+    Raises ChunkplanError: it cannot be written, or a process does not see it.
     """
     with ExitStack() as stack:
         temporary = target
@@ -191,8 +188,7 @@ def remove_folder(folder: Path) -> None:
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append `rows` to a file of JSON lines, in one write.
 
-    Raises:
-        ChunkplanError: it cannot be written, for example because the disk is full.
+    Raises ChunkplanError: it cannot be written, for example because the disk is full.
     """
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with saving(path), path.open("a", encoding="utf-8") as file:

@@ -36,7 +36,6 @@ from chunkplan_runtime.training.checkpoint import (
     restore_random_states,
     write_checkpoint,
 )
-from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
 from chunkplan_runtime.training.metrics import (
@@ -58,7 +57,7 @@ from chunkplan_runtime.training.run_folder import (
     lines_before,
     remove_folder,
 )
-from chunkplan_runtime.training.screen import Screen, describe_run, other_kernels
+from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
 from chunkplan_runtime.training.setup import (
     TrainingData,
     build_model,
@@ -325,7 +324,7 @@ class TrainingRun:
         position, best = self.stream.state_dict(), self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
         assert position["step"] == step
-        state = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed}
+        state = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed, "num_steps": self.num_steps}
         write_checkpoint(
             self.folder,
             step,
