@@ -1,8 +1,4 @@
-"""Ends a job of several processes, with one message, when one of them died, is suspended, stalls or fails.
-
-Each tells the others in the job's store at which step it is, for whom it waits, and where; and stderr, if it does not
-move.
-"""
+"""Ends a job of several processes, with one message, when one of them died, is suspended, stalls or fails."""
 
 from __future__ import annotations
 

@@ -64,11 +64,10 @@ _TRAINER_STATE = "trainer_state.json"  # which transformers leaves in a checkpoi
 
 
 class BestLoss:
-    """The lowest evaluation `loss` of a run, and how many evaluations `since` then were no lower.
+    """The lowest evaluation `loss` of a run, after how many steps, and how many evaluations `since` were no lower.
 
-    `step`: how many steps were done when it was found, with which its checkpoint goes on. After `patience` evaluations
-    without a lower one it is time to stop; None: it never is. An evaluation without targets has no loss, and counts for
-    nothing. A run that goes on gives the evaluations `before` again.
+    After `patience` of these it is time to stop; None: it never is. An evaluation without targets has no loss, and
+    counts for nothing. A run that goes on gives the evaluations `before` again.
     """
 
     def __init__(self, patience: int | None = None, before: Iterable[tuple[int, float | None]] = ()) -> None:
@@ -224,10 +223,7 @@ def _hash(state: object) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of_epochs: bool = False) -> dict[str, str]:
-    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it.
-
-    How many steps there are is judged by `why_not_as_long`.
-    """
+    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it."""
     differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if not of_epochs and before.get(EPOCHS, 0) < now.get(EPOCHS, 0):
         differ.remove(EPOCHS)  # its first steps are the same
@@ -277,10 +273,7 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
 
 
 def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
-    """Refuse to go on with other samples, another model or way of learning; `fixed` are these now, by name.
-
-    Raises UsageError: naming all that differ.
-    """
+    """Raise UsageError where samples, model or way of learning, `fixed` by name, are not those of the earlier run."""
     done = earlier.state["step"]
 
     def rates(steps: int) -> list[float]:

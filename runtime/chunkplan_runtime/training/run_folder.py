@@ -59,12 +59,7 @@ class RunLock:
 
 
 class RunFolder:
-    """The paths of all that a run leaves in its folder.
-
-    `config`: the resolved configuration, written when the first step is done. `metrics`, `evaluations`, `sequences`: a
-    JSON line a step, an evaluation, and with `--log-sequences` a sequence and step. `measured`: when each of several
-    processes did each action of the largest step. `final`: the folder of the trained model.
-    """
+    """The paths of all that a run leaves in its folder; docs/training.md has what they are."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,11 +102,7 @@ class RunFolder:
         return UsageError(f"the run in {self.path} is finished: {self.final} is there, and {why}", hint=hint)
 
     def check(self, resume: bool) -> None:
-        """Refuse a folder that holds something else, or that cannot be made, before any work is done.
-
-        Raises UsageError: it holds a run already (with `resume`: a finished one without a checkpoint), is a plan or an
-        analysis, or lies in one.
-        """
+        """Raise UsageError if it holds a run (with `resume`: one that cannot go on) or something else, or cannot be."""
         if resume and self.final.exists() and not self.checkpoints():
             raise self.finished("there is no checkpoint to go on from")
         if self.config.exists() and not self.metrics.exists():
@@ -132,11 +123,7 @@ class RunFolder:
 
 @contextmanager
 def saving(target: Path) -> Iterator[None]:
-    """Turn all that keeps `target` from being written into an error of ours.
-
-    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on. Raises
-    ChunkplanError: it cannot be written, for example because the disk is full.
-    """
+    """Raise ChunkplanError, which says how to go on, where `target` cannot be written, such as of a full disk."""
     from safetensors import SafetensorError  # which comes with torch: options are checked without both
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -186,10 +173,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append `rows` to a file of JSON lines, in one write.
-
-    Raises ChunkplanError: it cannot be written, for example because the disk is full.
-    """
+    """Append `rows` to a file of JSON lines, in one write. Raises ChunkplanError: it cannot be written."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with saving(path), path.open("a", encoding="utf-8") as file:
         file.write(text)

@@ -50,10 +50,7 @@ _Difference = tuple[str, str, str]
 
 
 class Comparison(NamedTuple):
-    """`times`: those of the plan are of this run. `peak_flops`: a second, of one of its devices; None: not known.
-
-    `lines` report it, each a name and what there is to say: what is compared, or why not and what would help.
-    """
+    """Whether the plan's `times` are of this run, FLOP/s of a device, None if not known, and `lines` that say so."""
 
     times: bool
     peak_flops: float | None
@@ -63,10 +60,8 @@ class Comparison(NamedTuple):
 def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
-    Of a run that differs in the model, the device, the precision, activation checkpointing, fused kernels, the layers
-    of its stages, or what of the weights is trained, times are others. MFU takes the FLOPs of the model that is
-    trained, so only the device has to be the profile's. Where keys, values and weights lie (`kv_offload`, `sharding`)
-    does not matter: fetching them hides behind other work, in the cost model too. The optimizer is in no times.
+    MFU takes the FLOPs of the model that is trained, so only the device has to be the profile's. Where keys, values and
+    weights lie does not matter: fetching them hides behind other work, in the cost model too.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -87,10 +82,8 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     differences += _of_options(cost, config, data) + _of_adapters(cost, config)
     if differences:
         planned, here, options = (list(each) for each in zip(*differences, strict=True))
-        nothing = "no times" if peak_flops else "no times and no MFU"
-        lines.append(
-            f"predicts  {nothing}: the plan's times are for {', '.join(planned)}; this run has {', '.join(here)}"
-        )
+        told = f"the plan's times are for {', '.join(planned)}; this run has {', '.join(here)}"
+        lines.append(f"predicts  no times{'' if peak_flops else ' and no MFU'}: {told}")
         lines += _what_helps(options, config) if all(options) else []
     return Comparison(not differences, peak_flops, lines)
 
@@ -102,10 +95,8 @@ def _of_memory(cost: CostModel, config: TrainConfig, data: TrainingData) -> list
     shared = config.sharding or "optimizer"
     if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
         here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
-        planned = f"{cost.sharding} ({ZERO[cost.sharding]})"
-        lines.append(
-            f"shares    {here} ({ZERO[shared]}): the plan's memory is that of shared {planned}; it may not fit"
-        )
+        here += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
+        lines.append(f"shares    {here}; it may not fit")
     of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
     if of_run > of_plan:
         lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
@@ -218,7 +209,7 @@ def describe_run(
 
 
 def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
-    """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
+    """Say why kernels of attention are left out that one would expect."""
     if config.attention != AUTO or torch.device(config.device).type != "cuda":
         return []
     packages = {"flash-attn-4": why_not_4(), "flash-attn-2": why_not_2()}
