@@ -23,10 +23,9 @@ from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import choose_layout
+from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock
-from chunkplan_runtime.sharing import used_blocks
+from chunkplan_runtime.timeline import ActionClock
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=10)

@@ -22,7 +22,7 @@ from gpu_plans import FOLDER, PLANS, write_model, write_tokens
 from gpu_program import lines_of
 
 from chunkplan.planfile.load import load_plan
-from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.devices import synchronize
 
 Row = dict[str, Any]
 
@@ -107,10 +107,10 @@ def _measure(device_type: str, sizes: tuple[int, ...]) -> None:
             times = []
             for _ in range(6):
                 dist.barrier()
-                wait(device)
+                synchronize(device)
                 started = time.perf_counter()
                 way()
-                wait(device)
+                synchronize(device)
                 times.append(time.perf_counter() - started)
             seconds = statistics.median(times[1:])
             if rank == 0:

@@ -15,9 +15,15 @@ from gpu_plans import write_model
 from gpu_work import work_of
 
 from chunkplan.cost.calibrate import Calibration
-from chunkplan_runtime.calibration.calibrate import calibrate, measure_device
-from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, time_probe
-from chunkplan_runtime.calibration.options import CalibrationOptions
+from chunkplan_runtime.calibration.calibrate import (
+    PACKED,
+    CalibrationOptions,
+    Probe,
+    calibrate,
+    first_layers,
+    measure_device,
+    time_probe,
+)
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.optimizer import TrainedWeights

@@ -26,12 +26,13 @@ from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
-from chunkplan_runtime.calibration.measure import Probe, time_probe, wait
+from chunkplan_runtime.calibration.calibrate import Probe, time_probe
+from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]
@@ -144,7 +145,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
     actions, done = work.ranks[0].actions, []
     loss = None
-    wait(device)
+    synchronize(device)
     started = time.perf_counter()
     prepared = 0.0  # seconds until the first action, in which host memory is taken
 
@@ -155,13 +156,13 @@ def _measure(
         yield
         done.append(action)
         if most_seconds < math.inf:
-            wait(device)
+            synchronize(device)
             if time.perf_counter() - started > most_seconds:
                 raise _OverError
 
     with suppress(_OverError):
         loss = executor.run(work.ranks[0], work.step.num_target_tokens, counted).loss
-    wait(device)
+    synchronize(device)
     seconds = time.perf_counter() - started
     row: Row = {"seconds": round(seconds, 4), "prepared s": round(prepared, 4)}
     if len(done) < len(actions):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.devices import new_host_memory
+from chunkplan_runtime.devices import new_host_memory, synchronize
 
 Row = dict[str, Any]
 
@@ -30,7 +29,7 @@ def streams_at_work(device: torch.device, do: Callable[[], object]) -> Row:
     is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as found:
         do()
-        wait(device)
+        synchronize(device)
     results: Any = found.profiler
     events = (each for each in results.kineto_results.events() if not each.is_user_annotation())
     return at_work(
@@ -65,7 +64,7 @@ def at_work(found: Iterable[Work]) -> Row:
 def measure_host_memory(device: torch.device, *, toy: bool, add: Callable[[Row], None]) -> None:
     """Add a row with the rate at which page-locked memory is taken, as pages of keys and values take theirs."""
     number, size = (2, 1 << 10) if toy else (32, 1 << 24)
-    wait(device)  # until it is there
+    synchronize(device)  # until it is there
     started = time.perf_counter()
     held = [new_host_memory((size,), torch.uint8, device) for _ in range(number)]
     seconds = time.perf_counter() - started

@@ -39,7 +39,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.layout import choose_layout
-from chunkplan_runtime.models.meta_weights import meta_model
+from chunkplan_runtime.models.model import meta_model
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.setup import build_model, read_model_config

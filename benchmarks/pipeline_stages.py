@@ -28,8 +28,8 @@ from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed.gradients import gradient_norm
 from chunkplan_runtime.distributed.job import Groups, make_groups
+from chunkplan_runtime.distributed.sharding import gradient_norm
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, RankExecutor
 from chunkplan_runtime.execution.links import Wire
@@ -37,8 +37,8 @@ from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
-from chunkplan_runtime.profiling.timeline import ActionClock
 from chunkplan_runtime.sharing import Span
+from chunkplan_runtime.timeline import ActionClock
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -211,15 +211,10 @@ class _Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
-class _NoKernel:
+class _NoKernel(AttentionKernel):
     """Attention that computes nothing."""
 
     name = "none"
-    squares_only = False
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """Nothing: it can serve all."""
-        return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Zeros of the right shapes."""

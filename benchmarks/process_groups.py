@@ -42,8 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from chunkplan import PlanConfig, build
 from chunkplan.arrays import Int64Array
 from chunkplan_runtime.distributed.job import make_groups
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Block, used_blocks
+from chunkplan_runtime.layout import Block, RankLayout, used_blocks
 
 #: dp, pp of those that run, and of one that does not.
 LAYOUTS = ((4, 2), (8, 2), (8, 4))

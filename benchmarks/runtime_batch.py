@@ -20,8 +20,7 @@ from chunkplan import PlanConfig, build
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
-from chunkplan_runtime.calibration.measure import wait
-from chunkplan_runtime.devices import wide
+from chunkplan_runtime.devices import synchronize, wide
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, StepWork, open_plan, shifted_labels
 from chunkplan_runtime.models.model import CausalLM
@@ -133,10 +132,10 @@ def interleaved(ways: Mapping[str, Callable[[], object]], repeats: int, device: 
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
-            wait(device)
+            synchronize(device)
             started = time.perf_counter()
             way()
-            wait(device)
+            synchronize(device)
             seconds[name].append(time.perf_counter() - started)
             print(f"{name}: {seconds[name][-1]:.3f} s", file=sys.stderr, flush=True)
     return {name: values[1:] for name, values in seconds.items()}

@@ -11,10 +11,10 @@ import torch
 from allocations import Allocations
 from runtime_batch import Batch, make_batch, qwen2, run_whole
 
-from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 
 Row = dict[str, Any]
 
@@ -77,7 +77,7 @@ def _run(model: CausalLM, way: Callable[[Batch], None], batch: Batch, weights: i
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             way(batch)
-            wait(device)
+            synchronize(device)
             peak = torch.cuda.max_memory_allocated(device)
         else:
             with allocations:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.parity import TOLERANCE, compare_plan, write_random_analysis
 from chunkplan_runtime.training.optimizer import TrainedWeights
 

@@ -13,7 +13,7 @@ import torch
 from runtime_batch import Batch, interleaved, make_batch, qwen2, ratio, run_whole, zero_gradients
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.calibration.measure import wait
+from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
 
@@ -64,10 +64,10 @@ def _shares(model: CausalLM, batch: Batch) -> str:
 
     @contextmanager
     def timed(action: Action) -> Iterator[None]:
-        wait(model.device)
+        synchronize(model.device)
         started = time.perf_counter()
         yield
-        wait(model.device)
+        synchronize(model.device)
         seconds[action.op] += time.perf_counter() - started
 
     RankExecutor(model).run(batch.work.ranks[0], batch.work.step.num_target_tokens, timed)

@@ -114,7 +114,7 @@ NAMED = {
     "chunkplan.exporting.torch_pipelining": ["OrderExport"],
     "chunkplan.intake.tokenizer": ["RecordTokenizer"],
     "chunkplan_runtime.parity": ["ParityReport"],
-    "chunkplan_runtime.calibration.measure": ["Probe"],
+    "chunkplan_runtime.calibration.calibrate": ["Probe"],
 }
 
 #: Characters of a default that are shown.

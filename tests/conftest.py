@@ -49,7 +49,7 @@ LONGEST = (
     *("runtime/distributed/test_sharing", "runtime/distributed/test_train", "docs/test_docs"),
     *("runtime/distributed/test_gradients", "runtime/training/test_resume", "runtime/distributed/test_train_sharing"),
     *("runtime/failures/test_watchdog", "runtime/proof/test_prove", "reporting/page/test_browser"),
-    *("runtime/hf/test_chunk_trainer", "runtime/test_parity"),
+    *("runtime/training/test_chunk_trainer", "runtime/test_parity"),
     *("cli/test_tune", "tuning/test_tuning", "test_clean_environment"),
 )
 

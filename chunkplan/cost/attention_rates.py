@@ -10,8 +10,8 @@ MEASURED_QUERIES = 8192
 #: The kernels of the runtime, the preferred one first: by name the module and class in `chunkplan_runtime.attention`.
 KERNELS = {
     "torch-cudnn": "flash.TorchCudnnKernel",
-    "flash-attn-4": "flash_attn.FlashAttn4Kernel",
-    "flash-attn-2": "flash_attn.FlashAttn2Kernel",
+    "flash-attn-4": "flash.FlashAttn4Kernel",
+    "flash-attn-2": "flash.FlashAttn2Kernel",
     "torch-cuda": "flash.TorchCudaKernel",
     "torch-cpu": "torch_cpu.TorchCpuKernel",
     "reference": "reference.ReferenceKernel",

@@ -9,7 +9,7 @@ from typing import Annotated
 from chunkplan_cli.declared import Given, JsonOption, make, output_option, takes
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
-from chunkplan_runtime.calibration.options import CalibrationOptions
+from chunkplan_runtime.calibration import CalibrationOptions
 
 
 @takes(asked=CalibrationOptions)
@@ -30,7 +30,7 @@ def calibrate(
     from chunkplan.cost.model_config import config_file
     from chunkplan.files.whole_file import refuse_overwriting
     from chunkplan_cli.calibration_report import chunk_words, print_calibration
-    from chunkplan_runtime.requirements import require_torch
+    from chunkplan_runtime import require_torch
 
     options = make(CalibrationOptions, Given({**asked, "name": output.stem}))
     refuse_other_profile(output)

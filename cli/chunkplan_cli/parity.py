@@ -59,7 +59,7 @@ def parity(*, asked: Given, as_json: JsonOption = False) -> None:
 
     Example: chunkplan parity --lengths 700,130,90 --chunk-size 128 --k 2
     """
-    from chunkplan_runtime.requirements import require_torch
+    from chunkplan_runtime import require_torch
 
     options = asdict(make(ParityOptions, asked))
     require_torch()

@@ -54,8 +54,8 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     """
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
+    from chunkplan_runtime import require_torch
     from chunkplan_runtime.layout import choose_layout
-    from chunkplan_runtime.requirements import require_torch
     from chunkplan_runtime.train import main
 
     options, place = StartOptions(**how), Workspace.find(workspace)
@@ -66,10 +66,10 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     require_torch()
     loaded = load_plan(plan)
     count = options.nproc or loaded.config.dp * loaded.config.pp
-    choose_layout(loaded, count, 0, _by_nproc)  # refused now if it cannot be
+    choose_layout(loaded, count, 0)  # refused now if it cannot be
     if count == 1:
         raise typer.Exit(main(config=config))
-    from chunkplan_runtime.distributed.start import start
+    from chunkplan_runtime.distributed.launch import start
 
     in_file = ["--config", str(options.config)] if options.config else []
     arguments = ["--plan", str(plan), "--output", str(output), *in_file, *_typed(run)]
@@ -81,11 +81,6 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     if code == 0 and find_spec("numba") and (output / MEASURED).exists():  # a run trains without it
         show_run(output, output / TIMELINE)
     raise typer.Exit(code)
-
-
-def _by_nproc(numbers: list[int]) -> str:
-    """How a run is started on one of `numbers` of processes: those that use most of the plan first."""
-    return " or ".join(f"`--nproc {number}`" for number in reversed(numbers))
 
 
 def _typed(run: Given) -> list[str]:

@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
 
 from chunkplan.errors import UsageError
 from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
+from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.measured import ranks_of
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Chunk, Plan
+from chunkplan.planfile.schema import SHARED_CHUNKS
+from chunkplan.planfile.tables import conform, open_parquet
 from chunkplan.quantities import counted
-from chunkplan_runtime.sharing import used_blocks
+
+
+class Block(NamedTuple):
+    """`size` data-parallel ranks from `first` on share a chunk, each on a process of its own (docs/plan-format.md).
+
+    `heads` that follow one another share its heads, and the `size / heads` groups of them its pages.
+    """
+
+    first: int
+    size: int
+    heads: int
+
+    @property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self.first, self.first + self.size)
+
+    def groups_of_heads(self) -> list[tuple[int, ...]]:
+        """Those that share heads: each has all the tokens that they hold together for some of the heads."""
+        return [tuple(range(start, start + self.heads)) for start in self.ranks[:: self.heads]]
+
+    def groups_of_pages(self) -> list[tuple[int, ...]]:
+        """Those that share pages, and have the same heads."""
+        return [tuple(self.ranks[j :: self.heads]) for j in range(self.heads)]
+
+
+def block_of(chunk: Chunk) -> Block:
+    """The ranks that share a chunk of a plan."""
+    return Block(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads)
+
+
+def used_blocks(plan: Plan) -> list[Block]:
+    """All blocks of ranks that share a chunk of the plan, ascending; raises DataError of a damaged one."""
+    if plan.config.cp == "off" or plan.config.dp == 1:
+        return []
+    return list(_blocks_in(plan.path / "chunks.parquet", plan.content_hash))
+
+
+@lru_cache(maxsize=8)
+def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
+    schema = pa.schema([SHARED_CHUNKS.field(name) for name in ("cp_first_rank", "cp_size", "cp_heads")])
+    with open_parquet(path) as file:
+        table = conform(file.read(schema.names), schema, path)
+    columns = (to_numpy(column.combine_chunks()).tolist() for column in table.columns)
+    return tuple(sorted(block for block in {Block(*row) for row in zip(*columns, strict=True)} if block.size > 1))
 
 
 @dataclass(frozen=True)
@@ -94,52 +145,35 @@ class RankLayout:
 
 def one_pipeline(plan: Plan) -> RankLayout:
     """The layout of one process for each stage of a plan, as the first one sees it."""
-    config = plan.config
-    return RankLayout(1, config.pp, 0, config.placement)
-
-
-def _by_torchrun(numbers: list[int]) -> str:
-    """How a run is started on one of `numbers` of processes."""
-    processes = "process" if numbers == [1] else "processes"
-    return f"`torchrun --nproc-per-node N` with {' or '.join(map(str, numbers))} {processes} in all"
+    return RankLayout(pp=plan.config.pp, placement=plan.config.placement)
 
 
 _GO_ON = "give that as --plan, and --resume to go on with a run of this one"
 
 
-def _or_build_like(plan: Plan, dp: int, pp: int, *, start: str = "", then: str = _GO_ON) -> str:
-    """A hint for other processes than a plan is for; `start`: how to start those; `then`: what is done with the new."""
-    command = how_to_build_like(plan, dp, pp)
-    return f"{start}, or " * bool(start) + f"`{command}` builds one of the same steps for these: {then}"
-
-
 def refuse_other_replicas(
     plan: Plan, dp: int, *, start: str = "", like: Plan | None = None, then: str = _GO_ON
 ) -> None:
-    """Refuse a plan of which ranks share sequences on another number of replicas than it has ranks.
+    """Raise UsageError where ranks of a plan share sequences, and there are more or fewer replicas than it has ranks.
 
-    `start`: how to start as many as it has; `like`: the plan that is to be built for others, where it is another one;
-    `then`: what is done with what is built.
-
-    Raises:
-        UsageError: it is one.
-        DataError: it is damaged.
+    Its hint: how to `start` as many as it has; what is done `then` with a plan `like` that one, or another, for others.
     """
-    if dp == plan.config.dp or not used_blocks(plan):
-        return
-    raise UsageError(
-        f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not {dp}",
-        where=str(plan.path),
-        hint=_or_build_like(like or plan, dp, plan.config.pp, start=start, then=then),
-    )
+    if dp != plan.config.dp and used_blocks(plan):
+        raise UsageError(
+            f"ranks of the plan share sequences: it runs on as many replicas as it has ranks, {plan.config.dp}, not "
+            f"{dp}",
+            where=str(plan.path),
+            hint=_or_build_like(like or plan, dp, plan.config.pp, start, then),
+        )
 
 
-def choose_layout(
-    plan: Plan, world_size: int, process: int, how_to_start: Callable[[list[int]], str] = _by_torchrun
-) -> RankLayout:
+def _or_build_like(plan: Plan, dp: int, pp: int, start: str, then: str = _GO_ON) -> str:
+    command = how_to_build_like(plan, dp, pp)
+    return f"{start}or `{command}` builds one of the same steps for these: {then}".removeprefix("or ")
+
+
+def choose_layout(plan: Plan, world_size: int, process: int) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `process`.
-
-    `how_to_start` says what is typed for one of the numbers of processes that fit, for a hint.
 
     Raises:
         UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
@@ -150,7 +184,9 @@ def choose_layout(
     dp, is_uneven = divmod(world_size, pp)
     if not is_uneven and dp in fitting:
         return replace(one_pipeline(plan), dp=dp, process=process)
-    start = how_to_start([pp * each for each in fitting])
+    numbers = " or ".join(str(pp * each) for each in fitting)
+    processes = "process" if numbers == "1" else "processes"
+    start = f"`torchrun --nproc-per-node N` or `chunkplan train --nproc N` with {numbers} {processes} in all, "
     if not is_uneven and dp:
         refuse_other_replicas(plan, dp, start=start)
     num_stages = gcd(world_size, pp)
@@ -158,5 +194,5 @@ def choose_layout(
     raise UsageError(
         f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
         where=str(plan.path),
-        hint=_or_build_like(plan, world_size // num_stages, num_stages, start=start),
+        hint=_or_build_like(plan, world_size // num_stages, num_stages, start),
     )

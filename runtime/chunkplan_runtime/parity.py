@@ -23,7 +23,7 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.attention.kernels import AUTO, Kernels
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
 from chunkplan_runtime.proof.prove import (

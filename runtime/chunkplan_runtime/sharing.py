@@ -1,26 +1,30 @@
-"""Where parts of sequences lie in chunks, which processes share a part, and which of its tokens each of them has.
+"""Where parts of sequences lie in chunks, which tokens of a shared part each process has, and what these send others.
 
-A context-parallel group of a plan is a block of data-parallel ranks (docs/plan-format.md). Where there is one, every
-replica of a stage runs one rank.
+All processes of a group ask for the same exchanges in the same order, that of the plan's actions, so that what runs on
+a GPU in the order in which it was asked for waits for nobody in a circle.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from chunkplan.errors import DataError
-from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep
-from chunkplan.planfile.schema import SHARED_CHUNKS
-from chunkplan.planfile.tables import conform, open_parquet
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, PlanStep
+from chunkplan_runtime.layout import Block, RankLayout, block_of
+
+# Newer names of the same; the old ones warn.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 #: Tokens [start, stop) of a sequence.
 Run = tuple[int, int]
@@ -50,10 +54,9 @@ class Span(NamedTuple):
         return self.stop - self.start < self.length
 
     def first_seen(self, window: int | None, tile: int | None = None) -> int:
-        """The first token of the sequence that a token of the segment sees.
+        """The first token of the sequence that one of the segment sees: in a `window` that ends with it, or its tile.
 
-        `window` is how many tokens each sees, itself included; None: all before it. `tile`: those before it in its own
-        tile, of which a sequence has one every so many tokens.
+        A sequence has a tile every so many tokens.
         """
         if tile is not None:
             return self.start // tile * tile
@@ -63,55 +66,6 @@ class Span(NamedTuple):
     def occurrence(self) -> tuple[int, int | None]:
         """A key of a split sequence in flight that no other one has, nor itself where a step has it twice."""
         return self.sequence_id, self.group_id
-
-
-class Block(NamedTuple):
-    """`size` ranks from `first` on share a chunk; `heads` that follow one another share its heads.
-
-    The `size / heads` groups of them share its pages.
-    """
-
-    first: int
-    size: int
-    heads: int
-
-    @property
-    def ranks(self) -> range:
-        """All of them."""
-        return range(self.first, self.first + self.size)
-
-    def groups_of_heads(self) -> list[tuple[int, ...]]:
-        """Those that share heads: each has all the tokens that they hold together for some of the heads."""
-        return [tuple(range(start, start + self.heads)) for start in self.ranks[:: self.heads]]
-
-    def groups_of_pages(self) -> list[tuple[int, ...]]:
-        """Those that share pages, and have the same heads."""
-        return [tuple(self.ranks[j :: self.heads]) for j in range(self.heads)]
-
-
-def block_of(chunk: Chunk) -> Block:
-    """The ranks that share a chunk of a plan."""
-    return Block(chunk.cp_first_rank, chunk.cp_size, chunk.cp_heads)
-
-
-def used_blocks(plan: Plan) -> list[Block]:
-    """All blocks of ranks that share a chunk of the plan, ascending.
-
-    Raises:
-        DataError: the plan is damaged.
-    """
-    if plan.config.cp == "off" or plan.config.dp == 1:
-        return []
-    return list(_blocks_in(plan.path / "chunks.parquet", plan.content_hash))
-
-
-@lru_cache(maxsize=8)
-def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
-    schema = pa.schema([SHARED_CHUNKS.field(name) for name in ("cp_first_rank", "cp_size", "cp_heads")])
-    with open_parquet(path) as file:
-        table = conform(file.read(schema.names), schema, path)
-    columns = (to_numpy(column.combine_chunks()).tolist() for column in table.columns)
-    return tuple(sorted(block for block in {Block(*row) for row in zip(*columns, strict=True)} if block.size > 1))
 
 
 @dataclass(frozen=True)
@@ -168,59 +122,13 @@ class SharedPart:
         return self.holdings[self.place].within(self.span.start, self.span.stop)
 
 
-def check_sharing(step: PlanStep, dp_rank: int) -> None:
-    """Refuse what would have processes wait for ever, or mix up tokens.
-
-    Raises:
-        DataError: the rank does something else with the chunks of a block than the first one of it, or has other slices
-            of them than are its own.
-    """
-    shared: dict[Block, set[int]] = {}
-    for chunk in step.chunks.get(dp_rank, []):
-        if chunk.cp_size == 1:
-            continue
-        block = block_of(chunk)
-        shared.setdefault(block, set()).add(chunk.chunk_id)
-        found = [(segment.start, segment.end) for segment in chunk.segments]
-        if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
-            raise _damaged(f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own", step)
-    for block, chunk_ids in shared.items():
-        if _order(step, dp_rank, chunk_ids) != _order(step, block.first, chunk_ids):
-            who = f"ranks {block.first} and {dp_rank}"
-            raise _damaged(f"{who} do not do the same with the chunks that they share", step)
-
-
-def _damaged(message: str, step: PlanStep) -> DataError:
-    return DataError(message, where=f"step {step.step}", hint=VALIDATE_HINT)
-
-
-def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int, bool]]:
-    """(stage, op, chunk, whether that keeps attention) of what all stages of a rank do with these chunks.
-
-    Without weight halves of backwards: in those nothing is exchanged with the ranks of a block, each does them when its
-    own schedule has room. Who attends again in a recompute exchanges keys and values, and waits for the others.
-    """
-    keep = {chunk.chunk_id for chunk in step.chunks.get(rank, []) if chunk.kept_attention}
-    return [
-        (stage, action.op, action.chunk_id, action.chunk_id in keep)
-        for (of_rank, stage), actions in step.actions.items()
-        if of_rank == rank
-        for action in actions
-        if action.chunk_id in chunk_ids and action.op != "backward_weight"
-    ]
-
-
 def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | None:
-    """How ranks share a chunk of a plan, as `rank` sees it; None if it has all of it.
-
-    `parts`: all chunks of the sequence, [start, stop) each.
-    """
+    """How ranks share a chunk of a sequence that is cut into `parts`, as `rank` sees it; None if it has all of it."""
     block = block_of(chunk)
     if block.size == 1:
         return None
     stop = chunk.prefix_tokens + chunk.cp_tokens
-    segment = chunk.segments[0]
-    span = Span(segment.sequence_id, chunk.prefix_tokens, stop, parts[-1][1], 0, chunk.group_id)
+    span = Span(chunk.segments[0].sequence_id, chunk.prefix_tokens, stop, parts[-1][1], 0, chunk.group_id)
     by_pages, by_heads = divmod(rank - block.first, block.heads)
     heads = block.groups_of_heads()[by_pages]
     slices = tuple(_joined(_slices_of(chunk, each - block.first)) for each in heads)
@@ -266,3 +174,130 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             joined.append((start, stop))
     return tuple(joined)
+
+
+def check_sharing(step: PlanStep, dp_rank: int) -> None:
+    """Raise DataError of what would have processes wait for ever, or mix up tokens.
+
+    That is a rank that has other slices of the chunks of a block than are its own, or does something else with them
+    than the first rank of it.
+    """
+    told, shared = None, dict[Block, set[int]]()
+    for chunk in step.chunks.get(dp_rank, []):
+        block = block_of(chunk)
+        if block.size > 1:
+            shared.setdefault(block, set()).add(chunk.chunk_id)
+            found = [(segment.start, segment.end) for segment in chunk.segments]
+            if dp_rank not in block.ranks or found != _slices_of(chunk, dp_rank - block.first):
+                told = told or f"rank {dp_rank} has other slices of chunk {chunk.chunk_id} than are its own"
+    for block, chunk_ids in shared.items():
+        if _order(step, dp_rank, chunk_ids) != _order(step, block.first, chunk_ids):
+            told = told or f"ranks {block.first} and {dp_rank} do not do the same with the chunks that they share"
+    if told:
+        raise DataError(told, where=f"step {step.step}", hint=VALIDATE_HINT)
+
+
+def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, str, int, bool]]:
+    """(stage, op, chunk, whether that keeps attention) of what all stages of a rank do with these chunks.
+
+    Without weight halves of backwards, in which nothing is exchanged. Who attends again in a recompute exchanges keys
+    and values.
+    """
+    keep = {chunk.chunk_id for chunk in step.chunks.get(rank, []) if chunk.kept_attention}
+    return [
+        (stage, action.op, action.chunk_id, action.chunk_id in keep)
+        for (of_rank, stage), actions in step.actions.items()
+        for action in actions
+        if of_rank == rank and action.chunk_id in chunk_ids and action.op != "backward_weight"
+    ]
+
+
+class Activity(NamedTuple):
+    """What a process is at, in words, and the processes that it waits for in an exchange with them."""
+
+    words: str = ""
+    waits_for: tuple[int, ...] = ()
+
+
+NO_ACTIVITY = Activity()
+
+
+class Pending(NamedTuple):
+    """`rows` on their way, [num_rows of all members, width]; those `sent` have to stay until then."""
+
+    rows: Tensor
+    sent: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Wait until they are here; on a GPU its stream waits, not the host."""
+        self.work.wait()
+        return self.rows
+
+
+@dataclass
+class Exchanges:
+    """The `groups` of processes that share heads or pages with this one, by their places among the replicas of a stage.
+
+    `at`: what is waited for, in words that go on with a sentence, and the processes that have to come.
+    """
+
+    layout: RankLayout = field(default_factory=RankLayout)
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    at: Activity = NO_ACTIVITY
+
+    @contextmanager
+    def waiting(self, what: str, members: tuple[int, ...]) -> Iterator[None]:
+        """Within the block this process waits for the others of `members`, and says for what."""
+        others = [member for member in members if member != self.layout.replica]
+        processes = tuple(self.layout.process_of(self.layout.stage, member) for member in others)
+        self.at = Activity(f", {what} {named_processes(processes)}", processes)
+        yield
+        self.at = NO_ACTIVITY  # after an error it stays
+
+    def all_to_all(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], members: tuple[int, ...]
+    ) -> Tensor:
+        """Send each of `members` the next so many of `rows` [num_rows, width], and get as many as it says."""
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows, list(received), list(sent), group=self.groups[members])
+        return out
+
+    def gather(self, rows: Tensor, members: tuple[int, ...]) -> Pending:
+        """Start to fetch the rows [num_rows, width] of all `members`, of whom each gives as many."""
+        out = rows.new_empty(len(members) * rows.shape[0], rows.shape[1])
+        return Pending(out, rows, all_gather(out, rows, group=self.groups[members], async_op=True))
+
+    def reduce(self, rows: Tensor, members: tuple[int, ...]) -> Tensor:
+        """The sum over `members` of what they have of this one's rows: [num_rows / members, width]."""
+        out = rows.new_empty(rows.shape[0] // len(members), rows.shape[1])
+        reduce_scatter(out, rows, group=self.groups[members])
+        return out
+
+    def use_once(self, device: torch.device) -> None:
+        """Use every group once for all that it is for, at the same time; raise UsageError where its backend cannot."""
+        for members in sorted(self.groups):
+            rows, ones = torch.zeros(len(members), 1, device=device), [1] * len(members)
+            try:
+                self.all_to_all(rows, ones, ones, members)
+                self.gather(rows[:1], members).wait()
+                self.reduce(rows, members)
+            except RuntimeError as error:
+                if is_lost_connection(error):
+                    raise
+                raise UsageError(
+                    f"processes cannot share sequences: the backend {dist.get_backend(self.groups[members])} does not "
+                    f"exchange tensors on {device} ({str(error).splitlines()[0]})",
+                    hint="build the plan with `--cp off`, or train with a torch that has gloo and NCCL",
+                ) from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether that is what torch.distributed raises when another process is gone."""
+    # gloo raises plain RuntimeErrors, with the place in its source
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def named_processes(processes: Sequence[int]) -> str:
+    """Processes by their numbers, in words."""
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"

@@ -17,7 +17,7 @@ from typing import NoReturn
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of, read_toml
 from chunkplan.visible import one_line
-from chunkplan_runtime.requirements import require_torch, set_environment
+from chunkplan_runtime import require_torch, set_environment
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
 

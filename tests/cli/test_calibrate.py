@@ -162,7 +162,7 @@ def test_without_torch_it_says_what_to_install(folder: Path) -> None:
 def test_nothing_is_left_of_a_calibration_that_was_interrupted(
     folder: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from chunkplan_runtime.calibration import measure as calibration
+    from chunkplan_runtime.calibration import calibrate as calibration
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

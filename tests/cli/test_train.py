@@ -103,7 +103,8 @@ def test_processes_that_cannot_share_the_plan_are_not_started(
     error, hint = ran.err.splitlines()
     assert error.endswith("3 processes cannot share the plan's 2 data-parallel ranks evenly")
     like = "chunkplan build --like chunkplan-out/plan --dp 3 --output chunkplan-out/plan-dp3"
-    assert hint.startswith(f"hint: `--nproc 2` or `--nproc 1`, or `{like}` builds one of the same steps")
+    assert hint.startswith("hint: `torchrun --nproc-per-node N` or `chunkplan train --nproc N` with 1 or 2 processes ")
+    assert f" in all, or `{like}` builds one of the same steps" in hint
 
 
 @pytest.mark.soak

@@ -20,9 +20,16 @@ from chunkplan.cost.measurements import ChunkTime, DeviceRates
 from chunkplan.cost.model import CostModel, Precision
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
-from chunkplan_runtime.calibration import measure as timing
-from chunkplan_runtime.calibration.calibrate import measure_device
-from chunkplan_runtime.calibration.measure import PACKED, Probe, first_layers, make_probes, measure, time_probe
+from chunkplan_runtime.calibration import calibrate as timing
+from chunkplan_runtime.calibration.calibrate import (
+    PACKED,
+    Probe,
+    first_layers,
+    make_probes,
+    measure,
+    measure_device,
+    time_probe,
+)
 from chunkplan_runtime.devices import find_device
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -220,10 +227,10 @@ def test_probes_are_whole_and_packed_chunks_and_parts_behind_whole_parts() -> No
 def test_every_probe_has_a_time(model: CausalLM) -> None:
     probes = make_probes((16, 24, 32), (48,))
     reports: list[tuple[int, int]] = []
-    measured = measure(model, probes, repeats=2, report=lambda done, total: reports.append((done, total)))
-    assert [Probe(chunk.segments, chunk.prefix_tokens) for chunk in measured.chunks] == probes
-    assert all(chunk.forward_kv_ns > 0 and chunk.train_ns > 0 and chunk.spread >= 0 for chunk in measured.chunks)
-    assert measured.left_out == []
+    chunks, left_out = measure(model, probes, repeats=2, report=lambda done, total: reports.append((done, total)))
+    assert [Probe(chunk.segments, chunk.prefix_tokens) for chunk in chunks] == probes
+    assert all(chunk.forward_kv_ns > 0 and chunk.train_ns > 0 and chunk.spread >= 0 for chunk in chunks)
+    assert left_out == []
     assert reports == [(done, 6 + 2 * 9) for done in range(1, 6 + 2 * 9 + 1)]
 
 
@@ -266,9 +273,9 @@ def test_a_probe_that_does_not_fit_is_left_out(model: CausalLM, monkeypatch: pyt
         return original(model, probe, seed)
 
     monkeypatch.setattr(timing, "time_probe", run_out)
-    measured = measure(model, make_probes((16, 24, 32), (48,)), repeats=1)
-    assert {chunk.num_tokens for chunk in measured.chunks} == {16, 24}
-    assert [(sum(probe.segments), probe.prefix_tokens) for probe in measured.left_out] == [
+    chunks, left_out = measure(model, make_probes((16, 24, 32), (48,)), repeats=1)
+    assert {chunk.num_tokens for chunk in chunks} == {16, 24}
+    assert [(sum(probe.segments), probe.prefix_tokens) for probe in left_out] == [
         (32, 0),
         (32, 0),
         (16, 48),

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime import ChunkTrainer
-from chunkplan_runtime.hf.chunk_trainer import PASSED_ON, REFUSED_ARGUMENTS, REFUSED_SETTINGS
+from chunkplan_runtime.training.chunk_trainer import PASSED_ON, REFUSED_ARGUMENTS, REFUSED_SETTINGS
 from tests.support.analyses import write_analysis
 from tests.support.places import ROOT
 

@@ -28,7 +28,7 @@ RUNTIME_ONLY = {"torch", "peft", "accelerate", "flash_attn", "transformers"}
 EXCEPTIONS = {
     ("chunkplan_runtime.parity", "chunkplan.config.plan"),
     ("chunkplan_runtime.parity", "chunkplan.building"),
-    ("chunkplan_runtime.hf.data", "chunkplan.building"),
+    ("chunkplan_runtime.training.chunk_trainer", "chunkplan.building"),
     ("chunkplan.intake.backends.hub", "transformers"),
 }
 

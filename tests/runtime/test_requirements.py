@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.requirements import require_torch
+from chunkplan_runtime import require_torch
 
 #: What bitsandbytes does when peft imports it on a CPU.
 WARNS = """

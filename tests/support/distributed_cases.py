@@ -21,23 +21,26 @@ from chunkplan.layers import StagePlacement
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
-from chunkplan_runtime.distributed.gradients import gradient_norm, sum_tied_gradients, tied_weight
-from chunkplan_runtime.distributed.job import Groups, make_groups
-from chunkplan_runtime.distributed.launch import OwnGpu, refuse_shared_gpus
-from chunkplan_runtime.distributed.sharding import Aligned, Shards, _weights, paddings_of
+from chunkplan_runtime.distributed.job import Groups, gather_objects, make_groups
+from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus
+from chunkplan_runtime.distributed.sharding import (
+    Shards,
+    _weights,
+    gradient_norm,
+    sum_tied_gradients,
+    tied_weight,
+)
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names
-from chunkplan_runtime.models.lora import ALL_LINEAR, LoraOptions, add_lora
+from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.trained import ALL_LINEAR, LoraOptions, add_lora, freeze_weights, frozen_names
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
-from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.support.kept_attention import keeping_attention
 from tests.support.link_cases import random_order
@@ -105,10 +108,9 @@ class StageProcess:
         return _sum(loss)
 
     def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        if self.shards is None or self.sharding == "optimizer" or (only_forwards and self.sharding != "weights"):
+        if self.shards is None:
             return meet_nobody
-        paddings = paddings_of(work, self.groups.layout, self.sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self.shards.pad).meet
+        return self.shards.meeting(work, self.groups.layout, only_forwards=only_forwards)
 
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
@@ -126,7 +128,7 @@ class StageProcess:
 def refuse_gpus(rank: int, *, gpus: Sequence[OwnGpu]) -> str | None:
     """What a process that takes `gpus[rank]` says of it and all others; None if nothing is wrong."""
     try:
-        refuse_shared_gpus(gpus[rank])
+        check_gpus(gather_objects(gpus[rank]))
     except UsageError as error:
         return str(error)
     return None

@@ -21,14 +21,13 @@ import torch.distributed as dist
 
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.distributed.job import lost_peers, make_groups
-from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
-from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import used_blocks
+from chunkplan_runtime.sharing import Exchanges
 from tests.support.distributed_cases import open_for_its_stages
 from tests.support.watchdog_cases import Case, fail, run_all
 
@@ -68,7 +67,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
             watchdog.heartbeat.telling(lambda: executor.activity),
-            watching.warned_of_stall(layout.describe(), lambda: executor.doing, lambda: None),
+            watching.warned_of_stall(layout.describe(), lambda: executor.activity.words, lambda: None),
         ):
             executor.run(work, 1)
     except ChunkplanError as error:

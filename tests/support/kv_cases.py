@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.exchange import Exchanges
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.pages import Asked, PageMemory
+from chunkplan_runtime.kv.pages import KVRequest, PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Holding, Run, SharedPart, Span
+from chunkplan_runtime.sharing import Exchanges, Holding, Run, SharedPart, Span
 
 
 def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:
@@ -65,12 +64,12 @@ def read_and_add(
     for span, each, own in zip(spans, of_processes, brought, strict=True):
         store.start_forward(span, each)
         store.write(span, 0, own)
-        for block in store.blocks(span, 0, 0, Asked(own)):
+        for block in store.blocks(span, 0, 0, KVRequest(own)):
             for tensor, found in zip(read, block.tensors, strict=True):
                 tensor[:, block.start : block.stop] = found[0]
     gradients: list[list[Tensor]] = [[] for _ in tensors]
     for index in reversed(range(len(parts))):
-        span, asked = spans[index], Asked(brought[index], with_gradients=True)
+        span, asked = spans[index], KVRequest(brought[index], with_gradients=True)
         store.start_backward(span)
         for block in store.blocks(span, 0, 0, asked):
             for gradient, found in zip(block.gradients, block.tensors, strict=True):

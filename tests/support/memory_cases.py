@@ -23,7 +23,7 @@ from chunkplan_runtime.attention.heads import HeadExchange
 from chunkplan_runtime.execution.executor import Place, RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
-from chunkplan_runtime.kv.gathered import GatheredMemory
+from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 
@@ -79,7 +79,8 @@ class _Watch:
         if _place(action) in self._executor.inputs:
             self._refs.append((action, weakref.ref(self._executor.inputs[_place(action)])))
         yield
-        self.observed.kv = max(self.observed.kv, self._executor.stores[0].num_tokens)
+        sequences = self._executor.stores[0]._sequences.values()
+        self.observed.kv = max(self.observed.kv, sum(sequence.forwarded for sequence in sequences))
         if action.op in ("backward", "backward_weight"):
             self._done.add(_place(action))
 

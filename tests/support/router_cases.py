@@ -15,9 +15,9 @@ from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.feed.stream import PlanStream
-from chunkplan_runtime.layout import choose_layout
+from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import (
     relative_errors,
@@ -26,7 +26,6 @@ from chunkplan_runtime.proof.prove import (
     train_routers,
     vanishing_gradients,
 )
-from chunkplan_runtime.sharing import used_blocks
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.distributed_cases import open_for_its_stages

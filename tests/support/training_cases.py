@@ -107,7 +107,7 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
     what a GPU would have in host memory.
     """
     held = []
-    update, put, make = TrainStep.update, links._Outbox.put, devices.new_host_memory
+    update, send, make = TrainStep.update, links._Remote.send, devices.new_host_memory
     with Alive() as alive:
 
         def on_host(*args: Any) -> torch.Tensor:
@@ -115,9 +115,9 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
             alive.forget(made)
             return made
 
-        def sent(outbox: links._Outbox, chunk_id: int, tensor: torch.Tensor) -> None:
-            put(outbox, chunk_id, tensor)
-            for kept, _ in outbox._sent:
+        def sent(channel: links._Remote, chunk_id: int, tensor: torch.Tensor) -> None:
+            send(channel, chunk_id, tensor)
+            for kept, _ in channel._sent:
                 alive.forget(kept)
 
         def counted(train_step: TrainStep, step: Any) -> float:
@@ -130,7 +130,7 @@ def run_main_and_count(rank: int, **arguments: Any) -> tuple[int, str, int, int]
 
         with (
             patch.object(TrainStep, "update", counted),
-            patch.object(links._Outbox, "put", sent),
+            patch.object(links._Remote, "send", sent),
             patch.object(host_memory, "new_host_memory", on_host),
         ):
             code, told = run_main(rank, **arguments)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chunkplan_runtime.attention.kept import Made
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors, on_its_way
+from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.sharing import Run, SharedPart, Span
+
+if TYPE_CHECKING:
+    from chunkplan_runtime.attention.latents import ExpandedLatents
 
 #: From query, key, value, sink and latents to out and log-sum-exp.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
@@ -44,7 +46,7 @@ class KeptResults:
         """Hand them out from now on; those of the first layer are on their way."""
         self._is_taken = True
         for each in islice(self._held, 2):
-            on_its_way(each)
+            each.start_fetch()
 
     def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
         """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
@@ -92,9 +94,9 @@ class Current:
     So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
     backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
     `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
-    segments of the chunk leave. `router_loss`: the one of several that it is run with. `made`: what the layer that is
-    at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose
-    inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
+    segments of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer that
+    is at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers
+    whose inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
     attention gave in the layer that is at work, for when that runs again. `compiles`: whether the model is compiled.
     """
 
@@ -104,7 +106,7 @@ class Current:
     borders: tuple[Any, ...] = ()
     cache: Any = None
     router_loss: Any = None
-    made: Made | None = None
+    expanded: ExpandedLatents | None = None
     marks: tuple[Mark, ...] = ()
     kept: KeptResults | None = None
     attended: KeptResults | None = None
@@ -121,15 +123,6 @@ class Current:
             yield
         finally:
             self.marks = before
-
-    def running_again(self) -> AbstractContextManager[None]:
-        """Within the block is what checkpoints run again whatever they hold."""
-        return self.within(Mark.RUN_AGAIN)
-
-    def take_made(self, key: Tensor, value: Tensor) -> Made | None:
-        """What was made last, if it is these very tensors; it is forgotten."""
-        made, self.made = self.made, None
-        return made if made is not None and made.is_of(key, value) else None
 
 
 @dataclass(frozen=True)
@@ -162,15 +155,14 @@ class ChunkContext:
                 return [TokenRange(0, num_tokens, part=self.shared.span, runs=self.shared.runs)]
             return [TokenRange(0, num_tokens, borders=(0, num_tokens))]
         ranges: list[TokenRange] = []
-        for is_split, spans in groupby(self.spans, key=lambda span: span.is_split):
+        for is_split, group in groupby(self.spans, key=lambda span: span.is_split):
+            spans = [*group]
             if is_split:
                 ranges += [
-                    TokenRange(span.chunk_start, span.chunk_stop, part=span, runs=((span.start, span.stop),))
-                    for span in spans
+                    TokenRange(span.chunk_start, span.chunk_stop, span, ((span.start, span.stop),)) for span in spans
                 ]
             else:
-                whole = [*spans]
-                start, stop = whole[0].chunk_start, whole[-1].chunk_stop
-                borders = (0, *(span.chunk_stop - start for span in whole))
-                ranges.append(TokenRange(start, stop, borders=borders))
+                start = spans[0].chunk_start
+                borders = (0, *(span.chunk_stop - start for span in spans))
+                ranges.append(TokenRange(start, spans[-1].chunk_stop, borders=borders))
         return ranges

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResults, TokenRange
-from chunkplan_runtime.attention.kept import Expand
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
+from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, rows
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
 from chunkplan_runtime.sharing import Run
 
 _library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
@@ -44,25 +44,6 @@ _library.impl("attend", _run_call, "CompositeExplicitAutograd")
 
 #: The operator, as modes of torch that look at operators know it.
 ATTEND = torch.ops.chunkplan.attend.default
-
-
-def attend_as_one(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What `attend` gives for the tensors, or what a checkpoint has kept of that (`models.checkpointing`).
-
-    As one operator of torch, so that what decides which results are kept sees one call, and keys and values are
-    written, fetched and exchanged once.
-    """
-    if not is_in_torch_dispatch_mode():  # nobody looks at operators
-        return attend(query, key, value, sink, latents)
-    call = next(_numbers)
-    _calls[call] = attend
-    try:
-        out, lse = ATTEND(query, key, value, sink, latents, call)
-    finally:
-        del _calls[call]
-    return out, lse
 
 
 class LayerAttention(NamedTuple):
@@ -92,13 +73,43 @@ class LayerAttention(NamedTuple):
             borders = (*cut, borders[-1])
         return Form(self.scale, causal, reach=reach, softcap=self.softcap, borders=borders)
 
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Tokens [start, stop) of a sequence, cut at the borders of tiles."""
-        while self.tile is not None and start // self.tile < (stop - 1) // self.tile:
-            border = (start // self.tile + 1) * self.tile
-            yield start, border
-            start = border
-        yield start, stop
+    def queries(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+        """Tokens [start, stop) of a sequence, cut at the borders of tiles; and what makes the query of such a token."""
+        offset = 0
+        for start, stop in runs:
+            offset -= start  # the token t of the run is query t + offset
+            tile = self.tile or stop
+            for first in (start, *range((start // tile + 1) * tile, stop, tile)):
+                yield first, min((first // tile + 1) * tile, stop), offset
+            offset += stop
+
+
+def attend(
+    context: ChunkContext,
+    attention: LayerAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    latents: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Attend: out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
+
+    They are new, or what was kept of them (`KeptResults`). Where modes of torch look at operators, as checkpoints do to
+    keep results, it is one of them: they see one call, and keys and values are written, fetched and exchanged once.
+    """
+    do: Attend = partial(_attend_to_ranges, context, attention)
+    for kept in filter(None, (context.kept, attention.attended)):
+        do = partial(kept.attend, do)
+    if not is_in_torch_dispatch_mode():
+        return do(query, key, value, sink, latents)
+    call = next(_numbers)
+    _calls[call] = do
+    try:
+        out, lse = ATTEND(query, key, value, sink, latents, call)
+    finally:
+        del _calls[call]
+    return out, lse
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -125,10 +136,7 @@ class ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
         latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        attend: Attend = partial(_attend_to_ranges, context, attention)
-        for kept in filter(None, (context.kept, attention.attended)):
-            attend = partial(kept.attend, attend)
-        out, lse = attend_as_one(attend, query, key, value, sink, list(latents))
+        out, lse = attend(context, attention, query, key, value, sink, list(latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
@@ -139,28 +147,27 @@ class ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        grad_out = gradients[0].transpose(1, 2)  # [1, heads, num_tokens, value_dim]
         query, key, value, sink, out, lse, *latents = ctx.saved_tensors
-        context, attention = ctx.context, ctx.attention
+        context, attention, grad_out = ctx.context, ctx.attention, gradients[0].transpose(1, 2)
         given = query, key, value, *latents
         found: list[Tensor | None] = [None] * len(given)
         of_weights: list[Tensor | None] = [None] * (0 if attention.expand is None else len(attention.expand.weights))
         of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            of_queries = rows((grad_out, query, out, lse), here)
+            grad_rows, queries, out_rows, lse_rows = rows((grad_out, query, out, lse), here)
             places: tuple[int, ...] = (0, 1, 2)
             if tokens.part is None:
-                grad_rows, queries, out_rows, lse_rows = of_queries
                 form = attention.form(context.causal, tokens.borders)
                 keys, values = rows((key, value), here)
                 of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
-                asked = Asked(own, with_gradients=True, takes_own=not attention.borrows)
-                grad_query = _attend_backward(tokens, context, attention, asked, of_weights, *of_queries)
-                of_range = grad_query, *asked.gradients
-                places = (0, *of_kept) if asked.gradients else (0,)
+                request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
+                of_queries = grad_rows, queries, out_rows, lse_rows
+                grad_query = _attend_backward(tokens, context, attention, request, of_weights, of_queries)
+                of_range = grad_query, *request.gradients
+                places = (0, *of_kept) if request.gradients else (0,)
             for place, gradient in zip(places, of_range, strict=True):
                 found[place] = _put(gradient, here, given[place], found[place])
         grad_sink = None
@@ -193,10 +200,7 @@ def _attend_to_ranges(
     sink: Tensor | None,
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
-
-    In memory, tokens of out are first too: some models take views.
-    """
+    """See `attend`. In memory, tokens of out are first too: some models take views."""
     given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], *given)
@@ -225,19 +229,17 @@ def _attend_to_range(
     latents: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
-    here, part = slice(tokens.start, tokens.stop), tokens.part
+    query, key, value, *latents = rows((query, key, value, *latents), slice(tokens.start, tokens.stop))
+    part = tokens.part
     if part is None:
-        form = attention.form(context.causal, tokens.borders)
-        own_query, own_key, own_value = rows((query, key, value), here)
-        return attention.kernel.forward(own_query, own_key, own_value, form)
-    query = rows((query,), here)[0]
-    kept = rows(tuple(latents) or (key, value), here)  # what pages keep of the part
+        return attention.kernel.forward(query, key, value, attention.form(context.causal, tokens.borders))
+    kept = tuple(latents) or (key, value)  # what pages keep of the part
     if not attention.borrows:
         context.store.write(part, attention.layer, kept, by_parts=bool(latents))
     out = lse = query  # until there are some
     seen = 0  # queries have seen a block; the first one has the part's own tokens, of which each sees some
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, Asked(kept)):
+    for block in context.store.blocks(part, attention.layer, first_seen, KVRequest(kept)):
         pair = block.tensors if attention.expand is None else attention.expand(block.tensors)
         for queries, keys, form in _visible(block, tokens.runs, attention):
             block_key, block_value = rows(pair, keys)
@@ -262,23 +264,22 @@ def _attend_backward(
     tokens: TokenRange,
     context: ChunkContext,
     attention: LayerAttention,
-    asked: Asked,
+    request: KVRequest,
     of_weights: list[Tensor | None],
-    grad_out: Tensor,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Gradients of a part's queries. `asked` gets those of what pages keep of it, from all parts of the sequence."""
-    part = tokens.part
+    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence.
+
+    `of_queries`: the gradient of out, the queries, out and lse.
+    """
+    part, expand, (_, query, _, lse) = tokens.part, attention.expand, of_queries
     assert part is not None
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]
     first_seen = part.first_seen(attention.window, attention.tile)
-    for block in context.store.blocks(part, attention.layer, first_seen, asked):
-        expand = attention.expand
+    for block in context.store.blocks(part, attention.layer, first_seen, request):
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):
-                grad_rows, query_rows, out_rows, lse_rows = rows((grad_out, query, out, lse), queries)
+                grad_rows, query_rows, out_rows, lse_rows = rows(of_queries, queries)
                 block_key, block_value = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
                     grad_rows, query_rows, block_key, block_value, out_rows, lse_rows, form
@@ -296,38 +297,26 @@ def _attend_backward(
     return grad_query
 
 
-def _visible(block: KVBlock, runs: tuple[Run, ...], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
+def _visible(block: KVBlock, runs: Sequence[Run], attention: LayerAttention) -> Iterator[tuple[slice, slice, Form]]:
     """Queries that see any of a block, the keys of it that they see, and how; all that are in no other triple.
 
     Queries are tokens of the sequence in `runs`, [start, stop) each. A block may begin and end within a run.
     """
-    offset = 0
-    for start, stop in runs:
-        offset -= start  # the token t of the run is query t + offset
-        for first, last in attention.pieces(start, stop):
-            for queries, keys, form in _visible_to_piece(block, first, last, attention):
-                yield slice(queries.start + offset, queries.stop + offset), keys, form
-        offset += stop
-
-
-def _visible_to_piece(
-    block: KVBlock, start: int, stop: int, attention: LayerAttention
-) -> Iterator[tuple[slice, slice, Form]]:
-    """The same of the queries [start, stop), which are given as tokens of the sequence."""
-    unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
-    within = max(start, block.start), min(stop, block.stop)
-    if within[0] < within[1]:
-        own = within[0] - block.start if attention.kernel.squares_only else unseen
-        yield slice(*within), slice(own, within[1] - block.start), attention.form(causal=True)
-        if unseen < own:
-            yield slice(*within), slice(unseen, own), attention.form(causal=False)
-    after = max(start, block.stop)  # queries from here on see all keys, or those that a window reaches
-    form = attention.form(causal=False)
-    last = stop
-    if attention.window is not None:
-        last = min(stop, block.stop + attention.window - 1)
-        # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
-        reach = attention.window - 1 - (last - block.stop)
-        form = form._replace(reach=None if last - attention.window <= block.start else reach)
-    if after < last and unseen < block.stop - block.start:
-        yield slice(after, last), slice(unseen, block.stop - block.start), form
+    for start, stop, offset in attention.queries(runs):
+        unseen = max(0, start // attention.tile * attention.tile - block.start) if attention.tile else 0
+        first, last = max(start, block.start), min(stop, block.stop)
+        if first < last:
+            own = first - block.start if attention.kernel.squares_only else unseen
+            queries = slice(first + offset, last + offset)
+            yield queries, slice(own, last - block.start), attention.form(causal=True)
+            if unseen < own:
+                yield queries, slice(unseen, own), attention.form(causal=False)
+        first, last = max(start, block.stop), stop  # queries from here on see all keys, or those that a window reaches
+        form = attention.form(causal=False)
+        if attention.window is not None:
+            last = min(stop, block.stop + attention.window - 1)
+            # Queries end `last - block.stop` tokens after the keys of the block do, so that they reach less far in it.
+            reach = attention.window - 1 - (last - block.stop)
+            form = form._replace(reach=None if last - attention.window <= block.start else reach)
+        if first < last and unseen < block.stop - block.start:
+            yield slice(first + offset, last + offset), slice(unseen, block.stop - block.start), form

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.sharing import Run, SharedPart
+from chunkplan_runtime.sharing import Exchanges, Run, SharedPart
 
 
 @dataclass(frozen=True)
@@ -42,37 +41,25 @@ class HeadExchange:
         return of_heads.view(len(self.part.heads), -1)[self._place]
 
     def scatter_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Do as `to_heads`, without a graph."""
-        h, num_tokens = len(self.part.heads), tensors[0].shape[1]
-        by_process = [
-            each.reshape(h, -1, *each.shape[1:]).transpose(1, 2).flatten(2) for each in tensors
-        ]  # [h, num_tokens, heads / h x dim]
-        widths = [each.shape[2] for each in by_process]
+        """Do as `to_heads`, without a graph. Of all that is exchanged there are two copies at once, and no third."""
+        h, num_tokens, slices = len(self.part.heads), tensors[0].shape[1], self._slices
+        by_process = [each.reshape(h, -1, *each.shape[1:]).transpose(1, 2).flatten(2) for each in tensors]
+        widths = [each.shape[2] for each in by_process]  # of [h, num_tokens, heads / h x dim] each
         rows = torch.cat(by_process, 2).flatten(0, 1)  # [h x num_tokens, width]
-        del by_process  # of all that is exchanged there are two copies at once, and no third
+        del by_process
         received = self._exchange(rows, [num_tokens] * h, self._counts)  # [tokens of all, width]
         del rows
-        pieces = self._pieces
-        in_order = received
-        if pieces != sorted(pieces):
-            by_piece = dict(zip(pieces, torch.split(received, [stop - start for start, stop in pieces]), strict=True))
-            in_order = torch.cat([by_piece[piece] for piece in sorted(pieces)])
-        parts = zip(torch.split(in_order, widths, 1), tensors, strict=True)
+        parts = zip(torch.split(_reordered(received, slices, sorted(slices)), widths, 1), tensors, strict=True)
         return tuple(part.view(len(part), -1, each.shape[2]).transpose(0, 1) for part, each in parts)
 
     def gather_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Do as `to_tokens`, of many at once and without a graph."""
-        h = len(self.part.heads)
+        h, num_tokens, slices = len(self.part.heads), self._counts[self._place], self._slices
         flat = [each.transpose(0, 1).flatten(1) for each in tensors]  # [tokens of all, heads / h x dim]
         widths = [each.shape[1] for each in flat]
         rows = torch.cat(flat, 1)  # [tokens of all, width]
         del flat
-        pieces = self._pieces
-        if pieces != (in_order := sorted(pieces)):
-            by_piece = dict(zip(in_order, torch.split(rows, [stop - start for start, stop in in_order]), strict=True))
-            rows = torch.cat([by_piece[piece] for piece in pieces])
-            del by_piece
-        num_tokens = self._counts[self._place]
+        rows = _reordered(rows, sorted(slices), slices)
         received = self._exchange(rows, self._counts, [num_tokens] * h)  # [h x own tokens, width]
         del rows
         by_tensor = zip(torch.split(received.view(h, num_tokens, -1), widths, 2), tensors, strict=True)
@@ -95,9 +82,17 @@ class HeadExchange:
         return [sum(stop - start for start, stop in slices) for slices in self.part.slices]
 
     @property
-    def _pieces(self) -> list[Run]:
-        """All slices [start, stop), process by process, as rows are exchanged."""
-        return [piece for slices in self.part.slices for piece in slices]
+    def _slices(self) -> list[Run]:
+        """Those of all, process by process, as rows are exchanged."""
+        return [each for slices in self.part.slices for each in slices]
+
+
+def _reordered(rows: Tensor, slices: list[Run], wanted: list[Run]) -> Tensor:
+    """Rows of tokens in slices [start, stop) one after another, in the order that is wanted."""
+    if slices == wanted:
+        return rows
+    by_slice = dict(zip(slices, torch.split(rows, [stop - start for start, stop in slices]), strict=True))
+    return torch.cat([by_slice[each] for each in wanted])
 
 
 class _Exchange(torch.autograd.Function):

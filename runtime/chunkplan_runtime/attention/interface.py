@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current
-from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attention_of
+from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attend, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.attention.kept import Expand, latents_of, owner_of
 from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.latents import latents_of, owner_of
 from chunkplan_runtime.devices import wide
 
 ATTENTION = "chunkplan"
@@ -70,8 +69,7 @@ class Mask:
 _PLAIN = Mask()
 
 
-@wraps(_FIND_BORDERS)
-def _borders_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+def _borders_unless_known(position_ids: Tensor) -> Tensor | None:
     return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
 
 
@@ -192,28 +190,24 @@ def _attend(
         )
     if query.size(0) != 1:
         raise UsageError(f"a chunk is one row, found {query.size(0)}", hint="run the model through an Executor")
-    shared, made = chunk_context.shared, current.take_made(key, value)
-    shares_heads = shared is not None and len(shared.heads) > 1
     of_cache: int | None = getattr(current.cache, "layer", None)
     layer: Any = module.layer_idx if of_cache is None else of_cache
-    owner: int = layer
-    latents: tuple[Tensor, ...] = ()
-    expand: Expand | None = None
-    if chunk_context.has_parts:
-        if made is not None and not shares_heads:
-            latents, expand = latents_of(module, made)
-        if expand is None:
-            owner = owner_of(layer, key, value)
+    exchange: HeadExchange | None = None
+    if chunk_context.shared is not None and len(chunk_context.shared.heads) > 1:
+        exchange = HeadExchange(chunk_context.store.exchanges, chunk_context.shared, layer)
+    latents, expand = latents_of(module, key, value)
+    if exchange is not None or not chunk_context.has_parts:
+        latents, expand = (), None
+    owner = owner_of(layer, key, value) if chunk_context.has_parts and expand is None else layer
     if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
     mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
     attention = _layer_attention(current, layer, query, value, mask, how)
     if owner != layer or expand is not None:
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
-    if shared is None or not shares_heads:
+    if exchange is None:
         weights = () if expand is None else expand.weights
         return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
-    exchange = HeadExchange(chunk_context.store.exchanges, shared, layer)
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
     out = attention_of(*of_heads, sink, chunk_context, attention)
@@ -309,14 +303,12 @@ def _forward(
     module = _modules[int(number)]
     current: Current = module.chunkplan
     scaling, sliding_window, softcap, window, tile = how
-    context, asked = current.context, (scaling, sliding_window, softcap)
-    assert context is not None
+    asked = scaling, sliding_window, softcap
+    assert current.context is not None
     attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
-    saved: list[Any] = []
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
-    out = ChunkAttention.forward(ctx, query, key, value, sink, context, attention)
-    return out.contiguous(), saved[5].contiguous()
+    out, lse = attend(current.context, attention, query, key, value, sink, [])
+    return out.contiguous(), lse.contiguous()
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:

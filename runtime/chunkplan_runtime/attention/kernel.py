@@ -1,13 +1,14 @@
 """What an attention kernel is asked and gives, and how results over several blocks of keys are merged.
 
-Everything above is written against (out, lse) and a backward that takes them as given, because that is what makes
-attention over several blocks of keys exact: forward results merge by their LSE, and the backward of a block is right
-once it gets the out and lse of all blocks (FlashAttention-2, arXiv 2307.08691, section 3.1).
+Everything above is written against (out, lse) and a backward that takes them as given: so attention over several blocks
+of keys is exact. Forward results merge by their LSE, and the backward of a block is right once it gets the out and lse
+of all blocks (FlashAttention-2, arXiv 2307.08691, section 3.1).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,35 +30,45 @@ class Form(NamedTuple):
     borders: tuple[int, ...] | None = None
 
 
-class AttentionKernel(Protocol):
+class AttentionKernel(ABC):
     """Attention of queries to keys.
 
     query is [1, heads, num_queries, head_dim]; key and value are [1, kv_heads, num_keys, head_dim], with any strides;
     query head h belongs to KV head h // (heads // kv_heads). Every query sees at least one key. Values, and with them
-    the result, may have heads of another size. Where it takes `squares_only`, there are as many queries as keys under a
-    mask.
+    the result, may have heads of another size, unless it takes `one_head_size`. Where it takes `squares_only`, there
+    are as many queries as keys under a mask. `device_type`: the only one it runs on, if there is one.
     """
 
     name: str
-    squares_only: bool
+    device_type: str | None = None
+    one_head_size = False
+    squares_only = False
+    has_window = True
+    has_softcap = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """Why it cannot serve such tensors; None if it can. `head_dims`: of queries and keys, and of values."""
-        ...
+        if self.device_type not in (None, device.type):
+            return f"it runs on a {'CUDA GPU' if self.device_type == 'cuda' else 'CPU'}, not on {device.type}"
+        if self.one_head_size and head_dims[0] != head_dims[1]:
+            return f"its values have heads of the size of its keys, not of {head_dims[1]} with {head_dims[0]}"
+        if form.reach is not None and not self.has_window:
+            return "it has no sliding window"
+        return "it has no softcap" if form.softcap is not None and not self.has_softcap else None
 
+    @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Attend to all keys that `form` lets each query see.
 
         Returns out [1, heads, num_queries, head_dim] in the dtype of `query`, and lse, the log-sum-exp of the scores,
         [1, heads, num_queries] in at least float32.
         """
-        ...
 
+    @abstractmethod
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; `out` and `lse` are those over all the keys the queries attend to."""
-        ...
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,21 +9,18 @@ from importlib import import_module
 import torch
 
 from chunkplan.cost import attention_rates
-from chunkplan.cost.attention_rates import AttentionRates
+from chunkplan.cost.attention_rates import MAKES_PLANS, AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
-from chunkplan_runtime.attention.reference import ReferenceKernel
 
 
-def _kernel(name: str, place: str) -> AttentionKernel:
-    module, _, class_name = place.partition(".")
+def _kernel(module: str, class_name: str) -> AttentionKernel:
     kernel: AttentionKernel = getattr(import_module(f"chunkplan_runtime.attention.{module}"), class_name)()
-    assert kernel.name == name, "a kernel is registered by its name"
     return kernel
 
 
 #: By name, the preferred one first.
-KERNELS = {name: _kernel(name, place) for name, place in attention_rates.KERNELS.items()}
+KERNELS = {name: _kernel(*place.split(".")) for name, place in attention_rates.KERNELS.items()}
 
 AUTO = "auto"
 
@@ -52,11 +49,16 @@ class Kernels:
     """
 
     def __init__(self, name: str = AUTO, rates: Iterable[AttentionRates] = (), *, has_links: bool = False) -> None:
-        if name != AUTO and name not in KERNELS:
+        if name not in (AUTO, *KERNELS):
             raise UsageError(
                 f"there is no attention kernel {name!r}", hint=f"choose one of: {', '.join((AUTO, *KERNELS))}"
             )
-        self._candidates = _fastest_first(rates) if name == AUTO else [KERNELS[name]]
+        blocks: dict[str, float] = {}  # of kernels that there are rates of: they come by these in each other's places
+        for each in rates:
+            blocks.setdefault(each.kernel, each.both_blocks)
+        ranked = iter(sorted(blocks, key=blocks.__getitem__, reverse=True))
+        ordered = [next(ranked) if each in blocks else each for each in KERNELS] if name == AUTO else [name]
+        self._candidates = [KERNELS[each] for each in ordered]
         self._has_links = has_links
         self.left_out: dict[str, str] = {}
         self._chosen: dict[tuple[torch.device, torch.dtype, tuple[int, int], bool, bool], AttentionKernel] = {}
@@ -87,7 +89,7 @@ class Kernels:
         for kernel in self._candidates:
             reason = kernel.why_not(device, dtype, head_dims, form)
             if reason is None and kernel.name not in _SURE:
-                plans = self._has_links and kernel.name == "torch-cudnn"
+                plans = self._has_links and kernel.name in MAKES_PLANS
                 reason = _PLANS if plans else why_wrong(kernel, device, dtype, head_dims, form)
                 if reason is not None:
                     self.left_out[kernel.name] = reason
@@ -95,15 +97,6 @@ class Kernels:
                 yield kernel
             else:
                 refusals.append(f"{kernel.name}: {reason}")
-
-
-def _fastest_first(rates: Iterable[AttentionRates]) -> list[AttentionKernel]:
-    """All kernels, the preferred one first, but those that there are rates of by these, in each other's places."""
-    known: dict[str, float] = {}
-    for each in rates:
-        known.setdefault(each.kernel, each.both_blocks)
-    ranked = iter(sorted(known, key=known.__getitem__, reverse=True))
-    return [KERNELS[next(ranked) if name in known else name] for name in KERNELS]
 
 
 def why_wrong(
@@ -142,7 +135,7 @@ def _error(
         torch.randn(1, tokens, heads, head_dims[which], device=device, generator=random).to(dtype).transpose(1, 2)
         for tokens, heads, which in sizes
     )
-    plain, exact = ReferenceKernel(), (query.float(), key.float(), value.float())
+    plain, exact = KERNELS["reference"], (query.float(), key.float(), value.float())
     wanted = list(plain.forward(*exact, form))
     out, lse = wanted[0].to(dtype), wanted[1] + _ELSEWHERE
     wanted += plain.backward(grad_out.float(), *exact, out.float(), lse, form)

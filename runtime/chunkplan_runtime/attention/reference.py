@@ -12,22 +12,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.devices import wide
 
 #: Queries whose scores are held at once.
 QUERIES_AT_ONCE = 256
 
 
-class ReferenceKernel:
-    """See `kernel.AttentionKernel`."""
+class ReferenceKernel(AttentionKernel):
+    """Takes everything. In it scores and the like are [1, kv_heads, heads a KV head, num_queries, num_keys]."""
 
     name = "reference"
-    squares_only = False
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`: it takes everything."""
-        return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""
@@ -36,7 +31,7 @@ class ReferenceKernel:
         for queries, keys, alignment in _blocks(query.shape[2], key.shape[2], form):
             scores, _ = _scores(query[:, :, queries], key[:, :, keys], form, alignment)
             block_lse = torch.logsumexp(scores, -1)  # [1, kv_heads, heads a KV head, queries]
-            weights = (scores - block_lse[..., None]).exp()  # [1, kv_heads, heads a KV head, queries, keys]
+            weights = (scores - block_lse[..., None]).exp()
             block_out = weights @ _grouped_keys(value[:, :, keys], scores.dtype)  # [..., queries, value_dim]
             out[:, :, queries] = block_out.flatten(1, 2)
             lse[:, :, queries] = block_lse.flatten(1, 2)
@@ -54,9 +49,9 @@ class ReferenceKernel:
             grad_rows = grad_out[:, :, queries].to(dtype)  # [1, heads, queries, value_dim]
             delta = (grad_rows * out[:, :, queries].to(dtype)).sum(-1)  # [1, heads, queries]
             grad_rows, delta, norm = (_grouped(tensor, num_groups) for tensor in (grad_rows, delta, lse[:, :, queries]))
-            weights = (scores - norm.to(dtype)[..., None]).exp()  # [1, kv_heads, heads a KV head, queries, keys]
-            grad_weights = grad_rows @ _grouped_keys(value[:, :, keys], dtype).mT  # the same
-            grad_scores = weights * (grad_weights - delta[..., None]) * form.scale  # the same
+            weights = (scores - norm.to(dtype)[..., None]).exp()
+            grad_weights = grad_rows @ _grouped_keys(value[:, :, keys], dtype).mT
+            grad_scores = weights * (grad_weights - delta[..., None]) * form.scale
             if slope is not None:
                 grad_scores = grad_scores * slope
             grad_query[:, :, queries] = (grad_scores @ _grouped_keys(key[:, :, keys], dtype)).flatten(1, 2)
@@ -78,7 +73,7 @@ def _blocks(num_queries: int, num_keys: int, form: Form) -> Iterator[tuple[slice
 
 
 def _scores(query: Tensor, key: Tensor, form: Form, alignment: int) -> tuple[Tensor, Tensor | None]:
-    """Scores [1, kv_heads, heads a KV head, num_queries, num_keys], -inf where unseen, and the slope of the softcap."""
+    """Scores, -inf where unseen, and the slope of the softcap."""
     dtype = wide(query.dtype)
     scores = _grouped(query.to(dtype), key.shape[1]) @ _grouped_keys(key, dtype).mT * form.scale
     slope = None

@@ -8,27 +8,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.attention.kernel import Form
+from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class TorchCpuKernel:
-    """See `kernel.AttentionKernel`."""
+class TorchCpuKernel(AttentionKernel):
+    """ATen's, which aligns queries and keys at their starts."""
 
     name = "torch-cpu"
-    squares_only = True  # ATen aligns queries and keys at their starts
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`."""
-        if device.type != "cpu":
-            return f"it runs on a CPU, not on {device.type}"
-        if head_dims[0] != head_dims[1]:
-            return f"its values have heads of the size of its keys, not of {head_dims[1]} with {head_dims[0]}"
-        if form.reach is not None:
-            return "it has no sliding window"
-        return "it has no softcap" if form.softcap is not None else None
+    device_type = "cpu"
+    one_head_size = squares_only = True
+    has_window = has_softcap = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """See `kernel.AttentionKernel.forward`."""

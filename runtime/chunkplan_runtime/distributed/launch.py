@@ -1,8 +1,10 @@
-"""Joins the processes that torchrun, or anything that sets the same environment, has started, and parts them again."""
+"""Starts the processes of a run on this machine, and joins those that torchrun, or anything like it, has started."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,28 +13,45 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
 
 from chunkplan.errors import UsageError
+from chunkplan_runtime import set_for_several_processes
 from chunkplan_runtime.devices import local_device_index
-from chunkplan_runtime.requirements import set_for_several_processes
 
 #: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
 TIMEOUT = timedelta(hours=1)
 
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+def start(arguments: list[str], num_processes: int) -> int:
+    """Run `python -m chunkplan_runtime.train` with `arguments` on as many processes; returns the exit code of the run.
+
+    What went wrong is printed by the processes: of several that fail, the code is that of the first.
+    """
+    logging.disable()  # the processes say themselves what torch would say of them here
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    # A name of this machine need not resolve.
+    how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    try:
+        run(parse_args([*how, "-m", "chunkplan_runtime.train", *arguments]))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
 
 
 def world_size() -> int:
-    """How many processes there are to be, as the environment says.
-
-    Raises:
-        UsageError: the environment says no number of processes, or too little else.
-    """
-    given = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    size = given["WORLD_SIZE"] or "1"
+    """How many processes there are to be, as the environment says; UsageError: it says too little, or no number."""
+    size = os.environ.get("WORLD_SIZE") or "1"
     if not size.isdecimal() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}", hint="start it with torchrun, or with WORLD_SIZE from 1")
-    missing = [name for name, value in given.items() if not value]
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if int(size) > 1 and missing:
         raise UsageError(
             f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set", hint="start it with torchrun, which sets all"
@@ -42,10 +61,7 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class OwnGpu:
-    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, `uuid` None if not there.
-
-    `uuid` is that of the device itself: the same for all who use it, however they number what they see.
-    """
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, with its `uuid`, if any."""
 
     machine: str
     index: int
@@ -62,15 +78,9 @@ def find_own_gpu(device: str) -> OwnGpu:
 
 
 def check_gpus(processes: Sequence[OwnGpu]) -> None:
-    """Refuse what `processes`, in order, would take: where there are GPUs, each needs one that no other one takes.
-
-    Raises:
-        UsageError: naming the processes and the GPU.
-    """
-    if not any(process.num_seen for process in processes):
-        return
+    """Raise UsageError where there are GPUs, and one of `processes`, in order, has none or shares it with another."""
     takers: dict[str, int] = {}
-    for number, own in enumerate(processes):
+    for number, own in enumerate(processes if any(each.num_seen for each in processes) else ()):
         if own.uuid is None:
             found = f"process {number} of {len(processes)} would take GPU {own.index}, and sees {own.num_seen}"
         elif (other := takers.setdefault(own.uuid, number)) != number:
@@ -85,28 +95,12 @@ def check_gpus(processes: Sequence[OwnGpu]) -> None:
         )
 
 
-def refuse_shared_gpus(own: OwnGpu) -> None:
-    """Check the GPUs of all processes, which all have to call this; over gloo, before there is a group of NCCL.
-
-    Raises:
-        UsageError: see `check_gpus`. All raise it.
-    """
-    gpus: list[OwnGpu] = [own] * dist.get_world_size()
-    dist.all_gather_object(gpus, own)
-    check_gpus(gpus)
-
-
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Within the block the processes have a process group: NCCL between GPUs, gloo between CPUs and for objects.
+    """Within the block the processes have a group: NCCL between GPUs, if `device` is not "cpu", else gloo.
 
-    After an error it is left as it is: what the others never send would be waited for.
-
-    Args:
-        device: as the option; "cpu" leaves GPUs alone.
-
-    Raises:
-        UsageError: the others cannot be reached.
+    After an error it is left as it is: what the others never send would be waited for. Raises UsageError if the others
+    cannot be reached.
     """
     set_for_several_processes()  # where they do not come from `train.main`, which does it before torch is there
     has_gpu = device != "cpu" and torch.cuda.is_available()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,19 +17,18 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.exchange import Activity, Exchanges
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
-from chunkplan_runtime.feed.order import broken, check_done, checked
-from chunkplan_runtime.feed.stream import RankWork
+from chunkplan_runtime.feed.stream import RankWork, broken_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
-from chunkplan_runtime.models.products import Place, WeightHalves
+from chunkplan_runtime.models.products import ChunkKey, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
+from chunkplan_runtime.sharing import Activity, Exchanges
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
@@ -40,6 +38,16 @@ Around = Callable[[Action], AbstractContextManager[object]]
 
 #: Called before each action, before what it waits for from other stages, and with None after the last one.
 Meet = Callable[[Action | None], None]
+
+#: By op, what must have happened to a chunk before.
+_AFTER = {
+    "forward": ("nothing",),
+    "forward_kv": ("nothing",),
+    "recompute": ("forward_kv",),
+    "backward": ("forward", "recompute"),
+    "backward_input": ("forward", "recompute"),
+    "backward_weight": ("backward_input",),
+}
 
 
 def meet_nobody(action: Action | None) -> None:
@@ -72,11 +80,11 @@ class RankExecutor:
         self.model = model
         self._parts = model.parts
         self.router_loss = RouterLoss(model, router_loss)
-        self._loss = cross_entropy() if loss is None else loss
-        self._exchanges = Exchanges() if exchanges is None else exchanges
+        self._loss = loss or cross_entropy()
+        self._exchanges = exchanges or Exchanges()
         self._seed = seed
+        self._links: Any = links  # None where there is one stage
         self._kv_offload = kv_offload
-        self._links = links
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
         #: By virtual stage.
@@ -84,28 +92,18 @@ class RankExecutor:
         self.halves = WeightHalves()
         #: What attention gave in chunks that run forward twice.
         self.kept_attention = KeptAttention()
-        #: What it does or waits for, in words, and where: step, rank and virtual stage.
-        self._doing = self._at = ""
+        #: What it does or waits for, in words that begin with the step; and these words, with rank and virtual stage.
+        self.doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size]; and what their backward
         #: begins with, beside what attention and layers with states know of them.
-        self.inputs: dict[Place, Tensor] = {}
-        self.in_flight: dict[Place, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
-
-    @property
-    def doing(self) -> str:
-        """What it does or waits for, in words, for a warning that it stalls."""
-        return self.activity.words
-
-    @doing.setter
-    def doing(self, words: str) -> None:
-        """See `RankExecutor.doing`."""
-        self._doing = words
+        self.inputs: dict[ChunkKey, Tensor] = {}
+        self.in_flight: dict[ChunkKey, tuple[Tensor | GradientEdge | None, ChunkContext | None, tuple[Any, ...]]] = {}
 
     @property
     def activity(self) -> Activity:
-        """The same, with the processes that it waits for in an exchange."""
+        """What it does or waits for, in words, and the processes that it waits for in an exchange."""
         at = self._exchanges.at
-        return Activity(self._doing + at.words, at.waits_for)
+        return Activity(self.doing + at.words, at.waits_for)
 
     def run(
         self,
@@ -126,48 +124,35 @@ class RankExecutor:
             DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        done: dict[Place, str | None] = dict.fromkeys(self._places(work))
-        last_of = {action.virtual_stage: number for number, action in enumerate(work.actions)}
+        done = dict.fromkeys(product(range(len(self._parts)), work.chunks), "nothing")
+        last_of = {action.virtual_stage: action for action in work.actions}
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
-            for number, action in enumerate(work.actions):
-                place = checked(action, done, where)
-                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
+            for action in work.actions:
+                place = _checked(action, done, where)
                 self._meet(where, action, meet)
                 if action.op == "backward_weight":
-                    self._say(f"in the backward_weight of chunk {chunk_id}")
+                    self._say(f"in the backward_weight of chunk {action.chunk_id}")
                     with around(action):
                         self.halves.weight_half(place)
                 elif action.op in BACKWARDS:
-                    self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
-                    gradient = None if part.is_last else self._connected.receive_gradient(*place)
-                    self._say(f"in the {action.op} of chunk {chunk_id}")
-                    is_last = number == last_of[action.virtual_stage]
-                    before = partial(before_last, action.virtual_stage) if before_last and is_last else None
-                    half = self.halves.input_half(place) if action.op == "backward_input" else nullcontext()
-                    with around(action), half:
-                        found = self._backward(work, place, gradient, 1 / max(num_target_tokens, 1), before)
+                    before = before_last if action is last_of[action.virtual_stage] else None
+                    found = self._backward(work, action, 1 / max(num_target_tokens, 1), around, before)
                     if found is not None:
-                        losses[chunk_id] = found
+                        losses[action.chunk_id] = found
                 else:
-                    hidden = self._forward(work, action, action.op, around)
-                    if action.op != "forward_kv":
-                        begin: Tensor | GradientEdge | None = hidden
-                        if not part.is_last:  # only the place of hidden states in the graph
-                            begin = get_gradient_edge(hidden) if hidden.requires_grad else None
-                        self.in_flight[place] = begin, self.model.current.context, self.model.current.borders
-                        del begin
-                    if action.op != "recompute" and not part.is_last:
-                        self._connected.send_output(*place, hidden.detach())
-                    del hidden  # a graph that outlived its backward
+                    self._forward(work, action, action.op, around)
                 done[place] = action.op
             self.doing = f"{where}, meeting other processes after its last action"
             meet(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        check_done(done, where)
+        for place, op in done.items():
+            if op not in ("backward", "backward_weight"):
+                missing = "backward_weight" if op == "backward_input" else "backward"
+                raise broken_plan(f"no {missing} of {_named(place)}", where)
         if not all(store.is_empty for store in self.stores):
-            raise broken("a sequence is left without the backward of its first part", where)
+            raise broken_plan("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
 
     def evaluate(self, work: RankWork, num_target_tokens: int, meet: Meet = meet_nobody) -> RankLoss:
@@ -198,28 +183,20 @@ class RankExecutor:
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
-        if {(action.virtual_stage, action.chunk_id) for action in forwards} != {*self._places(work)}:
-            raise broken("a chunk has no forward", where)
+        places = {(action.virtual_stage, action.chunk_id) for action in forwards}
+        if places != {*product(range(len(self._parts)), work.chunks)}:
+            raise broken_plan("a chunk has no forward", where)
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
-                place = action.virtual_stage, action.chunk_id
-                part, chunk_id = self._parts[action.virtual_stage], action.chunk_id
                 self._meet(f"{what}, {where}", action, meet)
-                hidden = self._forward(work, action, "forward", nullcontext)
-                self.inputs.pop(place, None)
-                if part.is_last:
-                    at_end(chunk_id, hidden)
-                else:
-                    self._connected.send_output(*place, hidden)
-                for span in work.tensors[chunk_id].parts:
+                hidden = self._forward(work, action, "evaluate", nullcontext)
+                if self._parts[action.virtual_stage].is_last:
+                    at_end(action.chunk_id, hidden)
+                for span in work.tensors[action.chunk_id].parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
             meet(None)
         self.model.current.context = None
-
-    def _places(self, work: RankWork) -> Iterator[Place]:
-        """All chunks of `work` on all virtual stages."""
-        return product(range(len(self._parts)), work.chunks)
 
     def _meet(self, where: str, action: Action, meet: Meet) -> None:
         """Begin an action by what is done with other processes before it."""
@@ -228,12 +205,7 @@ class RankExecutor:
         meet(action)
 
     def _say(self, words: str) -> None:
-        self._doing = f"{self._at}, {words}"
-
-    @property
-    def _connected(self) -> Links:
-        assert self._links is not None, "a stage of several has links"
-        return self._links
+        self.doing = f"{self._at}, {words}"
 
     def _opened(self, work: RankWork, *, with_gradients: bool) -> AbstractContextManager[object]:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
@@ -250,71 +222,95 @@ class RankExecutor:
             self.kept_attention.begin(self._parts, work)
         if isinstance(self.memory, HostMemory):
             reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
-        if self._links is None:
-            return nullcontext()
-        return self._links.open(work.actions, {chunk_id: len(each.labels) for chunk_id, each in work.tensors.items()})
+        opened: AbstractContextManager[object] = self._links.open() if self._links else nullcontext()
+        return opened
 
     def _forward(self, work: RankWork, action: Action, op: str, around: Around) -> Tensor:
-        """Wait for the input of a chunk and run it through a virtual stage.
+        """Wait for the input of a chunk, run it through a virtual stage, and send the output to the next model stage.
 
-        Returns hidden states [num_tokens, hidden_size].
+        `op` is that of the action, or "evaluate". Returns hidden states [num_tokens, hidden_size].
         """
         place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
-        device, with_graph = self.model.device, torch.is_grad_enabled()
+        device = self.model.device
         self._say(f"waiting for chunk {chunk_id} from the stage before")
         if op != "recompute" and not part.is_first:
-            self.inputs[place] = self._connected.receive_input(*place).requires_grad_(with_graph)
-        self._say(f"in the {op} of chunk {chunk_id}")
+            received = self._links.receive_input(*place, len(tensors.labels))
+            self.inputs[place] = received.requires_grad_(op != "evaluate")
+        self._say(f"in the {'forward' if op == 'evaluate' else op} of chunk {chunk_id}")
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
-        with around(action), torch.set_grad_enabled(with_graph and op != "forward_kv"):
+        with around(action), torch.set_grad_enabled(op in ("forward", "recompute")):
             for span in tensors.parts:
                 store.start_forward(span, tensors.shared)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_seed(seed)
-                counting = self.router_loss.counting(op != "recompute")
-                with counting, self.halves.splitting(), self.kept_attention.of(part, work, place, op):
-                    return part.hidden_states(tensors, store, self.inputs.get(place), seed)
+                with self.halves.splitting(), self.kept_attention.of(part, work, place, op):
+                    hidden = part.hidden_states(tensors, store, self.inputs.get(place), seed)
+        if op in ("forward", "recompute"):
+            begin: Tensor | GradientEdge | None = hidden
+            if not part.is_last:  # only the place of hidden states in the graph
+                begin = get_gradient_edge(hidden) if hidden.requires_grad else None
+            self.in_flight[place] = begin, self.model.current.context, self.model.current.borders
+        elif op == "evaluate":
+            self.inputs.pop(place, None)
+        if op != "recompute" and not part.is_last:
+            self._links.send_output(*place, hidden.detach())
+        return hidden
 
     def _backward(
-        self, work: RankWork, place: Place, gradient: Tensor | None, scale: float, before: Callable[[], None] | None
+        self, work: RankWork, action: Action, scale: float, around: Around, before: Callable[[int], None] | None
     ) -> Tensor | None:
         """Run a chunk backward; returns its losses [num_tokens] on the last model stage, which computes them only now.
 
-        `gradient` [num_tokens, hidden_size] is that from the model stage after, on all others. `before` is called
-        before it goes through the layers.
+        `scale`: the weight of a token's loss. `before` is called before it goes through the layers.
         """
-        virtual_stage, chunk_id = place
-        tensors, store = work.tensors[chunk_id], self.stores[virtual_stage]
-        for span in tensors.parts:
-            store.start_backward(span)
-        begin, self.model.current.context, borders = self.in_flight.pop(place)
+        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
+        part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
+        self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
+        gradient = None if part.is_last else self._links.receive_gradient(*place, len(tensors.labels))
+        self._say(f"in the {action.op} of chunk {chunk_id}")
         losses = None
-        if isinstance(begin, Tensor):
-            weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
-            losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
-            if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
-                use_head(self._loss, self.model.head, begin)
-            if not begin.requires_grad:  # all that is trained is the head
-                begin = None
-        if begin is not None:
-            assert gradient is not None
-            if before is not None:
-                before()
-            roots: list[Any] = [begin]
-            gradients = [gradient]
-            for span, border in borders:
-                left = store.take_state_gradients(span)
-                roots += [border.left[name] for name in left]
-                gradients += left.values()
-            torch.autograd.backward(roots, gradients)
-            for span, border in borders:
-                begun = {name: state.grad for name, state in border.begun.items() if state.grad is not None}
-                store.give_state_gradients(span, begun)
-        for span in tensors.parts:
-            store.finish_backward(span)
-        if not self._parts[virtual_stage].is_first:
-            inputs = self.inputs.pop(place)
-            assert inputs.grad is not None
-            self._connected.send_input_gradient(*place, inputs.grad)
+        with around(action), self.halves.input_half(place) if action.op == "backward_input" else nullcontext():
+            for span in tensors.parts:
+                store.start_backward(span)
+            begin, self.model.current.context, borders = self.in_flight.pop(place)
+            if isinstance(begin, Tensor):
+                weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
+                losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
+                if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
+                    use_head(self._loss, self.model.head, begin)
+                if not begin.requires_grad:  # all that is trained is the head
+                    begin = None
+            if begin is not None:
+                if before is not None:
+                    before(virtual_stage)
+                roots: list[Any] = [begin]
+                gradients = [gradient]
+                for span, border in borders:
+                    left = store.take_state_gradients(span)
+                    roots += [border.left[name] for name in left]
+                    gradients += left.values()
+                torch.autograd.backward(roots, gradients)
+                for span, border in borders:
+                    begun = {name: state.grad for name, state in border.begun.items() if state.grad is not None}
+                    store.give_state_gradients(span, begun)
+            for span in tensors.parts:
+                store.finish_backward(span)
+            if not part.is_first:
+                self._links.send_input_gradient(*place, self.inputs.pop(place).grad)
         return losses
+
+
+def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
+    """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
+    place = action.virtual_stage, action.chunk_id
+    if place not in done:
+        raise broken_plan(f"{action.op} of {_named(place)}, which does not exist", where)
+    if done[place] not in _AFTER[action.op]:
+        raise broken_plan(f"{action.op} of {_named(place)} after {done[place]}", where)
+    return place
+
+
+def _named(place: ChunkKey) -> str:
+    virtual_stage, chunk_id = place
+    return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from chunkplan.errors import ChunkplanError
 from chunkplan.quantities import seconds
 from chunkplan.visible import one_line
-from chunkplan_runtime.exchange import NO_ACTIVITY, Activity, named_processes
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, named_processes
 
 RESUME = "--resume continues from the last checkpoint"
 
@@ -98,8 +98,8 @@ class Heartbeat:
         # Reading waits for keys that are not there.
         begun = [each for each in processes if each in self.latest or self._store.check([f"beat/{each}"])]
         for process, text in zip(begun, self._store.multi_get([f"beat/{each}" for each in begun]), strict=True):
-            *beat, (words, waits_for) = json.loads(text)
-            self.latest[process] = Beat(*beat, Activity(words, tuple(waits_for)))
+            number, step, stops, machine, pid, (words, waits_for) = json.loads(text)
+            self.latest[process] = Beat(number, step, stops, machine, pid, Activity(words, tuple(waits_for)))
 
     @contextmanager
     def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:

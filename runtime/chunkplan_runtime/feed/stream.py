@@ -7,9 +7,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, repeat
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
-from chunkplan.planfile.analysis import Analysis, join_runs
+from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
+from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
-from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
+from chunkplan.visible import one_line
 from chunkplan_runtime.devices import pinned
-from chunkplan_runtime.feed.order import check_links, check_words, may_reduce
-from chunkplan_runtime.layout import RankLayout, one_pipeline, refuse_other_replicas
+from chunkplan_runtime.layout import RankLayout, block_of, one_pipeline, refuse_other_replicas
 from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
 
 T = TypeVar("T")
@@ -33,8 +34,8 @@ T = TypeVar("T")
 #: The label of a position that predicts nothing.
 NO_TARGET = -100
 
-#: What comes after the last item that is made ahead.
-_END = object()
+#: What comes after the last item that is read ahead.
+_END: Any = object()
 
 
 def shifted_labels(input_ids: Int32Array, target: npt.NDArray[np.bool_]) -> Int32Array:
@@ -70,6 +71,13 @@ class ChunkTensors:
         return [self.shared.span] if self.shared.span.is_split or self.shared.is_paged else []
 
 
+def padding_tensors() -> ChunkTensors:
+    """The tensors of a zero-loss chunk: one padding token without a target."""
+    token = torch.zeros(1, 1, dtype=torch.int32)
+    label = torch.tensor([NO_TARGET], dtype=torch.int32)
+    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, chunk_start=0),))
+
+
 @dataclass(frozen=True)
 class RankWork:
     """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
@@ -85,7 +93,7 @@ class RankWork:
 class StepWork:
     """One optimizer step of a plan: its row, and the work of a process's data-parallel ranks in order of dp_rank.
 
-    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`feed.order.may_reduce`).
+    `reduces_early`: whether gradients may be reduced in the last backwards of its processes (`may_reduce`).
     """
 
     step: PlanStep
@@ -99,7 +107,7 @@ class StepWork:
         return next((work for work in reversed(self.ranks) if self.reduces_early and work.actions), None)
 
 
-class TokenGather:
+class ChunkReader:
     """Reads the tokens of chunks: numpy passes over all of a rank's, and next to nothing done for each segment."""
 
     def __init__(self, plan: Plan, analysis: Analysis, vocab_size: int) -> None:
@@ -107,9 +115,8 @@ class TokenGather:
         self._analysis = analysis
         self._vocab_size = vocab_size
         self._reader = analysis.tokens()
-        self._positions = np.arange(analysis.num_tokens.max(), dtype=np.int32).data.cast("B")
 
-    def __call__(self, chunks: Sequence[Chunk]) -> dict[int, ChunkTensors]:
+    def read(self, chunks: Sequence[Chunk]) -> dict[int, ChunkTensors]:
         """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
 
         Raises:
@@ -126,30 +133,31 @@ class TokenGather:
         stops = np.array([segment.end for segment in segments])
         lengths = self._lengths(sequence_ids, starts, stops)
         sizes = stops - starts
-        gathered_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is gathered
-        gathered_starts = gathered_stops - sizes
+        read_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is read
+        read_starts = read_stops - sizes
         input_ids, target = self._reader.gather(sequence_ids, starts, stops)
         if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
             wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= self._vocab_size))[0])
-            segment = int(np.searchsorted(gathered_stops, wrong, side="right"))
+            segment = int(np.searchsorted(read_stops, wrong, side="right"))
             raise UsageError(
-                f"token {starts[segment] + wrong - gathered_starts[segment]} of sequence {sequence_ids[segment]} is id "
+                f"token {starts[segment] + wrong - read_starts[segment]} of sequence {sequence_ids[segment]} is id "
                 f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
                 hint="analyze with the tokenizer that belongs to the model",
             )
         labels = shifted_labels(input_ids, target)
         # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
-        labels[gathered_stops - 1] = NO_TARGET
+        labels[read_stops - 1] = NO_TARGET
         cut = np.flatnonzero(stops < lengths)
         next_ids, next_target = self._reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
-        labels[gathered_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
-        edges = np.concatenate([[0], gathered_stops])[np.cumsum([0, *(len(chunk.segments) for chunk in chunks)])]
-        self._check_counts(chunks, edges.tolist(), labels)
-        chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk.segments) for chunk in chunks])
+        labels[read_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
+        num_segments = [len(chunk.segments) for chunk in chunks]
+        edges = np.concatenate([[0], read_stops])[np.cumsum([0, *num_segments])]  # [num_chunks + 1]
+        self._check_counts(chunks, edges, labels)
+        chunk_starts = read_starts - np.repeat(edges[:-1], num_segments)
         groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
-        columns = (sequence_ids, starts, stops, lengths, gathered_starts - edges[chunk_of])
-        spans = map(Span, *(column.tolist() for column in columns), groups)
-        positions = np.frombuffer(join_runs(repeat(self._positions), 4 * starts, 4 * stops), np.int32)
+        columns = (column.tolist() for column in (sequence_ids, starts, stops, lengths, chunk_starts))
+        spans = map(Span, *columns, groups)
+        positions = (np.arange(len(input_ids)) + np.repeat(starts - read_starts, sizes)).astype(np.int32)
         of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
         by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
         for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
@@ -160,68 +168,42 @@ class TokenGather:
         """How many tokens the sequences have, after a check that they are there and have what is asked for."""
         wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
         if wrong.size:
-            raise DataError(
-                f"there is no sequence {sequence_ids[wrong[0]]}",
-                where=str(self._analysis.path),
-                hint="build the plan again",
-            )
+            raise _outdated(f"there is no sequence {sequence_ids[wrong[0]]}", self._analysis.path)
         lengths = self._analysis.num_tokens[sequence_ids].astype(np.int64)
-        wrong = np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))
-        if wrong.size:
-            first = wrong[0]
-            raise DataError(
+        for first in np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))[:1]:
+            raise _outdated(
                 f"sequence {sequence_ids[first]} has {lengths[first]} tokens; "
                 f"the plan asks for {starts[first]} to {stops[first]}",
-                where=str(self._analysis.path),
-                hint="build the plan again",
+                self._analysis.path,
             )
         return lengths
 
-    def _check_counts(self, chunks: Sequence[Chunk], edges: list[int], labels: Int32Array) -> None:
-        is_target = labels != NO_TARGET
-        for chunk, (start, stop) in zip(chunks, pairwise(edges), strict=True):
-            found = np.count_nonzero(is_target[start:stop])
-            if found != chunk.num_target_tokens or stop - start != chunk.num_tokens:
-                raise DataError(
-                    f"chunk {chunk.chunk_id} has {stop - start} tokens with {found} targets; "
+    def _check_counts(self, chunks: Sequence[Chunk], edges: Int64Array, labels: Int32Array) -> None:
+        targets = np.add.reduceat((labels != NO_TARGET).astype(np.int64), edges[:-1])
+        for chunk, num_tokens, found in zip(chunks, np.diff(edges).tolist(), targets.tolist(), strict=True):
+            if found != chunk.num_target_tokens or num_tokens != chunk.num_tokens:
+                raise _outdated(
+                    f"chunk {chunk.chunk_id} has {num_tokens} tokens with {found} targets; "
                     f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
-                    where=str(self._plan.path),
-                    hint="build the plan again",
+                    self._plan.path,
                 )
 
 
-class ReadAhead(Generic[T]):
-    """Iterates over `items` with up to `depth` of them made ahead, in a thread.
+def _outdated(message: str, path: Path) -> DataError:
+    return DataError(message, where=str(path), hint="build the plan again")
 
-    An error is raised where its item would have come. After it, and after `close`, there are no more items.
-    """
 
-    def __init__(self, items: Iterator[T], depth: int) -> None:
-        self._items = items
-        self._pool = ThreadPoolExecutor(1, "chunkplan-read-ahead")
-        self._coming: deque[Future[Any]] = deque(self._pool.submit(next, items, _END) for _ in range(depth))
-
-    def __iter__(self) -> ReadAhead[T]:
-        return self
-
-    def __next__(self) -> T:
-        if not self._coming:
-            raise StopIteration
-        first = self._coming[0]
-        error = first.exception()  # Control-C may interrupt this
-        if error is not None or first.result() is _END:
-            self.close()
-            raise StopIteration if error is None else error
-        self._coming.popleft()
-        self._coming.append(self._pool.submit(next, self._items, _END))
-        item: T = first.result()
-        return item
-
-    def close(self) -> None:
-        """End the thread: what it is making is waited for, and there are no more items."""
-        self._coming.clear()
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yield `items`, of which a thread makes up to `depth` ahead; an error is raised where its item would have come."""
+    pool = ThreadPoolExecutor(1, "chunkplan-read-ahead")
+    try:
+        coming: deque[Future[T]] = deque(pool.submit(next, items, _END) for _ in range(depth))
+        while (item := coming.popleft().result()) is not _END:
+            coming.append(pool.submit(next, items, _END))
+            yield item
+    finally:
         with suppress(RuntimeError):  # the garbage collector may come here in the thread itself
-            self._pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 class StreamPosition(TypedDict):
@@ -287,16 +269,14 @@ class PlanStream(IterableDataset[StepWork]):
     ) -> None:
         if prefetch < 0:
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
-        check_fits(analysis, vocab_size, max_positions)
-        layout = one_pipeline(plan) if layout is None else layout
-        refuse_other_replicas(plan, layout.dp, then="open that, which goes on from a position in this one")
+        _check_fits(analysis, vocab_size, max_positions)
+        self._layout = one_pipeline(plan) if layout is None else layout
+        refuse_other_replicas(plan, self._layout.dp, then="open that, which goes on from a position in this one")
         self._plan = plan
         self._analysis = analysis
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._layout = layout
-        self._dp_ranks = self._layout.dp_ranks(plan.config.dp)
         self._next = 0
 
     @property
@@ -344,52 +324,72 @@ class PlanStream(IterableDataset[StepWork]):
         worker = get_worker_info()
         if worker is not None and worker.id > 0:
             return
-        pin_memory = self._pin_memory and worker is None
-        with closing(ReadAhead(self._read(), self._prefetch) if self._prefetch else self._read()) as steps:
-            for work in steps:
+        steps = self._read()
+        with closing(read_ahead(steps, self._prefetch) if self._prefetch else steps) as coming:
+            for work in coming:
                 self._next = work.step.step + 1
-                # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
-                yield replace(work, ranks=[_pinned(rank) for rank in work.ranks]) if pin_memory else work
+                if self._pin_memory and worker is None:
+                    # Not in the thread that reads ahead: pinning may wait for the device, and no step is at work here.
+                    work = replace(work, ranks=[_pinned(rank) for rank in work.ranks])
+                yield work
 
     def _read(self) -> Generator[StepWork, None, None]:
-        gather = TokenGather(self._plan, self._analysis, self._vocab_size)
+        reader = ChunkReader(self._plan, self._analysis, self._vocab_size)
+        dp_ranks = self._layout.dp_ranks(self._plan.config.dp)
         for step in self._plan.iter_steps(self._next):
-            for dp_rank in self._dp_ranks:
-                check_words(step, dp_rank)
+            for dp_rank in dp_ranks:
+                _check_words(step, dp_rank)
                 check_sharing(step, dp_rank)
-                check_links(step, dp_rank, self._layout)
-            ranks = [self._with_tensors(work, gather) for work in self._work_of(step, self._dp_ranks)]
+                _check_links(step, dp_rank, self._layout)
+            ranks = [_with_tensors(work, reader) for work in self._work_of(step, dp_ranks)]
             reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
             yield StepWork(step, ranks, self._plan, reduces_early)
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
         """What the process of these ranks does in a step on this stage, without tensors."""
-        stage = self._layout.stage
-        found = []
-        for dp_rank in dp_ranks:
-            if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
-                chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
-                found.append(RankWork(step.step, dp_rank, step.actions.get((dp_rank, stage), []), chunks, {}))
-        return found
+        return [
+            RankWork(
+                step.step,
+                dp_rank,
+                step.actions.get((dp_rank, self._layout.stage), []),
+                {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])},
+                {},
+            )
+            for dp_rank in dp_ranks
+            if dp_rank in step.chunks or (dp_rank, 0) in step.actions
+        ]
 
     def _last_chunks(self, step: PlanStep) -> list[Chunk | None]:
         """The chunk that each process of this stage runs backward last."""
-        processes = [self._work_of(step, dp_ranks) for dp_ranks in self._layout.rows(self._plan.config.dp)]
-        lasts = (next((work for work in reversed(ranks) if work.actions), None) for ranks in processes)
-        return [None if work is None else work.chunks.get(work.actions[-1].chunk_id) for work in lasts]
+        rows = self._layout.rows(self._plan.config.dp)
+        works = [[work for work in self._work_of(step, row) if work.actions] for row in rows]
+        return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
-    def _with_tensors(self, work: RankWork, gather: TokenGather) -> RankWork:
-        tensors = gather([*work.chunks.values()])
-        parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
-        for chunk in work.chunks.values():
-            if chunk.cp_size > 1:
-                run = chunk.prefix_tokens, chunk.prefix_tokens + chunk.cp_tokens
-                parts.setdefault(chunk.group_id, []).append(run)
-        for chunk_id, chunk in work.chunks.items():
-            if chunk.cp_size > 1:
-                shared = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
-                tensors[chunk_id] = replace(tensors[chunk_id], shared=shared)
-        return replace(work, tensors=tensors)
+
+def _with_tensors(work: RankWork, reader: ChunkReader) -> RankWork:
+    tensors = reader.read([*work.chunks.values()])
+    shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
+    parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
+    for chunk in shared:
+        parts.setdefault(chunk.group_id, []).append((chunk.prefix_tokens, chunk.prefix_tokens + chunk.cp_tokens))
+    for chunk in shared:
+        part = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
+        tensors[chunk.chunk_id] = replace(tensors[chunk.chunk_id], shared=part)
+    return replace(work, tensors=tensors)
+
+
+def _pinned(work: RankWork) -> RankWork:
+    """`work` with its tensors in page-locked memory."""
+    tensors = {
+        chunk_id: replace(
+            each,
+            input_ids=pinned(each.input_ids),
+            position_ids=pinned(each.position_ids),
+            labels=pinned(each.labels),
+        )
+        for chunk_id, each in work.tensors.items()
+    }
+    return replace(work, tensors=tensors)
 
 
 def check_runnable(plan: Plan) -> None:
@@ -407,12 +407,8 @@ def check_runnable(plan: Plan) -> None:
         )
 
 
-def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -> None:
-    """Refuse an analysis that a model cannot be trained on.
-
-    Raises:
-        UsageError: it has no tokens, a token is not in the vocabulary, or a sequence is longer than `max_positions`.
-    """
+def _check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -> None:
+    """Refuse an analysis without tokens, with tokens outside of the vocabulary, or with too long sequences."""
     analysis.tokens()
     largest = analysis.manifest["max_token_id"]
     if largest is not None and largest >= vocab_size:
@@ -432,23 +428,50 @@ def check_fits(analysis: Analysis, vocab_size: int, max_positions: int | None) -
         )
 
 
-def _pinned(work: RankWork) -> RankWork:
-    """`work` with its tensors in page-locked memory, where they are views of one for all chunks too."""
-    if not work.tensors:
-        return work
-    chunks = work.tensors.values()
-    sizes = [len(each.labels) for each in chunks]
-    of_chunks = zip(*((each.input_ids, each.position_ids, each.labels) for each in chunks), strict=True)
-    columns = [torch.split(pinned(torch.cat(column, -1)), sizes, -1) for column in of_chunks]
-    moved = {
-        chunk_id: replace(each, input_ids=input_ids, position_ids=position_ids, labels=labels)
-        for (chunk_id, each), input_ids, position_ids, labels in zip(work.tensors.items(), *columns, strict=True)
-    }
-    return replace(work, tensors=moved)
+def broken_plan(message: str, where: str) -> DataError:
+    """An error of a plan whose actions do not belong together."""
+    return DataError(message, where=where, hint=VALIDATE_HINT)
 
 
-def padding_tensors() -> ChunkTensors:
-    """The tensors of a zero-loss chunk: one padding token without a target."""
-    token = torch.zeros(1, 1, dtype=torch.int32)
-    label = torch.tensor([NO_TARGET], dtype=torch.int32)
-    return ChunkTensors(token, token, label, (Span(-1, 0, 1, length=1, chunk_start=0),))
+def _check_words(step: PlanStep, dp_rank: int) -> None:
+    """Refuse values of `kept_attention` and `op` that are not known here, naming the first chunk that has one."""
+    words: list[tuple[str, Sequence[str], str, int]] = []
+    for chunk in step.chunks.get(dp_rank, []):
+        words.append(("kept_attention", KEPT_ATTENTION, chunk.kept_attention, chunk.chunk_id))
+    for (rank, _), actions in step.actions.items():
+        words += [("op", OPS, action.op, action.chunk_id) for action in actions if rank == dp_rank]
+    for name, known, word, chunk_id in words:
+        if word not in known:
+            expected = ", ".join(f'"{each}"' for each in known)
+            where = f"step {step.step}, rank {dp_rank}, chunk {chunk_id}"
+            raise broken_plan(f'{name} is "{one_line(word)}", expected one of {expected}', where)
+
+
+def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
+    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
+    for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
+        orders: list[list[int]] = [[] for _ in range(layout.num_model_stages)]  # chunks by model stage
+        for stage in range(layout.pp):
+            model_stages = layout.model_stages(stage)
+            for action in step.actions.get((dp_rank, stage), []):
+                # The executor refuses other virtual stages.
+                if action.op in ops and 0 <= action.virtual_stage < layout.virtual_stages:
+                    orders[model_stages[action.virtual_stage]].append(action.chunk_id)
+        for model_stage, (order, after) in enumerate(pairwise(orders)):
+            if order != after and layout.stage_of(model_stage) != layout.stage_of(model_stage + 1):
+                kind = "stages" if layout.virtual_stages == 1 else "model stages"
+                message = f"{kind} {model_stage} and {model_stage + 1} exchange {what} in different orders"
+                raise broken_plan(message, f"step {step.step}, rank {dp_rank}")
+
+
+def may_reduce(last: Sequence[Chunk | None]) -> bool:
+    """Whether the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
+
+    `last`: the chunk that each of them runs backward last; None where it has no chunk. They may if no last backward is
+    of a chunk that another process shares without having it last: docs/context-parallel.md proves that nobody waits in
+    a circle then. Otherwise a process that is done would reduce a layer that another one reaches only after it has met
+    the first one in the layers below, so that all reduce after their last backwards.
+    """
+    named = [None if chunk is None else (chunk.group_id, chunk.group_index) for chunk in last]  # as all ranks name it
+    blocks = [block_of(chunk) for chunk in last if chunk is not None]
+    return not any(block.size > 1 and len({named[rank] for rank in block.ranks}) > 1 for block in blocks)

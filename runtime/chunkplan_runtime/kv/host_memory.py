@@ -1,9 +1,8 @@
 """Host memory beside a GPU: pages of keys and values, and tensors of a chunk's layers until they are needed again.
 
-So the keys and values on a GPU do not grow with the length of a sequence. Reading and writing have a CUDA stream each,
-for copies alone: a kernel there would get its turn only when attention leaves room. All waiting is done by the GPU, so
-that the next layer's first block is on its way while this layer's products still run. On a CPU the same is done by
-plain copies.
+Reading and writing have a CUDA stream each, for copies alone: a kernel there would get its turn only when attention
+leaves room. All waiting is done by the GPU, so that the next layer's first block is on its way while this layer's
+products still run. On a CPU the same is done by plain copies.
 
 Memory that nobody needs any more is used again, and never returned to the system. Taking it is slow, and may wait for
 the whole device: all of it is there before the first action of a step (`reserve`). Who gets memory that was used before
@@ -13,17 +12,18 @@ need not wait: all that was read from it was waited for by kernels, after which 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chunkplan_runtime.devices import may_wait, new_host_memory, wide
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
 
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.
 _ON_DEVICE = 2
@@ -34,7 +34,6 @@ class Queue:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
-        self.copies = stream is not None
 
     @classmethod
     def current(cls, device: torch.device) -> Queue:
@@ -54,6 +53,11 @@ class Queue:
         """Return the event that all it has been given until now is done."""
         return None if self._stream is None else self._stream.record_event()
 
+    def keep(self, tensor: Tensor) -> None:
+        """Let the memory of a tensor on the device be used again only when all is done that it was given until now."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
 
 @cache
 def queues_of(device: torch.device) -> tuple[Queue, Queue]:
@@ -63,27 +67,19 @@ def queues_of(device: torch.device) -> tuple[Queue, Queue]:
     return Queue(torch.cuda.Stream(device)), Queue(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-@dataclass
-class PageNeeds:
-    """The most pages there are at once, and with gradients, by how many tokens they have room for.
+def _copy_to_host(
+    homes: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device
+) -> tuple[Queue, torch.cuda.Event | None]:
+    """Start to copy tensors to the host, after what was asked of the device until now; the queue, and when it is done.
 
-    `largest`: the capacity of the largest page.
+    Their memory must not be used again before.
     """
-
-    pages: Counter[int] = field(default_factory=Counter)
-    gradients: Counter[int] = field(default_factory=Counter)
-    largest: int = 0
-
-    def add(self, other: PageNeeds) -> None:
-        """Count as well those that others need at the same time."""
-        self.pages += other.pages
-        self.gradients += other.gradients
-        self.largest = max(self.largest, other.largest)
-
-
-def room(capacity: int) -> int:
-    """How many tokens the memory of a page has room for: the next power of two, as torch takes page-locked memory."""
-    return 1 << (capacity - 1).bit_length()
+    queue, _ = queues_of(device)
+    queue.wait(Queue.current(device).record())
+    with queue.use():
+        for home, tensor in zip(homes, tensors, strict=True):
+            home.copy_(tensor, non_blocking=True)
+    return queue, queue.record()
 
 
 @dataclass
@@ -118,30 +114,22 @@ class HostMemory(PageMemory):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._writing, self._reading = queues_of(device)
-        self._buffers: list[_Buffer] = []
-        self._turn = 1  # of the two buffers
+        self._buffers: deque[_Buffer] = deque()  # two, of which the first has its turn
         #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
         self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def reserve(self, needs: PageNeeds, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        """Take the memory for all pages of a step, before there are any; `shapes`: (heads, dim) of a page's tensors."""
-        wanted: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
-        for counts, held_as in ((needs.pages, dtype), (needs.gradients, wide(dtype))):
-            for tokens, count in counts.items():
-                for shape in shapes:
-                    wanted[(tokens, *shape), held_as] += count
-        for (room_for, held_as), count in wanted.items():
-            unused = self.unused[room_for, held_as]
-            unused += [new_host_memory(room_for, held_as, self._device) for _ in range(count - len(unused))]
-        if needs.largest:
-            largest = tuple(torch.empty(needs.largest, *shape, dtype=dtype, device="meta") for shape in shapes)
-            for _ in range(2):
-                self._next_buffer(largest)
+    def reserve(
+        self, counts: Mapping[tuple[tuple[int, ...], torch.dtype], int], largest: Sequence[tuple[Tensor, ...]]
+    ) -> None:
+        """Take the memory for all pages of a step, before there are any, and buffers for the `largest` pages.
 
-    def num_buffer_bytes(self) -> int:
-        """Bytes of the two buffers on the device."""
-        return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.tensors + buffer.gradients)
+        `counts`: of tensors, by shape [tokens, heads, dim] and dtype. `largest`: tensors of pages, of any device.
+        """
+        for kind, count in counts.items():
+            self.unused[kind] += [self._new(*kind) for _ in range(count - len(self.unused[kind]))]
+        for tensors in largest:
+            for _ in range(2):
+                self._next_buffer(tensors)
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """See `pages.PageMemory.new_page`."""
@@ -149,9 +137,8 @@ class HostMemory(PageMemory):
         held = tuple(tensor[:capacity] for tensor in memory)
         return _HostPage(start, capacity, held, memory=memory, added_from=start + capacity)
 
-    def give_back(self, page: Page) -> None:
+    def give_back(self, page: Any) -> None:
         """See `pages.PageMemory.give_back`."""
-        assert isinstance(page, _HostPage)
         for tensor in page.memory:
             self.unused[tensor.shape, tensor.dtype].append(tensor)
         page.memory = []
@@ -160,41 +147,36 @@ class HostMemory(PageMemory):
         """See `pages.PageMemory.hold`. While links are open, when no memory is taken, it stays on the device."""
         if not may_wait():
             return lambda: tensor
-        home = new_host_memory(tensor.shape, tensor.dtype, self._device)
-        there = self._write_back([home], [tensor])
+        home = self._new(tensor.shape, tensor.dtype)
+        arrived = self._write_back([home], [tensor])
 
         def fetch() -> Tensor:
-            Queue.current(self._device).wait(there)
+            Queue.current(self._device).wait(arrived)
             return home.to(self._device, non_blocking=True, copy=True)
 
         return fetch
 
-    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
+    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`."""
-        assert isinstance(page, _HostPage)
         sent = [tensor.detach()[0].transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
         homes = [home[start - page.start :][: len(rows)] for home, rows in zip(page.tensors, sent, strict=True)]
         page.written_before = page.written
         page.written = self._write_back(homes, sent)
 
-    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
+    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
         """See `pages.PageMemory.blocks`."""
-        with_gradients = asked.with_gradients
         current = Queue.current(self._device)
-        buffers = [self._next_buffer(slices[0].page.tensors)]
-        self._fetch(buffers[0], slices[0], with_gradients)
+        coming = self._fetch(slices[0], request.with_gradients)
         for index, page_slice in enumerate(slices):
+            buffer, page = coming, page_slice.page
             if index + 1 < len(slices):
-                buffers.append(self._next_buffer(slices[index + 1].page.tensors))
-                self._fetch(buffers[-1], slices[index + 1], with_gradients)
-            buffer = buffers[index]
+                coming = self._fetch(slices[index + 1], request.with_gradients)
             current.wait(buffer.ready)
-            num_tokens = page_slice.stop - page_slice.start
-            num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
+            num_tokens, num_fetched = page_slice.stop - page_slice.start, page_slice.num_before_own
             if num_fetched < num_tokens:
-                for held, tensor in zip(buffer.tensors, asked.tensors, strict=True):
+                for held, tensor in zip(buffer.tensors, request.tensors, strict=True):
                     held[num_fetched:num_tokens] = tensor[0].transpose(0, 1)
-            gradients = buffer.gradients if with_gradients else ()
+            gradients = buffer.gradients if request.with_gradients else ()
             if num_new := _first_added(page_slice) - page_slice.start:
                 for held in gradients:
                     held[:num_new].zero_()
@@ -203,89 +185,85 @@ class HostMemory(PageMemory):
             )
             block = KVBlock(page_slice.start, page_slice.stop, *views)
             yield block
-            asked.take_own(block, page_slice.own_start)
-            if with_gradients:
-                # What the part itself was sent is not needed again once it has been taken.
-                num_left = num_fetched if asked.takes_own else num_tokens
-                page, tokens = page_slice.page, slice(page_slice.tokens.start, page_slice.tokens.start + num_left)
-                assert isinstance(page, _HostPage)
-                page.added_from = min(page.added_from, page_slice.start)
-                buffer.free = page.added = self._write_back(
-                    [home[tokens] for home in page.gradients], [held[:num_left] for held in gradients]
-                )
-            else:
+            request.take_own(block, page_slice.own_start)
+            if not request.with_gradients:
                 buffer.free = current.record()
+                continue
+            # What the part itself was sent is not needed again once it has been taken.
+            num_left = num_fetched if request.takes_own else num_tokens
+            tokens = slice(page_slice.tokens.start, page_slice.tokens.start + num_left)
+            page.added_from = min(page.added_from, page_slice.start)
+            homes = [home[tokens] for home in page.gradients]
+            buffer.free = page.added = self._write_back(homes, [held[:num_left] for held in gradients])
 
-    def _fetch(self, buffer: _Buffer, page_slice: PageSlice, with_gradients: bool) -> None:
-        """Start filling a buffer with what the asking part did not bring along."""
-        page = page_slice.page
-        assert isinstance(page, _HostPage)
-        num_fetched = min(page_slice.own_start, page_slice.stop) - page_slice.start
-        tokens = slice(page_slice.tokens.start, page_slice.tokens.start + num_fetched)
-        self._reading.wait(buffer.free)
-        self._reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
-        self._reading.wait(page.added if with_gradients else None)
-        with self._reading.use():
+    def add_gradients(self, page: Any) -> None:
+        """Take the memory for the gradients of a page, if it has none."""
+        if not page.gradients:
+            memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
+            page.memory += memory
+            page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
+
+    def _fetch(self, page_slice: PageSlice, with_gradients: bool) -> _Buffer:
+        """Start filling a buffer with what the requesting part did not bring along."""
+        page, tokens, num_fetched = page_slice.page, page_slice.tokens, page_slice.num_before_own
+        buffer = self._next_buffer(page.tensors)
+        _, reading = queues_of(self._device)
+        reading.wait(buffer.free)
+        reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
+        if with_gradients:
+            reading.wait(page.added)
+            self.add_gradients(page)
+        with reading.use():
             for held, home in zip(buffer.tensors, page.tensors, strict=True):
-                held[:num_fetched].copy_(home[tokens], non_blocking=True)
-            if with_gradients:  # those that later parts added
-                if not page.gradients:
-                    memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
-                    page.memory += memory
-                    page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
-                added = slice(_first_added(page_slice) - page.start, page_slice.tokens.stop)
-                here = slice(added.start - page_slice.tokens.start, page_slice.stop - page_slice.start)
-                for held, home in zip(buffer.gradients, page.gradients, strict=True):
-                    held[here].copy_(home[added], non_blocking=True)
-        buffer.ready = self._reading.record()
+                held[:num_fetched].copy_(home[tokens.start : tokens.start + num_fetched], non_blocking=True)
+            added = _first_added(page_slice)  # from there on later parts have added some
+            for held, home in zip(buffer.gradients if with_gradients else (), page.gradients, strict=False):
+                here = held[added - page_slice.start : page_slice.stop - page_slice.start]
+                here.copy_(home[added - page.start : tokens.stop], non_blocking=True)
+        buffer.ready = reading.record()
+        return buffer
 
     def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Start copying tensors to their homes on the host, after what was asked of the device until now."""
-        self._writing.wait(Queue.current(self._device).record())
-        with self._writing.use():
-            for home, tensor in zip(homes, tensors, strict=True):
-                home.copy_(tensor, non_blocking=True)
-                if self._writing.copies:
-                    tensor.record_stream(torch.cuda.current_stream(self._device))
-        return self._writing.record()
+        """Start copying tensors to their homes on the host, whoever lets go of them."""
+        queue, done = _copy_to_host(homes, tensors, self._device)
+        for tensor in tensors:
+            queue.keep(tensor)
+        return done
 
     def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
-        """The buffer whose turn it is, with room for any page as large as this one, [capacity, heads, dim] each."""
-        self._turn = (self._turn + 1) % 2
-        buffer = self._buffers[self._turn] if self._turn < len(self._buffers) else None
-        if buffer is None or not _has_room(buffer.tensors, tensors):
+        """The buffer whose turn it is, with room for a page as large as this one, [capacity, heads, dim] each."""
+        buffer = self._buffers.popleft() if len(self._buffers) == 2 else None
+        pairs = [] if buffer is None else [*zip(buffer.tensors, tensors, strict=False)]
+        has_room = len(pairs) == len(tensors) and all(
+            len(held) >= len(other) and held.shape[1:] == other.shape[1:] and held.dtype == other.dtype
+            for held, other in pairs
+        )
+        if buffer is None or not has_room:
             # The kernels that use the old one's memory come before those that may get it next, in the same stream.
             held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
             gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
             # The memory may be that of a tensor which kernels still read.
             buffer = _Buffer(held, gradients, free=Queue.current(self._device).record())
-            self._buffers[self._turn : self._turn + 1] = [buffer]
+        self._buffers.append(buffer)
         return buffer
 
     def _take(self, capacity: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor of a page, like [any, heads, dim]."""
-        shape = room(capacity), *like.shape[1:]
-        unused = self.unused[shape, dtype]
-        return unused.pop() if unused else new_host_memory(shape, dtype, self._device)
+        """Memory for a tensor like [any, heads, dim]: of a power of two tokens, as torch takes page-locked memory."""
+        kind = (1 << (capacity - 1).bit_length(), *like.shape[1:]), dtype
+        return self.unused[kind].pop() if self.unused[kind] else self._new(*kind)
 
-
-def _has_room(tensors: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    """Whether `tensors` have room for as many tokens of the same: [tokens, heads, dim] each."""
-    return len(tensors) == len(wanted) and all(
-        held.shape[0] >= other.shape[0] and held.shape[1:] == other.shape[1:] and held.dtype == other.dtype
-        for held, other in zip(tensors, wanted, strict=True)
-    )
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return new_host_memory(shape, dtype, self._device)
 
 
 def _first_added(page_slice: PageSlice) -> int:
     """The token of a slice from which on later parts have added gradients; of those before it none is known."""
-    page = page_slice.page
-    assert isinstance(page, _HostPage)
-    return min(max(page.added_from, page_slice.start), page_slice.stop)
+    added_from: int = page_slice.page.added_from
+    return min(max(added_from, page_slice.start), page_slice.stop)
 
 
 @dataclass(eq=False)
-class _Room:
+class _ChunkMemory:
     """Host memory of a chunk's tensors, which are put into it one after another, from `device`."""
 
     memory: Tensor
@@ -296,16 +274,36 @@ class _Room:
 
 @dataclass(eq=False)
 class HostTensor:
-    """A tensor: `home` on the host, a part of `room`, and `there` on the device while it is.
+    """A tensor: `home` on the host, a part of `chunk`'s memory, and `there` on the device while it is.
 
-    Without a room it stays there. `ready`: when the last copy of it was done. `before`: what was sent before it.
+    Without that memory it stays there. `ready`: when the last copy of it was done. `before`: what was sent before it.
     """
 
     there: Tensor | None
     home: Tensor
-    room: _Room | None = None
+    chunk: _ChunkMemory | None = None
     before: HostTensor | None = None
     ready: torch.cuda.Event | None = None
+
+    def start_fetch(self) -> Tensor:
+        """The tensor on the device, or on its way there."""
+        if self.there is None:
+            assert self.chunk is not None
+            device = self.chunk.device
+            self.there = torch.empty_like(self.home, device=device)
+            _, queue = queues_of(device)
+            queue.wait(Queue.current(device).record())  # kernels may still read what had this memory
+            queue.wait(self.ready)  # it has arrived on the host
+            with queue.use():
+                self.there.copy_(self.home, non_blocking=True)
+            self.ready = queue.record()
+        return self.there
+
+    def leave_device(self) -> None:
+        """Let kernels from now on have its memory on the device, which wait until its last copy is done."""
+        if self.there is not None and self.chunk is not None:
+            Queue.current(self.chunk.device).wait(self.ready)
+            self.there = None
 
 
 class HostTensors:
@@ -323,7 +321,7 @@ class HostTensors:
         self.unused: list[Tensor] = []
         #: Bytes of all host memory that was taken.
         self.num_bytes = 0
-        self._room: _Room | None = None
+        self._chunk: _ChunkMemory | None = None
         self._leaving: list[HostTensor] = []
 
     def reserve(self, num_chunks: int, num_bytes: int, device: torch.device) -> None:
@@ -331,22 +329,21 @@ class HostTensors:
         large = [memory for memory in self.unused if memory.nbytes >= num_bytes]
         if len(large) < num_chunks:
             self.num_bytes -= sum(memory.nbytes for memory in self.unused if memory.nbytes < num_bytes)
-            self.unused[:] = large
-            self.unused += [self._new(num_bytes, device) for _ in range(num_chunks - len(large))]
+            self.unused[:] = large + [self._new(num_bytes, device) for _ in range(num_chunks - len(large))]
 
     @contextmanager
     def of_chunk(self, num_bytes: int, device: torch.device) -> Iterator[None]:
         """Within the block what is sent is of one chunk, and takes at most `num_bytes`."""
         place = next((place for place, memory in enumerate(self.unused) if memory.nbytes >= num_bytes), None)
         memory = self._new(num_bytes, device) if place is None else self.unused.pop(place)
-        self._room = _Room(memory, device)
-        # The tensors of the chunk have their room: it is free when they are gone.
-        weakref.finalize(self._room, self.unused.append, memory).atexit = False
+        self._chunk = _ChunkMemory(memory, device)
+        # The tensors of the chunk have it: its memory is free when they are gone.
+        weakref.finalize(self._chunk, self.unused.append, memory).atexit = False
         try:
             yield
         finally:
-            self._room.last = None  # which has the room
-            self._room = None
+            self._chunk.last = None  # which has the chunk
+            self._chunk = None
 
     def of_layer(self, hidden: Tensor) -> AbstractContextManager[object]:
         """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory, if it has room.
@@ -371,59 +368,32 @@ class HostTensors:
 
     def sent(self, tensor: Tensor) -> HostTensor:
         """A tensor on its way to the host, where there is room for it."""
-        room = self._room
-        if room is None or room.used + tensor.nbytes > room.memory.nbytes or room.used % tensor.itemsize:
+        chunk = self._chunk
+        if chunk is None or chunk.used + tensor.nbytes > chunk.memory.nbytes or chunk.used % tensor.itemsize:
             return HostTensor(tensor, tensor)
-        flat = room.memory[room.used : room.used + tensor.nbytes].view(tensor.dtype)
+        flat = chunk.memory[chunk.used : chunk.used + tensor.nbytes].view(tensor.dtype)
         # As it lies on the device, so that it is one copy.
         home = flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-        room.used += tensor.nbytes
-        queue, _ = queues_of(room.device)
-        queue.wait(Queue.current(room.device).record())
-        with queue.use():
-            home.copy_(tensor, non_blocking=True)
-        sent = room.last = HostTensor(tensor, home, room, room.last, queue.record())
-        self._leaving.append(sent)
+        chunk.used += tensor.nbytes
+        _, ready = _copy_to_host([home], [tensor], chunk.device)
+        chunk.last = HostTensor(tensor, home, chunk, chunk.last, ready)
+        self._leaving.append(chunk.last)
         while len(self._leaving) > _ON_DEVICE:
-            _let_go(self._leaving.pop(0))
-        return sent
+            self._leaving.pop(0).leave_device()
+        return chunk.last
 
-    def fetched(self, asked: HostTensor, *following: HostTensor | None) -> Tensor:
+    def fetched(self, wanted: HostTensor, *following: HostTensor | None) -> Tensor:
         """A tensor on the device, for kernels from now on; those that are needed next are on their way then."""
         for other in self._leaving:
-            if other is not asked and other not in following:
-                _let_go(other)
+            if other is not wanted and other not in following:
+                other.leave_device()
         self._leaving = [other for other in self._leaving if other in following]
-        there = on_its_way(asked)
-        if asked.room is not None:
-            Queue.current(asked.room.device).wait(asked.ready)
-            asked.there = None
+        tensor = wanted.start_fetch()
+        wanted.leave_device()
         for other in filter(None, following):
-            on_its_way(other)
-        return there
+            other.start_fetch()
+        return tensor
 
     def _new(self, num_bytes: int, device: torch.device) -> Tensor:
         self.num_bytes += num_bytes
         return new_host_memory((num_bytes,), torch.uint8, device)
-
-
-def on_its_way(asked: HostTensor) -> Tensor:
-    """A tensor on the device, or on its way there."""
-    if asked.there is None:
-        assert asked.room is not None
-        device = asked.room.device
-        asked.there = torch.empty_like(asked.home, device=device)
-        _, queue = queues_of(device)
-        queue.wait(Queue.current(device).record())  # kernels may still read what had this memory
-        queue.wait(asked.ready)  # it has arrived on the host
-        with queue.use():
-            asked.there.copy_(asked.home, non_blocking=True)
-        asked.ready = queue.record()
-    return asked.there
-
-
-def _let_go(sent: HostTensor) -> None:
-    """Kernels from now on may have the memory of a tensor, which wait until it has arrived on the host."""
-    if sent.there is not None:
-        Queue.current(sent.there.device).wait(sent.ready)
-        sent.there = None

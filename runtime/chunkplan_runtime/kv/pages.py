@@ -1,16 +1,15 @@
-"""Where keys, values and their gradients of split sequences are kept between the chunks that use them.
+"""Pages of keys and values of split sequences, which are kept between the chunks that use them.
 
-A sequence is kept in pages of whole parts, each preallocated: a part is written to its slice, a later part reads pages
-as they are, and a page is given back as soon as the last of its parts has done its backward. Pages bound what a kernel
-call reads at once. A page is a tuple of tensors, of any number of heads and any width each: what a layer's attention
-keeps of a token (`attention.kept`).
+A page has room for whole parts of a sequence and is preallocated: a part is written to its slice, later parts read
+pages as they are, and a page is given back as soon as the last of its parts has done its backward. It is a tuple of
+tensors, of any number of heads and any width each: what a layer's attention keeps of a token (`attention.latents`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +50,8 @@ class KVBlock(NamedTuple):
 
 
 @dataclass
-class Asked:
-    """What a part brings along that asks for blocks: its own `tensors`, [1, heads, num_tokens, dim] each.
+class KVRequest:
+    """A part's request for blocks, with its own `tensors`, [1, heads, num_tokens, dim] each.
 
     With gradients it gets back `gradients`, those of its own tensors in their dtypes, from all parts of the sequence:
     they are there when the last block was given back. Unless it `takes_own`, they stay in the page for who asks next.
@@ -75,9 +74,9 @@ class Asked:
 
 
 class PageSlice(NamedTuple):
-    """Tokens [start, stop) of a sequence, which lie in `page`; those from `own_start` on are the asking part's own."""
+    """Tokens [start, stop) of a sequence, in `page`; those from `own_start` on are the requesting part's own."""
 
-    page: Page
+    page: Any  # of the memory that it is given to
     start: int
     stop: int
     own_start: int
@@ -86,6 +85,11 @@ class PageSlice(NamedTuple):
     def tokens(self) -> slice:
         """Where these tokens lie in the page."""
         return slice(self.start - self.page.start, self.stop - self.page.start)
+
+    @property
+    def num_before_own(self) -> int:
+        """How many of them are not the requesting part's own."""
+        return min(self.own_start, self.stop) - self.start
 
 
 class PageMemory:
@@ -98,25 +102,26 @@ class PageMemory:
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """Make an empty page for tensors like these, [1, heads, num_tokens, dim] each."""
-        return Page(start, capacity, tuple(_empty(tensor, capacity) for tensor in tensors))
+        empty = [each.new_empty(1, capacity, each.shape[1], each.shape[3]).transpose(1, 2) for each in tensors]
+        return Page(start, capacity, tuple(empty))
 
-    def write(self, page: Page, start: int, tensors: tuple[Tensor, ...]) -> None:
+    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
         """Write the tensors [1, heads, num_tokens, dim] of the tokens from `start` on of the sequence."""
         for home, tensor in zip(page.tensors, tensors, strict=True):
             home.narrow(2, start - page.start, tensor.size(2)).copy_(tensor)
 
-    def blocks(self, slices: Sequence[PageSlice], asked: Asked) -> Iterator[KVBlock]:
+    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
         """Yield a block for every slice; a block is given back by asking for the next one."""
         for page_slice in slices:
             page, tokens = page_slice.page, page_slice.tokens
-            if asked.with_gradients and not page.gradients:
+            if request.with_gradients and not page.gradients:
                 page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
-            gradients = page.gradients if asked.with_gradients else ()
+            gradients = page.gradients if request.with_gradients else ()
             block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
             yield block
-            asked.take_own(block, page_slice.own_start)
+            request.take_own(block, page_slice.own_start)
 
-    def give_back(self, page: Page) -> None:
+    def give_back(self, page: Any) -> None:
         """Take back the memory of a page, which nobody will ask for again; on the device nobody holds it then."""
 
     def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -135,7 +140,3 @@ def rows(tensors: tuple[Tensor, ...], here: slice) -> tuple[Tensor, ...]:
 def zeros_wide(tensor: Tensor) -> Tensor:
     """Zeros in at least float32: bfloat16 would lose what many small contributions add up to."""
     return torch.zeros_like(tensor, dtype=wide(tensor.dtype))
-
-
-def _empty(tensor: Tensor, capacity: int) -> Tensor:
-    return tensor.new_empty(1, capacity, tensor.shape[1], tensor.shape[3]).transpose(1, 2)  # [1, heads, capacity, dim]

@@ -4,21 +4,23 @@ A sequence takes pages as its parts run forward and gives them back as they have
 twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
 then recompute) changes nothing. The gradient of a part's KV is the sum of what all later parts sent to it: it is
 complete when, and only when, backwards run in descending order, which is checked.
+
+Of pages that several processes share, each keeps its own tokens, and fetches those of the others (`GatheredMemory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from chunkplan.errors import DataError
-from chunkplan_runtime.exchange import Exchanges
-from chunkplan_runtime.kv.gathered import GatheredMemory
-from chunkplan_runtime.kv.pages import Asked, KVBlock, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import SharedPart, Span
+from chunkplan_runtime.devices import wide
+from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
+from chunkplan_runtime.sharing import Exchanges, Pending, SharedPart, Span
 
 
 @dataclass
@@ -43,19 +45,14 @@ class StateStore:
 
     def __init__(self, page_tokens: int, memory: PageMemory | None = None, exchanges: Exchanges | None = None) -> None:
         self._page_tokens = page_tokens
-        self._memory = PageMemory() if memory is None else memory
-        self.exchanges = Exchanges() if exchanges is None else exchanges
+        self._memory = memory or PageMemory()
+        self.exchanges = exchanges or Exchanges()
         self._sequences: dict[tuple[int, int | None], _Sequence] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether no sequence is in flight."""
         return not self._sequences
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens of the sequences in flight have run forward: their KV is kept, here or where it is shared."""
-        return sum(sequence.forwarded for sequence in self._sequences.values())
 
     def num_bytes(self) -> int:
         """Bytes of all pages that are held."""
@@ -95,19 +92,16 @@ class StateStore:
 
     def finish_backward(self, span: Span) -> None:
         """Say that a part has run backward; pages that no earlier part is in are given back."""
-        self._give_back(self._sequences[span.occurrence], span.start)
+        sequence = self._sequences[span.occurrence]
+        for pages in sequence.layers.values():
+            while pages and pages[-1].start >= span.start:
+                sequence.memory.give_back(pages.pop())
         if span.start == 0:
             del self._sequences[span.occurrence]
 
     def drop(self, span: Span) -> None:
         """Give back all pages of a sequence, where no backward will follow."""
-        self._give_back(self._sequences.pop(span.occurrence), 0)
-
-    def _give_back(self, sequence: _Sequence, start: int) -> None:
-        """Give back the pages from a token on."""
-        for pages in sequence.layers.values():
-            while pages and pages[-1].start >= start:
-                sequence.memory.give_back(pages.pop())
+        self.finish_backward(span._replace(start=0))
 
     def write(self, span: Span, layer: int, tensors: tuple[Tensor, ...], *, by_parts: bool = False) -> None:
         """Keep the KV of a part, or what this process has of it: [1, heads, num_tokens, dim] each.
@@ -126,10 +120,10 @@ class StateStore:
             pages.append(page)
         sequence.memory.write(page, span.start, tensors)
 
-    def blocks(self, span: Span, layer: int, start: int, asked: Asked) -> Iterator[KVBlock]:
+    def blocks(self, span: Span, layer: int, start: int, request: KVRequest) -> Iterator[KVBlock]:
         """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
-        `asked` has the tensors of the part, as they were written.
+        `request` has the tensors of the part, as they were written.
         """
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers[layer]
@@ -139,7 +133,7 @@ class StateStore:
             for page, stop in zip(pages, stops, strict=True)
             if page.start < span.stop and stop > start
         ]
-        return sequence.memory.blocks([slices[-1], *slices[:-1]], asked)
+        return sequence.memory.blocks([slices[-1], *slices[:-1]], request)
 
     def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
         """Keep the states that recurrent layers have at the end of a part."""
@@ -165,4 +159,131 @@ def _out_of_order(span: Span, what: str, why: str) -> DataError:
         f"the {what} of tokens {span.start} to {span.stop} of sequence {span.sequence_id} is out of order: {why}",
         where="schedule.parquet",
         hint="`chunkplan validate` names what is wrong with the plan; build it again",
+    )
+
+
+@dataclass
+class _SharedPage(Page):
+    """A page of the whole sequence; `own` is the page of what this process keeps of it, whose tensors it has."""
+
+    own: Page | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.num_bytes if self.own else 0
+
+
+class _Gathered(NamedTuple):
+    """What this process has of a block, and where tokens of the sequence are in the rows of all processes.
+
+    `pieces`: [first, stop) of the sequence and the first of their rows, ascending. `most`: rows of each process.
+    """
+
+    own: KVBlock
+    pieces: list[tuple[int, int, int]]
+    most: int
+
+
+class GatheredMemory(PageMemory):
+    """Pages that several processes share, of the sequence that `part` is of; `inner` holds this process's own tokens.
+
+    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients, in at
+    least float32, go back to those whose tokens they are of, and are summed there. One exchange carries all tensors of
+    a page, which have one dtype. All processes ask for the same blocks in the same order, also one of whose queries
+    none sees any of it. Where it costs no more than memory, the next block is on its way while one is attended to.
+    """
+
+    keeps_blocks = False
+
+    def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
+        self._inner = inner
+        self._part = part
+        self._exchanges = exchanges
+        self._own = part.holdings[part.place]
+
+    def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
+        """See `pages.PageMemory.new_page`."""
+        first = self._own.before(start)
+        own = self._inner.new_page(first, self._own.before(start + capacity) - first, tensors)
+        return _SharedPage(start, capacity, own.tensors, own=own)
+
+    def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
+        """See `pages.PageMemory.write`: of this process's tokens from `start` on."""
+        self._inner.write(page.own, self._own.before(start), tensors)
+
+    def give_back(self, page: Any) -> None:
+        """See `pages.PageMemory.give_back`."""
+        self._inner.give_back(page.own)
+
+    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
+        """See `pages.PageMemory.blocks`."""
+        own_slices = [PageSlice(each.page.own, *map(self._own.before, each[1:])) for each in slices]
+        if self._inner.keeps_blocks:
+            sources = [self._inner.blocks([each], request) for each in own_slices]
+        else:
+            sources = [self._inner.blocks(own_slices, request)] * len(slices)
+        # The inner memory takes back gradients when it is asked for the next block: unless it keeps blocks, they have
+        # to be there by then.
+        is_ahead = self._inner.keeps_blocks or not request.with_gradients
+        following = [*zip(slices[1:], sources[1:], strict=True), None]
+        coming = self._launch(slices[0], sources[0])
+        for page_slice, source, after in zip(slices, sources, following, strict=True):
+            if coming is None:  # memory that counts and holds nothing
+                return
+            (block, pending), coming = coming, self._launch(*after) if is_ahead and after else None
+            with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
+                rows = pending.wait()  # [processes x most tokens, width]
+            # In the order of the sequence: [num_tokens, width].
+            in_order = torch.cat([rows[row : row + stop - first] for first, stop, row in block.pieces])
+            del pending, rows
+            gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if request.with_gradients else None
+            like = block.own.tensors
+            views = () if gradients is None else _views(gradients, like)
+            yield KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), views)
+            if gradients is not None:
+                self._send_back(page_slice, block, gradients)
+            del in_order, gradients, views  # before there is another one
+            if self._inner.keeps_blocks or after is None:
+                next(source, None)  # which is done with it
+            if not is_ahead and after:
+                coming = self._launch(*after)
+
+    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> tuple[_Gathered, Pending] | None:
+        """Start to fetch a block: this process's tokens of it, and the rows of all on their way."""
+        own = next(source, None)
+        if own is None:
+            return None
+        start, stop, holdings = page_slice.start, page_slice.stop, self._part.holdings
+        most = max(holding.before(stop) - holding.before(start) for holding in holdings)  # all send as many
+        pieces = []
+        for place, holding in enumerate(holdings):
+            runs = holding.within(start, stop)
+            pieces += [(*run, place * most + holding.before(run[0]) - holding.before(start)) for run in runs]
+        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in own.tensors], 1)  # [own tokens, width]
+        if missing := most - len(rows):
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return _Gathered(own, sorted(pieces), most), self._exchanges.gather(rows, self._part.pages)
+
+    def _send_back(self, page_slice: PageSlice, block: _Gathered, gradients: Tensor) -> None:
+        """Give the gradients [num_tokens, width] of a block to those whose tokens they are of, and take one's own."""
+        rows = gradients.new_zeros(len(self._part.pages) * block.most, gradients.shape[1])
+        for first, stop, row in block.pieces:
+            rows[row : row + stop - first] = gradients[first - page_slice.start : stop - page_slice.start]
+        with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
+            summed = self._exchanges.reduce(rows, self._part.pages)  # [most tokens, width]
+        own = block.own
+        for home, added in zip(own.gradients, _views(summed[: own.stop - own.start], own.tensors), strict=True):
+            home.add_(added)
+
+    def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
+        sequence = self._part.span.sequence_id
+        return f"{what} the page of tokens {page_slice.start} to {page_slice.stop} of sequence {sequence} {whom}"
+
+
+def _views(rows: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same rows as [1, heads, num_tokens, dim] each, of the heads and dims of `like`."""
+    columns = torch.split(rows, [tensor.shape[1] * tensor.shape[3] for tensor in like], 1)
+    return tuple(
+        column.view(1, len(rows), tensor.shape[1], tensor.shape[3]).transpose(1, 2)
+        for column, tensor in zip(columns, like, strict=True)
     )

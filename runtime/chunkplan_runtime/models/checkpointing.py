@@ -1,26 +1,23 @@
 """Activation checkpointing: what of a layer a chunk in flight holds, and what its backward runs again.
 
 Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
-What it gets then from the first time, by torch's selective checkpoints (`create_selective_checkpoint_contexts`), is
-what the level says: results of products, of those that mix tokens alone, or of attention alone, which is one operator
-(`attention.function`). Nothing of a model's code changes, and what runs again computes the very same numbers. At the
-last level the layer's input is in host memory meanwhile (`kv.host_memory`).
-
-Three products are run again at every level, as they take little for what holding them would: those that expand latents
-to keys and values (`attention.kept`); the second ones of adapters, of few multiply-adds each; and what a dense MLP or
-a shared expert adds to the hidden states as it is, which no backward reads.
+What it gets then from the first time, by torch's selective checkpoints, is what the level says. At the last level the
+layer's input is in host memory meanwhile. Three products are run again at every level, as they take little for what
+holding them would: those that expand latents to keys and values (`attention.latents`); the second ones of adapters; and
+what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,14 +26,14 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import Current, KeptResults, Mark
 from chunkplan_runtime.attention.function import ATTEND
 from chunkplan_runtime.kv.host_memory import HostTensors
-from chunkplan_runtime.models.modes import as_now
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.recurrent import begin_scan_with
 
-#: Products with matrices, by which all linear layers go.
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+#: Levels at which results of products are held.
+_SELECTIVE = ("keep-products", "keep-projections")
 
-#: Products with stacks of matrices: of experts, and within a recurrence with states, which are not held.
+#: Products with matrices, by which all linear layers go; and with stacks, of experts and, not held, within recurrences.
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _STACKED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
@@ -44,21 +41,15 @@ _STACKED = (
     torch.ops.transformers.grouped_mm_fallback.default,
 )
 
-#: Norms behind the MLP: what it makes is read in their backward.
+#: Norms behind the MLP, and experts by themselves, whose result is weighted: what these make is read in a backward.
 _NORM_BEHIND = re.compile(r"post_?(feedforward|ffw|ffn|mlp)")
-
-#: An expert by itself, whose result is weighted: the weights' backward reads it.
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
-
-#: Both contexts of a checkpoint: around a layer, and around it when it runs again.
-_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
 def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
-    """Let the layers of a transformers model hold what `checkpointing` says (see `levels_of`), from now on.
+    """Let the layers of a model hold what `checkpointing` says (see `levels_of`), from now on.
 
-    Raises:
-        UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
+    Raises UsageError where it has no layers that can be run again, or not as many as `checkpointing` is of.
     """
     for module in model.modules():
         own: Any = vars(module).get("forward")
@@ -67,38 +58,28 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
     current.offloaded = frozenset()
     if checkpointing == "none":
         return
-    hidden_size, layers = model.config.hidden_size, _layers(model)
+    try:
+        layers = list(layers_of(model))
+    except LookupError:
+        layers = [each for each in decoder_of(model).modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(
+            f"a {model.config.model_type} model has no layers that can be run again in a backward",
+            hint="--checkpointing none",
+        )
     levels = levels_of(checkpointing, len(layers))
     current.offloaded = frozenset(index for index, level in enumerate(levels) if level == "offload")
     for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level == "none":
             continue
-        if level in ("keep-products", "keep-projections"):
-            for module, mark in _marks(layer, hidden_size):
+        if level in _SELECTIVE:
+            for module, mark in _marks(layer, model.config.hidden_size):
                 module.forward = partial(_run_within, current, mark, module.forward)
         layer.forward = partial(_checkpointed, index, current, level, layer.forward)
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    try:
-        return list(layers_of(model))
-    except LookupError:
-        found: list[nn.Module] = [
-            each for each in decoder_of(model).modules() if isinstance(each, GradientCheckpointingLayer)
-        ]
-    if not found:
-        raise UsageError(
-            f"a {model.config.model_type} model has no layers that can be run again in a backward",
-            hint="--checkpointing none",
-        )
-    return found
-
-
 def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, Mark]]:
-    """Modules of a layer within which products are held otherwise than elsewhere.
-
-    Those that mix tokens know which layer they are of; so modules of transformers find their place in a cache.
-    """
+    """Modules of a layer in which products are held otherwise; those that mix tokens know which layer they are of."""
     mixers: list[str] = []
     for name, module in layer.named_modules():
         if name and hasattr(module, "layer_idx") and not any(name.startswith(f"{mixer}.") for mixer in mixers):
@@ -106,14 +87,12 @@ def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, Mark]]:
             yield module, Mark.MIXER
         elif re.search(r"\blora_B\.[^.]+$", name):
             yield module, Mark.RUN_AGAIN
-    has_norm_behind = any(_NORM_BEHIND.search(name) for name, _ in layer.named_children())
-    for name, child in layer.named_children():
-        if has_norm_behind or name in mixers:
-            continue
-        for place, module in child.named_modules():
-            is_last = isinstance(module, nn.Linear) and module.out_features == hidden_size != module.in_features
-            if is_last and not _OF_EXPERT.search(place):
-                yield module, Mark.RUN_AGAIN
+    if any(_NORM_BEHIND.search(name) for name, _ in layer.named_children()):
+        return
+    for place, module in layer.named_modules():
+        is_last = isinstance(module, nn.Linear) and module.out_features == hidden_size != module.in_features
+        if is_last and place.partition(".")[0] not in mixers and not _OF_EXPERT.search(place):
+            yield module, Mark.RUN_AGAIN
 
 
 def _run_within(current: Current, mark: Mark, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
@@ -124,11 +103,7 @@ def _run_within(current: Current, mark: Mark, forward: Callable[..., Any], *give
 def _checkpointed(
     index: int, current: Current, level: Checkpointing, forward: Callable[..., Any], *given: Any, **how: Any
 ) -> Any:
-    """Run a layer as a checkpoint, where there is a graph to keep small.
-
-    One that keeps a state runs again with the cache that it ran with, rewound to the state that the segment begins
-    with.
-    """
+    """Run a layer as a checkpoint where there is a graph; again, with the cache rewound to the segment's beginning."""
     context, cache = current.context, current.cache
     if not torch.is_grad_enabled():
         return forward(*given, **how)
@@ -152,18 +127,22 @@ def _checkpointed(
         return checkpoint(run, *given, use_reentrant=False, context_fn=partial(_contexts, current, level), **how)
 
 
-def _contexts(current: Current, level: Checkpointing) -> _Contexts:
-    computing = as_now()
-    if level not in ("keep-products", "keep-projections"):
-        return nullcontext(), computing()
-    policy = partial(_policy, current, level)
-    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return first, _both(computing(), again)
+def _contexts(
+    current: Current, level: Checkpointing
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """What is around a layer, and around it when it runs again: the modes of torch that it ran in are part of that."""
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if level not in _SELECTIVE:
+        return nullcontext(), _within_all(modes)
+    first, again = create_selective_checkpoint_contexts(partial(_policy, current, level))  # type: ignore[no-untyped-call]
+    return first, _within_all([*modes, again])
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
-    with outer, inner:
+def _within_all(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for each in contexts:
+            entered.enter_context(each)
         yield
 
 

@@ -1,9 +1,8 @@
 """Layers compiled once, for all chunks and all layers alike (torch.compile): a layer is one graph, attention a node.
 
-What a graph is made for are tensors of a kind, not those of a chunk: there is one for forwards without gradients, one
-for those with, and one for backwards, each for any number of tokens. A layer that makes no whole graph runs as it is,
-and so does every layer in evaluations, which would need graphs of their own, and where something has to see each
-function or operator: halves of backwards, and checkpoints that hold some results.
+There is one graph for forwards without gradients, one for those with, and one for backwards, each for any number of
+tokens. A layer that makes no whole graph runs as it is, and so does every layer in evaluations, and where something has
+to see each function or operator: halves of backwards, and checkpoints that hold some results.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -36,70 +34,72 @@ class Refusable:
 
     def __init__(self, what: str, why_not: str | None = None) -> None:
         self._what, self.why_not = what, why_not
+        self._noted: set[str] = set()
 
     def run(self, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
         """What `compiled` gives, or, as it is, `own`."""
         if self.why_not is None:
             try:
                 return compiled(*given, **how)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # of compiling, before anything has run
-                self.why_not = _words_of(error)
-                self.note(self.why_not)
+            except FailOnRecompileLimitHit:
+                graphs = "`torch._dynamo.config.recompile_limit` has graphs for"
+                self.why_not = f"there are more kinds of layers than {graphs}"
+            except TorchDynamoException as error:  # of compiling, before anything has run
+                self.why_not = one_line(str(error).strip().partition("\n")[0])
+            self.note(self.why_not)
         return own(*given, **how)
 
     def note(self, why_not: str) -> None:
-        """Say why it runs as it is."""
-        print(f"note: {self._what} as they are, not compiled: {why_not}", file=sys.stderr)
+        """Say once why it runs as it is."""
+        if why_not not in self._noted:
+            self._noted.add(why_not)
+            print(f"note: {self._what} as they are, not compiled: {why_not}", file=sys.stderr)
 
 
-def _words_of(error: Exception) -> str:
-    if isinstance(error, FailOnRecompileLimitHit):
-        return "there are more kinds of layers than `torch._dynamo.config.recompile_limit` has graphs for"
-    return one_line(str(error).strip().partition("\n")[0])
-
-
-class CompiledLayers:
-    """Compiles the layers of a model from now on; as a string what of it.
-
-    `why_not`: why nothing, as far as that is known: some models refuse only when a layer is first called.
-    """
+class CompiledLayers(Refusable):
+    """Compiles the layers of a model from now on; as a string what of it. Some refuse only when first called."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._layers = Refusable("layers run", _why_not(model))
-        self._num_layers = 0
-        self._noted: set[str] = set()
-        model.current.compiles = not _has_links(model)  # as the loss of its head is in any other case
-        if self.why_not is not None:
-            return
-        for part in model.parts:
-            for layer in part.own_layers.values():
-                prepare_attention(layer)
-                seeded: Any = layer.forward
-                *given, own = seeded.args
-                compiled = torch.compile(own, fullgraph=True, dynamic=True, **BACKEND)
-                layer.forward = partial(seeded.func, *given, partial(self._run, layer, compiled, own))
-                self._num_layers += 1
-
-    @property
-    def why_not(self) -> str | None:
-        """Why nothing is compiled."""
-        return self._layers.why_not
+        # What is compiled is compiled in a step, while links between stages are open. To load what it made, and to time
+        # it, a compiler waits for all that the device was given: see `devices.py`.
+        has_links = model.cuts[0].layers is not None
+        model.current.compiles = not has_links  # as the loss of its head is in any other case
+        try:
+            layers: list[Any] = [layer for part in model.parts for layer in part.own_layers.values()]
+        except LookupError:
+            layers = []
+        modules = [module for layer in layers for module in layer.modules()]
+        reasons = {
+            "a compiler waits for the device, which one of several stages must not do in a step": has_links,
+            "its layers keep states": model.is_recurrent,
+            "it has no list of layers": not layers,
+            "keys and values are made of latents": any(hasattr(each, "expand_kv") for each in modules),
+            "layers share keys and values": any(getattr(each, "is_kv_shared_layer", False) for each in modules),
+        }
+        super().__init__("layers run", next((reason for reason, holds in reasons.items() if holds), None))
+        self._num_layers = len(layers)
+        for layer in layers if self.why_not is None else ():
+            prepare_attention(layer)
+            seeded = layer.forward
+            *given, own = seeded.args
+            compiled = torch.compile(own, fullgraph=True, dynamic=True, **BACKEND)
+            layer.forward = partial(seeded.func, *given, partial(self._run_layer, layer, compiled, own))
 
     def __str__(self) -> str:
         if self.why_not:
             return f"nothing: {self.why_not}"
         return f"{self._num_layers} layers, once for all chunks: the first steps take minutes longer"
 
-    def _run(self, layer: Any, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    def _run_layer(
+        self, layer: Any, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any
+    ) -> Any:
         context = layer.chunkplan.context
         is_shared = context is None or context.shared is not None
-        if layer.training and not is_shared and given[0].shape[1] > 1:
+        if self.why_not is None and layer.training and not is_shared and given[0].shape[1] > 1:
             why_not = _why_not_now(layer.chunkplan)
             if why_not is None:
-                return self._layers.run(compiled, own, *given, **how)
-            if why_not not in self._noted and self.why_not is None:
-                self._noted.add(why_not)
-                self._layers.note(why_not)
+                return self.run(compiled, own, *given, **how)
+            self.note(why_not)
         return own(*given, **how)
 
 
@@ -112,29 +112,3 @@ def _why_not_now(current: Any) -> str | None:
     if torch._C._len_torch_function_stack() > 0:
         return "functions that they call are replaced"
     return None
-
-
-def _why_not(model: CausalLM) -> str | None:
-    """Why layers of a model cannot be compiled, if so."""
-    if _has_links(model):
-        return "a compiler waits for the device, which one of several stages must not do in a step"
-    if model.is_recurrent:
-        return "its layers keep states"
-    try:
-        layers = [layer for part in model.parts for layer in part.own_layers.values()]
-    except LookupError:
-        return "it has no list of layers"
-    modules: list[nn.Module] = [module for layer in layers for module in layer.modules()]
-    if any(hasattr(module, "expand_kv") for module in modules):
-        return "keys and values are made of latents"
-    if any(getattr(module, "is_kv_shared_layer", False) for module in modules):
-        return "layers share keys and values"
-    return None
-
-
-def _has_links(model: CausalLM) -> bool:
-    """Whether it is a stage of a pipeline. What is compiled is compiled in a step, while links are open.
-
-    To load what it made, and to time it, a compiler waits for all that the device was given: see `devices.py`.
-    """
-    return model.cuts[0].layers is not None

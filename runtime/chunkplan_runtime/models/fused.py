@@ -1,9 +1,7 @@
 """Fused kernels in place of what a model computes by several: norms, and activation and product of gated MLPs.
 
-Those of Liger (Hsu et al., arXiv 2410.10989) are put in by its own patcher, for the models that it knows. Those of
-torch are norms: each module that may be one is tried, with random weights, in float64, against what the kernel is to
-compute, and so are the gradients. Where all are equal, the module calls the kernel from then on; any other stays as it
-is. Kernels round less often than what they stand for.
+Those of Liger (Hsu et al., arXiv 2410.10989) are put in by its own patcher. Those of torch are norms: each module that
+may be one is tried in float64 against what the kernel is to compute. Kernels round less often than what they stand for.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from torch import Tensor, nn
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
+from chunkplan_runtime.models.parts import Cut, decoder_of, evaluate_in_float64, layers_of, whole_of
 
 #: How near a norm has to be to a formula, in float64, and how large what goes in is.
-_EQUAL, _SIZES = 1e-12, (1e-4, 1.0, 1e2, 1e4)
+_EQUAL, _SIZES = 1e-12, torch.tensor([1e-4, 1.0, 1e2, 1e4], dtype=torch.float64)
 
 #: Of a norm and what goes into it, what comes out.
 _Formula = Callable[[Any, Tensor], Tensor]
@@ -42,8 +39,8 @@ class Fused(NamedTuple):
     left: Counter[str]
 
     def __str__(self) -> str:
-        words = [f"{self.num_norms} norms", f"{self.num_mlps} gated MLPs"]
-        said = " and ".join(word for word, count in zip(words, self[:2], strict=True) if count) or "nothing"
+        numbers = {"norms": self.num_norms, "gated MLPs": self.num_mlps}
+        said = " and ".join(f"{number} {name}" for name, number in numbers.items() if number) or "nothing"
         left = ", ".join(f"{count} {name}" for name, count in sorted(self.left.items()))
         return said + (f"; as they are: {left}" if left else "")
 
@@ -51,8 +48,7 @@ class Fused(NamedTuple):
 def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused:
     """Let modules of a model, or of a stage of it, call fused kernels where these compute the same, on `device`.
 
-    Raises:
-        UsageError: the kernels are not there, or not for this device.
+    Raises UsageError where the kernels are not there, or not for this device.
     """
     if kernels == "none":
         return Fused(0, 0, Counter())
@@ -91,11 +87,7 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _patch_by_liger(model: nn.Module, device: torch.device) -> None:
-    """Let Liger patch the modules of a model: its norms, and its gated MLPs that are no experts.
-
-    Raises:
-        UsageError: it is not installed, or the device is no GPU.
-    """
+    """Let Liger patch the modules of a model: its norms, and its gated MLPs that are no experts."""
     try:
         patch = import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
         is_interpreted = bool(import_module("triton").knobs.runtime.interpret)
@@ -105,12 +97,12 @@ def _patch_by_liger(model: nn.Module, device: torch.device) -> None:
         raise UsageError("kernels of liger run on a GPU only", hint="--fused-kernels torch")
     whole, decoder = whole_of(model), decoder_of(model)
     # Liger takes it for granted that all layers and the final norm are here, which a stage of several does not have.
-    here: dict[str, nn.Module] = {
-        name: nn.Module() for name, module in decoder.named_children() if isinstance(module, nn.Identity)
-    }
-    layers = next((name for name, module in decoder.named_children() if module is layers_of(whole)), None)
-    if layers is not None:
-        here[layers] = nn.ModuleList(layer for layer in layers_of(whole) if next(layer.parameters(), None) is not None)
+    here: dict[str, nn.Module] = {}
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.Identity):
+            here[name] = nn.Module()
+        elif module is layers_of(whole):
+            here[name] = nn.ModuleList(layer for layer in module if next(layer.parameters(), None) is not None)
     code = vars(sys.modules[type(whole).__module__])
     classes = dict(code)  # which it would replace for models to come
     with Cut(modules=here).in_place(decoder):
@@ -137,9 +129,9 @@ def _has_activation_of(mlp: nn.Module, kernel: str) -> bool:
 
 @cache
 def _forward_of(kind: Any, formula: _Formula) -> Callable[..., Tensor]:
-    """The forward of norms of a class that call a kernel, one for all of them, which a compiler takes for the same.
+    """The forward of norms of a class that call a kernel: one, which a compiler takes for the same.
 
-    A kernel has one dtype and one input; what comes in another dtype, or otherwise, is for the module's own code.
+    What comes in another dtype than the weight, or otherwise, is for the module's own code.
     """
 
     def norm(module: Any, *given: Any, **how: Any) -> Tensor:
@@ -165,45 +157,31 @@ def _computes(module: nn.Module, formula: _Formula) -> bool:
 
     It is tried in training and evaluation, on inputs of three and four dimensions, which are tiny and large too.
     """
+    dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(0)
-    tried = copy.copy(module)
-    tried._forward_hooks, tried._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_hooks)()
+    tried: Any = copy.deepcopy(module).to("cpu", torch.float64)
     vars(tried).pop("forward", None)
-    shapes = {name: weight.shape for name, weight in module.named_parameters()}
-    tried._parameters = {
-        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        for name, shape in shapes.items()
-    }
-    tried._buffers = dict(module._buffers)
-    dtype, width = next(module.parameters()).dtype, shapes["weight"][-1]
+    for weight in tried.parameters():
+        weight.data.normal_(generator=generator)
+    width = tried.weight.shape[-1]
+
+    def results(compute: Callable[[Tensor], Tensor], hidden: Tensor, upstream: Tensor) -> list[Tensor]:
+        given = hidden.clone().requires_grad_()
+        with torch.enable_grad(), evaluate_in_float64(tried):
+            made = compute(given)
+            return [made, *torch.autograd.grad(made, [given, *tried.parameters()], upstream)]
+
     try:
-        for is_training in (True, False):
-            tried.training = is_training
-            for shape in ((2, len(_SIZES), width), (1, 2, len(_SIZES), width)):
-                hidden = torch.randn(shape, generator=generator, dtype=torch.float64)
-                hidden *= torch.tensor(_SIZES, dtype=torch.float64)[:, None]
-                if not _are_equal(tried, formula, hidden):
+        for is_training, num_before in ((True, 0), (True, 1), (False, 0), (False, 1)):
+            tried.train(is_training)
+            shape = (*[1] * num_before, 2, len(_SIZES), width)
+            hidden, upstream = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
+            hidden *= _SIZES[:, None]
+            found, expected = (results(each, hidden, upstream) for each in (tried, partial(formula, tried)))
+            for one, other in zip(found, expected, strict=True):
+                if not bool(((one - other).norm(dim=-1) <= _EQUAL * other.norm(dim=-1)).all()):
                     return False
-        for weight in tried.parameters():
-            weight.data = weight.data.to(dtype)
         with torch.no_grad():
-            return bool(tried(torch.ones(1, 2, width, dtype=dtype)).dtype == dtype)
+            return bool(tried.to(dtype)(torch.ones(1, 2, width, dtype=dtype)).dtype == dtype)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # it takes something else, or makes it otherwise
         return False
-
-
-def _are_equal(norm: Any, formula: _Formula, hidden: Tensor) -> bool:
-    """Whether results, and gradients of the input and of all weights, are the same."""
-    found = []
-    upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for compute in (norm, partial(formula, norm)):
-        given = hidden.clone().requires_grad_()
-        with torch.enable_grad(), evaluate_in_float64(norm):
-            made = compute(given)
-            if not torch.is_tensor(made) or made.shape != hidden.shape or made.dtype != hidden.dtype:
-                return False
-            found.append([made, *torch.autograd.grad(made, [given, *norm.parameters()], upstream)])
-    return all(
-        bool(((one - other).norm(dim=-1) <= _EQUAL * other.norm(dim=-1)).all())
-        for one, other in zip(*found, strict=True)
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,103 +13,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import DataError, UsageError
-from chunkplan.files.json_file import read_json
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import ATTENTION, borders_from_plan, register_attention
-from chunkplan_runtime.attention.kept import watch_expansion
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.attention.latents import watch_expansion
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checkpointing import checkpoint_layers
-from chunkplan_runtime.models.checks import (
-    check_config,
-    check_known,
-    is_bidirectional,
-    kv_shapes,
-    windows,
-    with_infinities,
-)
+from chunkplan_runtime.models.checks import check_config, is_bidirectional, kv_shapes, windows
 from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_of, logits_of, seed_layers
-from chunkplan_runtime.models.recurrent import StateCache, cache_argument, continue_scans, is_recurrent, run_segments
+from chunkplan_runtime.models.recurrent import StateCache, cache_of, continue_scans, is_recurrent, run_segments
 
-#: What weights of a language model are called within a model of text and more -> their names in it alone.
-TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
+#: What transformers and the hub raise for a config or a checkpoint that they cannot use.
+_REFUSALS: tuple[type[Exception], ...] = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_REFUSALS += (ArithmeticError, RuntimeError, StrictDataclassError, SafetensorError)
 
+_CONFIG_HINT = "take the config.json that came with a model"
 
-def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
-    """The config of the language model in a model with this config, which may be all there is; checked.
-
-    `router_loss`: see `check_config`.
-
-    Raises:
-        UsageError: chunked execution would get it wrong.
-    """
-    text = config.get_text_config(decoder=True)
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if classes.get(config.model_type) != classes.get(text.model_type):  # a class of its own, which ties by its own flag
-        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    check_config(text, where, router_loss=router_loss)
-    return text
-
-
-def is_text_weight(name: str) -> bool:
-    """Whether a weight of a checkpoint belongs to its language model, by its name."""
-    return re.match(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.", name) is not None
-
-
-def forget_text_weights(model: Any) -> None:
-    """Let a model be saved under its own names: transformers would turn `TEXT_WEIGHTS` back, which cannot be done."""
-    used = getattr(model, "_weight_conversions", None)
-    if used is not None:
-        mapped = set(TEXT_WEIGHTS)
-        model._weight_conversions = [each for each in used if not mapped & set(each.source_patterns)]
-
-
-CONFIG_HINT = "take the config.json that came with a model"
-
-#: What transformers raises for a config or a checkpoint that it cannot use.
-REFUSALS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
-
-
-def how_to_make(dtype: torch.dtype) -> dict[str, object]:
-    """The arguments for a model whose weights are of `dtype`, and whose attention is that of chunks."""
-    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # torch groups no such products
-    return {"dtype": dtype, "attn_implementation": ATTENTION, **experts}
-
-
-def make(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A new transformers model, drawn on `device`.
-
-    Raises:
-        DataError: transformers cannot build it.
-    """
-    register_attention()
-    try:
-        with torch.device(device):
-            return AUTO_MODEL.from_config(copy.deepcopy(config), **how_to_make(dtype))
-    except REFUSALS as error:
-        raise DataError(
-            f"a {config.model_type} model cannot be built from its config: {error}", hint=CONFIG_HINT
-        ) from error
+#: Names of weights of a language model within a model of text and more -> in it alone; and which are of one at all.
+_TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head."}
+_TEXT_WEIGHTS |= {r"^(model\.)?language_model\.(model\.)?": "model."}
+_IS_TEXT_WEIGHT = re.compile(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.")
 
 
 @dataclass(frozen=True)
@@ -120,29 +55,22 @@ class Head:
     compiles: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states."""
         return self.logits(hidden)
-
-
-def call_directly(do: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `do` with its arguments: how a model is called whose weights are all here."""
-    return do(*arguments)
 
 
 @dataclass(frozen=True)
 class CausalLM:
     """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
 
-    `model` may be one with adapters of peft around it. `cuts`: where it is a stage of a pipeline, what runs of it by
-    itself, by virtual stage. `call` runs everything that uses weights; where these are sharded it gathers them.
-    `compute_dtype`: of weights when they are used, if not their own. `current`: the chunk that it is at work on.
-    `rows`: of weights without numbers (`models.meta_weights`), the rows that this process has.
+    `model` may be one with adapters of peft around it. `cuts`: what runs of it by itself, by virtual stage. `call` runs
+    everything that uses weights; it gathers sharded ones. `compute_dtype`: of weights in use, if not their own.
+    `current`: the chunk that it is at work on. `rows`: what this process has of a `meta_weight`.
     """
 
     model: Any
     kernels: Kernels = field(default_factory=Kernels)
     cuts: tuple[Cut, ...] = (Cut(),)
-    call: Callable[..., Any] = call_directly
+    call: Callable[..., Any] = operator.call
     compute_dtype: torch.dtype | None = None
     current: Current = field(default_factory=Current)
     rows: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -177,7 +105,7 @@ class CausalLM:
     @property
     def device(self) -> torch.device:
         """The device that the weights are on."""
-        return torch.device(next(iter(self.model.parameters())).device)
+        return torch.device(next(self.model.parameters()).device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,19 +137,16 @@ class CausalLM:
     @property
     def head(self) -> Head:
         """What makes logits of final hidden states."""
-        return Head(
-            lambda hidden: self.call(logits_of, self.model, hidden).squeeze(0), self.vocab_size, self.current.compiles
-        )
+        logits = partial(self.call, logits_of, self.model)
+        return Head(lambda hidden: logits(hidden).squeeze(0), self.vocab_size, self.current.compiles)
 
     def hidden_states(
         self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 
-        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`.
-
-        Raises:
-            UsageError: the model attends as something else does, which would leave out the prefix without a word.
+        `inputs`: those after the stage before, on any but the first. `seed`: of dropout, see `seed_layers`. Raises
+        UsageError where the model attends as something else does, which would leave out the prefix without a word.
         """
         if self.config._attn_implementation != ATTENTION:
             raise UsageError(
@@ -230,9 +155,8 @@ class CausalLM:
             )
 
         def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
-            spans = own.spans
             how = self.kernels, self.is_causal, its_seed, own.shared, self.current.kept
-            self.current.context, self.current.cache = ChunkContext(spans, store, *how), cache
+            self.current.context, self.current.cache = ChunkContext(own.spans, store, *how), cache
             # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
             return hidden.squeeze(0)
@@ -245,19 +169,16 @@ class CausalLM:
             return hidden
 
     def _decode(self, tensors: ChunkTensors, inputs: Tensor | None, cache: StateCache | None = None) -> Tensor:
-        device = self.device
+        device, decoder = self.device, decoder_of(self.model)
         if inputs is None:
             tokens = {"input_ids": tensors.input_ids.to(device, non_blocking=True)}
         else:
             tokens = {"inputs_embeds": inputs[None].detach().clone()}  # some models scale them in place
             self.current.inputs = inputs[None]
-        kept: Any = {"use_cache": False} if cache is None else {"use_cache": True, cache_argument(self.model): cache}
-        [cut] = self.cuts
-        decoder = decoder_of(self.model)
-        with cut.in_place(decoder), borders_from_plan():
-            hidden: Tensor = decoder(
-                **tokens, position_ids=tensors.position_ids.to(device, non_blocking=True), **kept
-            ).last_hidden_state
+        kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder)[1]: cache}
+        positions = tensors.position_ids.to(device, non_blocking=True)
+        with self.cuts[0].in_place(decoder), borders_from_plan():
+            hidden: Tensor = decoder(**tokens, position_ids=positions, **kept).last_hidden_state
         self.current.inputs = None
         if not self.is_last:
             output, self.current.output = self.current.output, None
@@ -266,11 +187,7 @@ class CausalLM:
         return hidden
 
     def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:
-        """The kernel of each kind of layer, on `device` or where the weights are: "full", "sliding window" -> its name.
-
-        Raises:
-            UsageError: there is none for a kind.
-        """
+        """The kernel of each kind of layer on a device: "full", "sliding window" -> its name; raises UsageError."""
         config, names = self.config, dict[str, dict[str, None]]()
         softcap = getattr(config, "attn_logit_softcapping", None)
         for index, window in enumerate(windows(config)):
@@ -281,11 +198,7 @@ class CausalLM:
         return {kind: " and ".join(names[kind]) for kind in sorted(names)}
 
     def set_checkpointing(self, checkpointing: str) -> None:
-        """Hold of a chunk in flight what `checkpointing` says, and run the rest of its layers again in its backward.
-
-        Raises:
-            UsageError: the model has no layers that can be run again, or not as many as `checkpointing` is of.
-        """
+        """See `checkpoint_layers`."""
         checkpoint_layers(self.model, self.current, checkpointing)
 
     def offloaded_bytes(self, num_tokens: int) -> int:
@@ -295,47 +208,55 @@ class CausalLM:
 
 
 def read_config(path: Path, *, router_loss: bool = False) -> Any:
-    """The config in a model's config.json, or its folder, checked for what chunked execution needs (`check_config`).
+    """The config in a model's config.json, or its folder; see `check_config`.
 
-    Raises:
-        UsageError: there is no such file, or the model is not one that gradients are exact for.
-        DataError: it is not the config of a model.
+    Raises UsageError where there is no such file or the model is refused, DataError where it is not the config of one.
     """
     path = config_file(path)
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="give the config.json of a model, or its folder")
-    document = with_infinities(read_json(path, hint="give the config.json of a model", infinity=True))
-    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
-        raise DataError("`model_type` is missing", where=str(path), hint="give the config.json of a model")
-    check_known(document["model_type"], str(path))
     try:
-        config = AutoConfig.for_model(**document)
-    except REFUSALS as error:
-        raise DataError(
-            f"not the config of a {document['model_type']} model: {error}", where=str(path), hint=CONFIG_HINT
-        ) from error
-    return checked_text_config(config, str(path), router_loss=router_loss)
+        return _checked_config(str(path), router_loss)
+    except _REFUSALS as error:
+        what = f"not the config of a model: {_first_line(error)}"
+        raise DataError(what, where=str(path), hint=_CONFIG_HINT) from error
 
 
 def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
-    """The config of a pretrained model: a folder, or a name on the Hugging Face Hub; checked as by `read_config`.
-
-    Raises:
-        UsageError: it is not there, the hub cannot be reached, or gradients are not exact for it.
-        DataError: the folder's config.json is not the config of a model.
-    """
+    """The config of a pretrained model, a folder or a name on the Hugging Face Hub; raises as `read_config`."""
     if Path(name).is_dir():
         return read_config(Path(name), router_loss=router_loss)
     if name.startswith((".", "/", "~")):
         raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except REFUSALS as error:
+        return _checked_config(name, router_loss)
+    except _REFUSALS as error:
+        hint = "give the folder of a saved model; a name needs the Hugging Face Hub or its cache"
+        raise UsageError(f"cannot get model {name!r}: {_first_line(error)}", hint=hint) from error
+
+
+def _checked_config(name: str, router_loss: bool) -> Any:
+    document, _ = PreTrainedConfig.get_config_dict(name)
+    model_type = document.get("model_type")
+    if not isinstance(model_type, str):
+        raise DataError("`model_type` is missing", where=name, hint=_CONFIG_HINT)
+    if model_type not in CONFIG_MAPPING:
         raise UsageError(
-            f"cannot get model {name!r}: {_first_line(error)}",
-            hint="give the folder of a saved model; a name needs the Hugging Face Hub or its cache",
-        ) from error
-    return checked_text_config(config, name, router_loss=router_loss)
+            f"transformers {transformers.__version__} has no model type {model_type!r}",
+            where=name,
+            hint="give the config.json of a model that it has, or install the version that brings this one",
+        )
+    return checked_text_config(AutoConfig.for_model(**document), name, router_loss=router_loss)
+
+
+def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
+    """The config of the language model in a model with this config, which may be all there is; see `check_config`."""
+    text = config.get_text_config(decoder=True)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if classes.get(config.model_type) != classes.get(text.model_type):  # a class of its own, which ties by its own flag
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    check_config(text, where, router_loss=router_loss)
+    return text
 
 
 def new_model(
@@ -347,14 +268,48 @@ def new_model(
     kernels: Kernels | None = None,
     runs_on: torch.device | None = None,
 ) -> CausalLM:
-    """A model with random weights, the same for the same seed and kind of device; it will run on another, `runs_on`.
+    """A model with random weights, the same for a seed and kind of device; it will run on another, `runs_on`.
 
-    Raises:
-        DataError: transformers cannot build it.
-        UsageError: no attention kernel can run it.
+    Raises DataError where transformers cannot build it, UsageError where no attention kernel can run it.
     """
     torch.manual_seed(seed)
-    return for_chunks(make(config, dtype, device).train(), kernels, runs_on)
+    return for_chunks(_build(config, dtype, device), kernels, runs_on)
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """A whole model without numbers; what it computes of its config is on torch's meta device."""
+    model = _build(config, dtype, "meta")
+    replace_weights(model, meta_weight)
+    return model
+
+
+def _build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    register_attention()
+    try:
+        with torch.device(device):
+            return AUTO_MODEL.from_config(copy.deepcopy(config), **_options(dtype)).train()
+    except _REFUSALS as error:
+        what = f"a {config.model_type} model cannot be built from its config: {error}"
+        raise DataError(what, hint=_CONFIG_HINT) from error
+
+
+def _options(dtype: torch.dtype) -> dict[str, object]:
+    """What a model is made with whose weights are of `dtype`, and whose attention is that of chunks."""
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # torch groups no such products
+    return {"dtype": dtype, "attn_implementation": ATTENTION, **experts}
+
+
+def meta_weight(weight: Tensor, shape: torch.Size | None = None) -> nn.Parameter:
+    """A weight like another, or of another `shape`, without numbers or memory, on the CPU as what is beside it."""
+    number = torch.zeros((), dtype=weight.dtype).expand(weight.shape if shape is None else shape)
+    return nn.Parameter(number, requires_grad=weight.requires_grad)
+
+
+def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put `make(weight)` in place of every weight of a model; one that modules share stays shared."""
+    made = {weight: make(weight) for weight in model.parameters()}
+    for module in model.modules():
+        module._parameters.update({name: made[each] for name, each in module._parameters.items() if each is not None})
 
 
 def load_model(
@@ -369,11 +324,8 @@ def load_model(
 ) -> CausalLM:
     """A model with its saved weights, on the CPU; it will run there, or on `runs_on`.
 
-    `loader`: the class to load; `quantized`: see `in_4bit`.
-
-    Raises:
-        UsageError: the weights are not there, torn, or of other shapes; or no attention kernel can run the model.
-        DataError: some of them are missing; transformers would have made them up.
+    `loader`: the class to load; `quantized`: see `in_4bit`. Raises UsageError where the weights are not there, torn, or
+    of other shapes, or no attention kernel can run them; DataError where some are missing.
     """
     register_attention()
     try:
@@ -383,36 +335,32 @@ def load_model(
             output_loading_info=True,
             trust_remote_code=False,
             use_safetensors=True,  # other files of weights are pickles
-            key_mapping=TEXT_WEIGHTS,
+            key_mapping=_TEXT_WEIGHTS,
             **quantized,
-            **how_to_make(dtype),
+            **_options(dtype),
         )
-    except (*REFUSALS, SafetensorError) as error:
-        raise UsageError(
-            f"cannot load model {name!r}: {_first_line(error)}",
-            hint="give a saved model whose weights are whole and belong to its config.json",
-        ) from error
-    forget_text_weights(model)
-    missing = sorted(report["missing_keys"])
-    left_out = sorted(each for each in report["unexpected_keys"] if is_text_weight(each))
-    if missing or left_out:
-        raise DataError(
-            f"{len(missing)} weights are missing, the first is {missing[0]}"
-            if missing
-            else f"{len(left_out)} weights have no place in the model, the first is {left_out[0]}",
-            where=name,
-            hint="the checkpoint is incomplete, or its config.json is not its own",
-        )
+    except _REFUSALS as error:
+        hint = "give a saved model whose weights are whole and belong to its config.json"
+        raise UsageError(f"cannot load model {name!r}: {_first_line(error)}", hint=hint) from error
+    # To save it under names of a model of text and more cannot be done.
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        model._weight_conversions = [each for each in used if not _TEXT_WEIGHTS.keys() & set(each.source_patterns)]
+    problems = {
+        "weights are missing": sorted(report["missing_keys"]),
+        "weights have no place in the model": sorted(filter(_IS_TEXT_WEIGHT.match, report["unexpected_keys"])),
+    }
+    for problem, names in problems.items():
+        if names:
+            hint = "the checkpoint is incomplete, or its config.json is not its own"
+            raise DataError(f"{len(names)} {problem}, the first is {names[0]}", where=name, hint=hint)
     return for_chunks(model.train(), kernels, runs_on)
 
 
 def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device | None = None) -> CausalLM:
     """A model of transformers as the executor sees it, to run on `device` or where it is; it stays an ordinary one too.
 
-    Twice is as good as once: all that see a model go by the same `current`.
-
-    Raises:
-        UsageError: no kernel of `kernels` can run its attention.
+    Twice is as good as once. Raises UsageError where no kernel of `kernels` can run its attention.
     """
     found = CausalLM(model, kernels or Kernels(), current=getattr(model, "chunkplan", None) or Current())
     found.attention_kernels(device)

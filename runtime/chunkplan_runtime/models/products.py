@@ -1,15 +1,10 @@
 """Products with trained weights: what their gradients are made of, which can be kept, or added to a sum elsewhere.
 
-The gradient of a weight that multiplies activations is one product, of the input `x` of a linear layer and the gradient
-of its output. Such products are computed by a function that knows both in its backward. Where a gradient is narrower
-than the sum that it is for (`sum_gradients`), and the weight is a matrix, the product is added to the sum at once: on a
-GPU by one kernel, which rounds nothing in between. So are rows of embeddings that are looked up: their gradient would
-be as large as all embeddings, however few tokens a chunk has.
-
-A backward may be in two halves (Zero Bubble Pipeline Parallelism, Qi et al., arXiv 2401.10241): the input half of a
-chunk keeps what these products are made of and leaves the rest of the graph to autograd, the weight half adds them to
-`.grad` as a backward does, with the hooks of parameters. What is multiplied in a way that is not known here has its
-gradient in the input half too.
+The gradient of a weight is one product, of the input `x` of a linear layer and the gradient of its output. A function
+that knows both in its backward adds it to a wider sum at once (`sum_gradients`): on a GPU by one kernel, which rounds
+nothing in between. Or a backward is in two halves (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): the input half
+keeps both, the weight half adds the product to `.grad` as a backward does, with the hooks of parameters. What is
+multiplied in a way that is not known here has its gradient in the input half too.
 """
 
 from __future__ import annotations
@@ -27,7 +22,84 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.models.modes import computing_in
+
+#: A virtual stage of this process, and a chunk_id.
+ChunkKey = tuple[int, int]
+
+
+class Factors(NamedTuple):
+    """What the gradient of a weight [n, k] is made of: `left` [rows, n] transposed by `right` [rows, k].
+
+    Of a stack [groups, n, k]: [groups, rows, ...], or rows of all groups in a row, which end at `ends` [groups].
+    """
+
+    weight: Tensor
+    left: Tensor
+    right: Tensor
+    ends: Tensor | None
+
+    def product(self) -> Tensor:
+        """The gradient of the weight."""
+        return _multiplied(self.left.mT, self.right, self.ends)
+
+    def are_added(self) -> bool:
+        """Add the product to the sum of its weight, where that has one; whether it is in it."""
+        weight, left, right, _ = self
+        if type(weight) is not Summed or weight.owner is None:
+            return False
+        total = weight.gradient_sum()
+        if total.is_cuda:
+            torch.ops.aten.addmm.dtype_out(total, left.t(), right, total.dtype, out=total)
+        else:
+            total.add_(torch.mm(left.t(), right))
+        return True
+
+
+def _multiplied(rows: Tensor, matrix: Tensor, ends: Tensor | None) -> Tensor:
+    """Rows by a matrix; or by a stack of them, a group of rows, which end at `ends`, by each."""
+    product: Tensor = torch.matmul(rows, matrix) if ends is None else F.grouped_mm(rows, matrix, offs=ends)
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies `x` by the weight transposed, or with `is_swapped` by the weight; `edge`: it, if it has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        edge: Tensor | None,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        weight: Tensor,
+        is_swapped: bool,
+        keep: Callable[[Factors], bool] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.weight, ctx.is_swapped, ctx.keep = weight, is_swapped, keep
+        if bias is not None:
+            return F.linear(x, weight.mT if is_swapped else weight, bias)
+        return _multiplied(x, weight if is_swapped else weight.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        of_x = of_weight = of_bias = None
+        x, weight, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
+        with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
+            if weight.ndim == 2:
+                gradient = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[0]:
+                of_x = _multiplied(gradient, weight.mT if ctx.is_swapped else weight, ends).view_as(x)
+            if ctx.needs_input_grad[2]:
+                of_bias = gradient.sum(0)
+            if weight.ndim == 2:
+                x = x.reshape(-1, x.shape[-1])
+            left, right = (x, gradient) if ctx.is_swapped else (gradient, x)
+            factors = Factors(ctx.weight, left, right, ends)
+            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+                of_weight = factors.product()
+        return of_x, of_weight, of_bias, None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -41,157 +113,38 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, (ids,), weight = gradients[0], ctx.saved_tensors, ctx.weight
-            if ctx.padding is not None:
-                gradient = gradient.masked_fill((ids == ctx.padding)[..., None], 0)
-            total = getattr(weight.owner, weight.entry)
-            if total is None:
-                total = torch.zeros_like(weight, dtype=wide(weight.dtype), requires_grad=False)
-                setattr(weight.owner, weight.entry, total)
-            total.index_put_((ids,), gradient.to(total.dtype), accumulate=True)  # which is deterministic on a GPU
+        (ids,), (gradient,), total = ctx.saved_tensors, gradients, ctx.weight.gradient_sum()
+        if ctx.padding is not None:
+            gradient = gradient.masked_fill((ids == ctx.padding)[..., None], 0)
+        total.index_put_((ids,), gradient.to(total.dtype), accumulate=True)  # which is deterministic on a GPU
         return None, None, None
 
 
+#: `apply`, without what torch does first for transforms of functions: it looks at every argument.
+_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 _lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
 
 
-def lookup_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
-    (ids, weight), padding = args[:2], kwargs.get("padding_idx")
-    is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
-    if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return None
-    return _lookup(weight, ids, padding)
-
-
-class _Extent(NamedTuple):
-    """The numbers of a parameter that a matrix, or a stack of matrices, is: all of them, or a view of some.
-
-    `is_whole`: it is the parameter as it is. `is_matrix`: that is a matrix, as it is or transposed.
-    """
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_whole: bool
-    is_matrix: bool
-
-    @classmethod
-    def of(cls, matrix: Tensor, weight: Tensor) -> _Extent | None:
-        """Where a matrix is in the parameter that it is a view of; None if some numbers are in it twice."""
-        if matrix is not weight and not (weight.is_contiguous() and _has_all_once(matrix)):
-            return None
-        offset = int(matrix.storage_offset() - weight.storage_offset())
-        size, stride = matrix.size(), matrix.stride()
-        is_whole = matrix is weight or (size == weight.size() and stride == weight.stride())
-        is_matrix = weight.ndim == 2 and (is_whole or stride == weight.mT.stride())
-        return cls(size, stride, offset, is_whole, is_matrix)
-
-
-class Factors(NamedTuple):
-    """What the gradient of a matrix [n, k] at `place` of a weight is the product of.
-
-    `x` [rows, k] and `gradient` [rows, n]. Of a stack of matrices [groups, n, k]: [groups, rows, ...]; or the rows of
-    all groups one after another, which end at `ends` [groups].
-    """
-
-    weight: Tensor
-    place: _Extent
-    x: Tensor
-    gradient: Tensor
-    ends: Tensor | None
-
-    def product(self) -> Tensor:
-        """The gradient of the matrix [n, k], or of the stack of them."""
-        if self.ends is not None:
-            return _grouped(self.gradient.mT, self.x, self.ends)
-        if len(self.place.size) == 3:
-            return torch.bmm(self.gradient.mT, self.x)
-        return torch.mm(self.gradient.t(), self.x)
-
-    def are_added(self) -> bool:
-        """Add the product to the sum of its weight, where that has one; whether it is in it."""
-        weight, place, x, gradient, _ = self
-        if type(weight) is not Summed or not place.is_matrix or weight.owner is None:
-            return False
-        left, right = (gradient.t(), x) if place.is_whole else (x.t(), gradient)  # laid out as the weight is
-        total: Tensor | None = getattr(weight.owner, weight.entry)
-        if total is not None and x.is_cuda:
-            torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
-        elif total is not None:
-            total.add_(torch.mm(left, right))
-        else:
-            dtype = wide(x.dtype)
-            first = torch.mm(left, right, out_dtype=dtype) if x.is_cuda else torch.mm(left, right).to(dtype)
-            setattr(weight.owner, weight.entry, first)
-        return True
-
-
-class _Product(torch.autograd.Function):
-    """`_Product.apply(x, edge, bias, ends, of, keep)`: `x` by a matrix transposed, see `Factors`.
-
-    `of`: the matrix, its weight and its place there. `edge`: the matrix again, where autograd may get its gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        edge: Tensor | None,
-        bias: Tensor | None,
-        ends: Tensor | None,
-        of: tuple[Tensor, Tensor, _Extent],
-        keep: Callable[[Factors], bool] | None,
-    ) -> Tensor:
-        matrix, ctx.weight, ctx.place = of
-        ctx.save_for_backward(x, matrix, ends)
-        ctx.keep = keep
-        if ends is not None:
-            return _grouped(x, matrix.mT, ends)
-        return torch.bmm(x, matrix.mT) if matrix.ndim == 3 else F.linear(x, matrix, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        of_x = of_matrix = of_bias = None
-        x, matrix, ends = ctx.saved_tensors  # for which a checkpoint may run its layer again
-        of_input, _, of_bias_too, *_ = ctx.needs_input_grad
-        with torch._C.DisableTorchFunctionSubclass():  # else every use of a weight takes some microseconds
-            if matrix.ndim == 2:
-                n, k = matrix.shape
-                gradient = gradient.reshape(-1, n)
-            if of_input:
-                of_x = _grouped(gradient, matrix, ends) if ends is not None else torch.matmul(gradient, matrix)
-                of_x = of_x.view_as(x)
-            if of_bias_too:
-                of_bias = gradient.sum(0)
-            if matrix.ndim == 2:
-                x = x.reshape(-1, k)
-            factors = Factors(ctx.weight, ctx.place, x, gradient, ends)
-            keep = ctx.keep
-            if not (keep is not None and keep(factors)) and not factors.are_added():
-                of_matrix = factors.product()
-        return of_x, of_matrix, of_bias, None, None, None
-
-
-#: `_Product.apply`, without what torch does first for transforms of functions: it looks at every argument.
-_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
-
-
 class Summed(nn.Parameter):
-    """A matrix whose gradients are added up in the attribute `entry` of `owner`: see `sum_gradients`.
+    """A matrix whose gradients are added up in `owner.entry`: see `sum_gradients`; those of a copy are not.
 
-    `place`: its own. A copy of it has no owner, and its gradients are added up nowhere. `devices`: where product and
-    sum are one kernel; elsewhere a function of Python in the place of torch's own would be all that there is to it.
+    `devices`: where product and sum are one kernel; elsewhere a function of Python would be all that there is to it.
     """
 
     devices = frozenset({"cuda"})
 
     owner: Any = None
     entry: str
-    place: _Extent | None = None
     number: Tensor | None = None
+
+    def gradient_sum(self) -> Tensor:
+        """What its gradients are added to."""
+        total: Tensor | None = getattr(self.owner, self.entry)
+        if total is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                total = torch.zeros_like(self, dtype=wide(self.dtype), requires_grad=False)
+            setattr(self.owner, self.entry, total)
+        return total
 
     @classmethod
     def __torch_function__(
@@ -200,25 +153,21 @@ class Summed(nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if torch.compiler.is_compiling():
-                find = _product_in_graph
+                found = _product_in_graph(function, args, kwargs)
+            elif function is F.embedding:
+                found = _lookup_of(args, kwargs)
             else:
-                find = lookup_of if function is F.embedding else product_of
-            found = find(function, args, kwargs)
+                found = product_of(function, args, kwargs)
             return function(*args, **kwargs) if found is None else found
 
 
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
-    """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`.
-
-    Those of rows that are looked up, and those by products with a matrix, whatever function of torch computes these,
-    without being made by themselves where a device can do that.
-    """
+    """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`."""
     summed: Any = weight
     if weight.ndim == 2 and weight.device.type in Summed.devices:
-        place = _Extent.of(weight, weight)
-        summed.__class__ = Summed
-        summed.owner, summed.entry, summed.place = owner, entry, place
         number = next(_numbers)
+        summed.__class__ = Summed
+        summed.owner, summed.entry = owner, entry
         _summed[number] = summed
         summed.number = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
     summed.register_post_accumulate_grad_hook(partial(_move_gradient, owner, entry))
@@ -227,59 +176,62 @@ def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None
 def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, weight.grad = weight.grad, None
-    if gradient is not None:  # an input half leaves it to the weight half, and products are added already
-        total = getattr(owner, entry)
-        if total is None:
-            setattr(owner, entry, gradient.to(wide(gradient.dtype)))
-        else:
-            total.add_(gradient)
+    total = getattr(owner, entry)
+    if gradient is not None and total is not None:
+        total.add_(gradient)
+    elif gradient is not None:  # an input half leaves it to the weight half, and products are added already
+        setattr(owner, entry, gradient.to(wide(gradient.dtype)))
+
+
+def _lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
+    (ids, weight), padding = args[:2], kwargs.get("padding_idx")
+    is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    return _lookup(weight, ids, padding)
 
 
 def product_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
 ) -> Tensor | None:
     """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
-    form = _FORMS.get(function)
-    if form is None or not torch.is_grad_enabled() or (found := form(*args, **kwargs)) is None:
+    operands_of = _OPERANDS.get(function)
+    if operands_of is None or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
-    x, matrix, bias, ends = found
-    weight = _parameter_of(matrix)
-    if weight is None:
+    found = operands_of(*args, **kwargs)
+    weight, is_swapped = (None, False) if found is None else _parameter_of(found[1])
+    if found is None or weight is None:
         return None
-    place = (type(matrix) is Summed and matrix.place) or _Extent.of(matrix, weight)
-    if place is None:
-        return None
+    x, _, bias, ends = found
     # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.
-    is_added = type(weight) is Summed and weight.owner is not None and place.is_matrix and x.requires_grad
-    return _product(x, None if is_added else matrix, bias, ends, (matrix, weight, place), keep)
+    is_added = type(weight) is Summed and weight.owner is not None and x.requires_grad
+    return _product(x, None if is_added else weight, bias, ends, weight, is_swapped, keep)
 
 
 #: x, matrix, bias and ends of `_Product`; None of what is not such a product.
-_Form = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
+_Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Form:
-    return (input, weight, bias, None) if weight.ndim == 2 and not _casts() else None
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operands:
+    return (input, weight, bias, None) if weight.ndim == 2 else None
 
 
-def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Form:
-    if more or _parameter_of(other) is None or _casts():
-        return None
+def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Operands:
     is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
-    return (input, other.mT, None, None) if is_stack or (other.ndim == 2 and input.ndim > 1) else None
+    return (input, other.mT, None, None) if not more and (is_stack or (other.ndim == 2 and input.ndim > 1)) else None
 
 
-def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Form:
-    is_plain = not more and bias.ndim == 1 and _parameter_of(mat2) is not None and not _casts()
-    return (mat1, mat2.mT, bias, None) if is_plain else None
+def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Operands:
+    return (mat1, mat2.mT, bias, None) if not more and bias.ndim == 1 else None
 
 
-def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Form:
+def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Operands:
     is_plain = offs is not None and (input.ndim, weight.ndim) == (2, 3) and not any(more.values())
-    return (input, weight.mT, None, offs) if is_plain and _parameter_of(weight) is not None else None
+    return (input, weight.mT, None, offs) if is_plain else None
 
 
-_FORMS: dict[Any, Callable[..., _Form]] = {
+_OPERANDS: dict[Any, Callable[..., _Operands]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
@@ -287,33 +239,17 @@ _FORMS: dict[Any, Callable[..., _Form]] = {
 }
 
 
-def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    found: Tensor = F.grouped_mm(rows, matrices, offs=ends)
-    return found
-
-
-def _parameter_of(matrix: Tensor) -> Tensor | None:
-    """The trained parameter that a tensor is, or is a view of."""
+def _parameter_of(matrix: Tensor) -> tuple[Tensor | None, bool]:
+    """The trained parameter that a tensor is, and whether with its last two dimensions swapped; None of any other."""
     if type(matrix) is Summed and matrix.requires_grad:
-        return matrix
+        return matrix, False
     weight = matrix if matrix.is_leaf else matrix._base
-    is_trained = isinstance(weight, nn.Parameter) and matrix.requires_grad and weight.dtype == matrix.dtype
-    return weight if is_trained else None
-
-
-def _casts() -> bool:
-    """Whether products may be computed in another dtype than that of what they are given."""
-    return torch._C._is_any_autocast_enabled()
-
-
-def _has_all_once(view: Tensor) -> bool:
-    """Whether no number of what it is a view of is in it twice."""
-    span = 1
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size > 1 and stride < span:
-            return False
-        span += (size - 1) * stride
-    return True
+    if not isinstance(weight, nn.Parameter) or not matrix.requires_grad or weight.dtype != matrix.dtype:
+        return None, False
+    if matrix.shape == weight.shape and matrix.stride() == weight.stride():
+        return weight, False
+    is_swapped = weight.ndim > 1 and matrix.shape == weight.mT.shape and matrix.stride() == weight.mT.stride()
+    return weight if is_swapped else None, is_swapped
 
 
 #: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
@@ -330,7 +266,8 @@ _library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node)
 
 def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
-    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled() and not _casts()
+    is_linear = function is F.linear and not kwargs and torch.is_grad_enabled()
+    is_linear = is_linear and not torch._C._is_any_autocast_enabled()
     if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
         return None
     found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)
@@ -338,8 +275,7 @@ def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
-    x, matrix, _, number = inputs
-    ctx.save_for_backward(x, matrix, number)
+    ctx.save_for_backward(inputs[0], inputs[1], inputs[3])
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -354,7 +290,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
     weight: Any = _summed[int(number)]
     with torch._C.DisableTorchFunctionSubclass():
-        Factors(weight, weight.place, x.reshape(-1, x.shape[-1]), gradient, None).are_added()
+        Factors(weight, gradient, x.reshape(-1, x.shape[-1]), None).are_added()
     return torch.zeros_like(number)
 
 
@@ -366,59 +302,59 @@ _fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_li
 torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)
 
 
-#: A virtual stage of this process, and a chunk_id.
-Place = tuple[int, int]
-
-
-class WeightHalves:
-    """What gradients of weights are made of: `kept` of the chunks between the halves of their backward.
-
-    `splits`: whether any backward is split; else all is computed as ever.
-    """
+class WeightHalves(TorchFunctionMode):
+    """What gradients of weights are made of: `kept` of chunks between the halves of their backward, if it `splits`."""
 
     def __init__(self, *, splits: bool = False) -> None:
+        super().__init__()
         self._splits = splits
         #: Of the chunk whose input half is at work; None in whole backwards.
         self._keeping: list[Factors] | None = None
-        self.kept: dict[Place, list[Factors]] = {}
+        self.kept: dict[ChunkKey, list[Factors]] = {}
 
     def splitting(self) -> AbstractContextManager[object]:
         """Backwards of what runs forward in the block can be split."""
-        return computing_in(_Products(self)) if self._splits else nullcontext()
+        return self if self._splits else nullcontext()
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = product_of(function, args, kwargs, self._keep)
+        return function(*args, **kwargs) if found is None else found
+
+    def _keep(self, factors: Factors) -> bool:
+        """Keep what an input half leaves; whether one is at work."""
+        if self._keeping is not None:
+            own = factors._replace(left=factors.left.detach(), right=factors.right.detach())
+            self._keeping.append(own)  # not the graph behind it
+        return self._keeping is not None
 
     @contextmanager
-    def input_half(self, place: Place) -> Iterator[None]:
+    def input_half(self, key: ChunkKey) -> Iterator[None]:
         """Backwards in the block leave gradients of weights for the `weight_half` of this chunk."""
-        self._keeping = self.kept[place] = []
+        self._keeping = self.kept[key] = []
         try:
             yield
         finally:
             self._keeping = None
 
-    def weight_half(self, place: Place) -> None:
+    def weight_half(self, key: ChunkKey) -> None:
         """Add the gradients of weights that the chunk's input half has left."""
         by_weight: dict[Tensor, list[Factors]] = {}
-        for factors in self.kept.pop(place):
+        for factors in self.kept.pop(key):
             by_weight.setdefault(factors.weight, []).append(factors)
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
             left = [factors for factors in by_weight.pop(weight) if not factors.are_added()]
             if left:
-                _Given.apply(weight, left).backward()  # type: ignore[no-untyped-call]
-
-    def keep(self, factors: Factors) -> bool:
-        """Keep what an input half leaves; whether one is at work."""
-        if self._keeping is not None:
-            self._keeping.append(factors._replace(x=factors.x.detach()))  # not the graph behind it
-        return self._keeping is not None
+                _SumOfProducts.apply(weight, left).backward()  # type: ignore[no-untyped-call]
 
 
-class _Given(torch.autograd.Function):
-    """`_Given.apply(weight, products)`: nothing, whose gradient for the weight is the sum of the products.
-
-    A gradient that autograd is given from outside it copies, one that is made within a backward it takes as it is.
-    """
+class _SumOfProducts(torch.autograd.Function):
+    """Nothing of a weight, with the sum of products as gradient, which autograd would copy if given from outside."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, products: list[Factors]) -> Tensor:
@@ -427,30 +363,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum_of(ctx.products), None
-
-
-class _Products(TorchFunctionMode):
-    """Computes products with trained weights so that their gradients can be left."""
-
-    def __init__(self, halves: WeightHalves) -> None:
-        super().__init__()
-        self._halves = halves
-
-    def __torch_function__(
-        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            found = product_of(function, args, kwargs, self._halves.keep)
-        return function(*args, **kwargs) if found is None else found
-
-
-def _sum_of(products: list[Factors]) -> Tensor:
-    """The gradient of one parameter; what it is made of is let go of."""
-    is_whole = all(each.place.is_whole for each in products)
-    total = products.pop(0).product() if is_whole else torch.zeros_like(products[0].weight)
-    while products:
-        place, product = products[0].place, products.pop(0).product()
-        (total if is_whole else total.as_strided(place.size, place.stride, place.offset)).add_(product)
-    return total
+        total = ctx.products.pop(0).product()
+        while ctx.products:  # which are let go of
+            total.add_(ctx.products.pop(0).product())
+        return total, None

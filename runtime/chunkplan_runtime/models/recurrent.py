@@ -1,16 +1,14 @@
 """States of recurrent layers across the borders of chunks: of convolutions, linear attention, and state-space models.
 
-A layer that keeps a state of constant size goes on with it through a cache of transformers. Here such a cache is made
-for one segment of one sequence: it begins with the state at which the part before ended, and what the layers leave in
-it is the state for the next part. States are assigned and never copied into, so that both stay in the graph: the part
-gets the gradients of the state that it left, and gives those of the state that it began with to the part before.
+A layer that keeps a state goes on with it through a cache of transformers, here one for each segment of a sequence.
+States are assigned and never copied into, so that they stay in the graph: a part gets the gradients of the state that
+it left, and gives those of the state that it began with to the part before.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -32,11 +30,14 @@ from chunkplan_runtime.sharing import Span
 #: Of a layer, what kind of state, and the how-manieth of its kind.
 Name = tuple[int, str, int]
 
-#: Kinds of states, as attributes of a layer of a cache.
-_KINDS = ("conv_states", "recurrent_states")
+#: Kinds of states, as attributes of a layer of a cache; and the kind that MiniMax keeps in a cache of its own.
+_KINDS, _SUM = ("conv_states", "recurrent_states"), "linear_cache"
 
-#: The kind of state that MiniMax keeps in a cache of its own.
-_SUM = "linear_cache"
+#: By which name the modules of transformers call the scan of Mamba's first version.
+_SCAN = "mamba_selective_scan"
+
+#: Of this thread: `states` [1, channels, state_size] with which the next scans begin.
+_here = local()
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ class Border:
 class StateCache(DynamicCache):
     """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`.
 
-    `start`: how many tokens of its sequence lie before the segment. `layer`: the one that attends, which a module does
-    not know of itself where layers have one between them.
+    `start`: how many tokens of its sequence lie before. `layer`: the one that attends, where several share one.
     """
 
     layer: int | None = None
@@ -60,10 +60,7 @@ class StateCache(DynamicCache):
         DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
         self.linear_cache: list[Tensor] = []
         self._sums: dict[Name, Tensor] = {}
-        self._start = start
-        self._begun: defaultdict[int, dict[Name, Tensor]] = defaultdict(dict)  # by layer
-        for name, tensor in begun.items():
-            self._begun[name[0]][name] = tensor
+        self._begun, self._start = begun, start
         for index in range(len(self.layers)):
             self.rewind(index)
 
@@ -73,11 +70,10 @@ class StateCache(DynamicCache):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             self.layers[index] = layer = _StateLayer(layer.number_of_states)
         self._sums.pop((index, _SUM, 0), None)
-        for name, tensor in self._begun[index].items():
-            _, kind, number = name
-            if kind == _SUM:
-                self._sums[name] = tensor
-            else:
+        for (of_layer, kind, number), tensor in self._begun.items():
+            if of_layer == index and kind == _SUM:
+                self._sums[index, kind, number] = tensor
+            elif of_layer == index:
                 getattr(layer, kind)[number] = tensor
                 getattr(layer, f"is_{kind}_initialized")[number] = True
                 layer.has_previous_state[number] = True
@@ -85,14 +81,12 @@ class StateCache(DynamicCache):
 
     def states(self) -> dict[Name, Tensor]:
         """The states that are in it."""
-        return self._sums | {
-            (index, kind, number): tensor
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-            for kind in _KINDS
-            for number, tensor in getattr(layer, kind).items()
-            if tensor is not None
-        }
+        found = dict(self._sums)
+        for index, layer in enumerate(self.layers):
+            for kind in _KINDS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
+                states = getattr(layer, kind).items()
+                found |= {(index, kind, number): tensor for number, tensor in states if tensor is not None}
+        return found
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *given: Any, **how: Any) -> Tensor:
         """See `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
@@ -109,9 +103,7 @@ class StateCache(DynamicCache):
         """Keep such a sum."""
         self._sums[layer_idx, _SUM, 0] = linear_cache
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Keep nothing but which layer it is: attention has a store of its own."""
         self.layer = layer_idx
         return key_states, value_states
@@ -139,60 +131,59 @@ class _StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Put new columns behind those that are kept, keep the last ones, and return all."""
         before = self.conv_states[state_idx]
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
         self.conv_kernel_size[state_idx] = size
         full = conv_states if before is None else torch.cat([before, conv_states], -1)
         if full.shape[-1] < size:
-            full = torch.nn.functional.pad(full, (size - full.shape[-1], 0))
+            full = F.pad(full, (size - full.shape[-1], 0))
         self.conv_states[state_idx] = full[..., -size:]
         self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
         self.device, self.dtype = full.device, full.dtype  # type: ignore[assignment]
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep a state."""
         self.recurrent_states[state_idx] = recurrent_states
         self.is_recurrent_states_initialized[state_idx] = True
         return recurrent_states
 
 
-#: Runs a segment of a chunk: its tensors, what came from the stage before, its seed, its states; hidden states.
-Run = Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor]
-
-
 def run_segments(
-    run: Run, model: Any, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None, seed: int | None
+    run: Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor],
+    model: Any,
+    tensors: ChunkTensors,
+    store: StateStore,
+    inputs: Tensor | None,
+    seed: int | None,
 ) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
     """Run a chunk one segment after another: no state may go on from one sequence to the next.
 
-    Returns hidden states [num_tokens, hidden_size] of all, and the states of each part of a split sequence.
-
-    Raises:
-        DataError: a part has one token and is not the last one.
-        UsageError: transformers' own activation checkpointing is on, which leaves states out.
+    Returns hidden states [num_tokens, hidden_size] of all, and the states of each part of a split sequence. Raises
+    DataError where a part has one token and is not the last one, UsageError with transformers' own checkpointing.
     """
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model)):
         raise UsageError(
             f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
             hint="leave gradient_checkpointing out, or use `python -m chunkplan_runtime.train --checkpointing full`",
         )
-    kind: Any = type(decoder_of(model))
-    new_cache = cache_class(kind)
+    new_cache, _ = cache_of(decoder_of(model))
     hidden: list[Tensor] = []
     borders: list[tuple[Span, Border]] = []
     for place, span in enumerate(tensors.spans):
-        here = slice(span.chunk_start, span.chunk_stop)
-        spans = (span._replace(chunk_start=0),)
-        own = ChunkTensors(tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here], spans)
-        own_inputs = None if inputs is None else inputs[here]
         begun = store.states_before(span)
         begun = {name: state.detach().requires_grad_(torch.is_grad_enabled()) for name, state in begun.items()}
-        if is_padded := bool(begun) and len(own.labels) == 1:
-            # One token after a state is taken for a step of generation, which works in place and has no backward.
-            own = _with_padding(own)
+        # One token after a state is taken for a step of generation, which works in place and has no backward.
+        is_padded = bool(begun) and span.stop - span.start == 1
+        here, spans = slice(span.chunk_start, span.chunk_stop), [span._replace(chunk_start=0)]
+        ids, positions, labels = tensors.input_ids[:, here], tensors.position_ids[:, here], tensors.labels[here]
+        own_inputs = None if inputs is None else inputs[here]
+        if is_padded:  # with a token behind that nobody sees
+            more = padding_tensors()
+            ids = torch.cat([ids, more.input_ids.to(ids.device)], 1)
+            positions = torch.cat([positions, more.position_ids.to(positions.device)], 1)
+            labels, spans = torch.cat([labels, more.labels]), [*spans, more.spans[0]._replace(chunk_start=1)]
             own_inputs = None if own_inputs is None else torch.cat([own_inputs, torch.zeros_like(own_inputs)])
+        own = ChunkTensors(ids, positions, labels, tuple(spans))
         kept = new_cache(model.config, begun, span.start)
         try:
             out = run(own, own_inputs, None if seed is None else mixed_seed(seed, place), kept)
@@ -213,17 +204,6 @@ def run_segments(
     return torch.cat(hidden), tuple(borders)
 
 
-def _with_padding(tensors: ChunkTensors) -> ChunkTensors:
-    """The same with a padding token behind, which nobody sees."""
-    padding, num_tokens = padding_tensors(), len(tensors.labels)
-    return ChunkTensors(
-        torch.cat([tensors.input_ids, padding.input_ids.to(tensors.input_ids.device)], 1),
-        torch.cat([tensors.position_ids, padding.position_ids.to(tensors.position_ids.device)], 1),
-        torch.cat([tensors.labels, padding.labels]),
-        (*tensors.spans, padding.spans[0]._replace(chunk_start=num_tokens)),
-    )
-
-
 def is_recurrent(config: Any) -> bool:
     """Whether a model has layers that keep a state; or that count the tokens before a call, as Llama 4's do."""
     layers = DynamicCache(config=config).layers
@@ -233,67 +213,46 @@ def is_recurrent(config: Any) -> bool:
 
 def keeps_kv(config: Any) -> list[bool]:
     """Of each layer, whether it keeps keys and values: those with a state alone do not."""
-    layers = DynamicCache(config=config).layers
-    with_state_alone = [
-        isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, DynamicLayer) for layer in layers
-    ]
-    more = int(config.num_hidden_layers) - len(layers)
-    return [*(not alone for alone in with_state_alone), *(True for _ in range(more))]
+    keeps = [True] * int(config.num_hidden_layers)
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        keeps[index] = isinstance(layer, DynamicLayer) or not isinstance(layer, LinearAttentionCacheLayerMixin)
+    return keeps
+
+
+def cache_of(decoder: Any) -> tuple[Any, str]:
+    """The class of caches for a decoder, with states and of its own kind; by which name that takes one."""
+    kind: Any = type(decoder)
+    return _cache_of(kind)
 
 
 @cache
-def cache_class(decoder: Any) -> Any:
-    """The class of caches that a class of decoders takes: with states, and of its own kind if it has one."""
+def _cache_of(decoder: Any) -> tuple[Any, str]:
+    argument = "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
     for name, kind in vars(sys.modules[decoder.__module__]).items():
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
-            return type(f"State{name}", (StateCache, kind), {})
-    return StateCache
-
-
-def cache_argument(model: Any) -> str:
-    """By which name its decoder takes a cache."""
-    kind: Any = type(decoder_of(model))
-    return _cache_argument(kind)
-
-
-@cache
-def _cache_argument(decoder: Any) -> str:
-    names = inspect.signature(decoder.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
-
-
-#: By which name the modules of transformers call the scan.
-_NAME = "mamba_selective_scan"
-
-#: Of this thread: `states` [1, channels, state_size] with which the next scans begin.
-_here = local()
+            return type(f"State{name}", (StateCache, kind), {}), argument
+    return StateCache, argument
 
 
 def begin_scan_with(state: Tensor | None) -> None:
-    """Let the scan of a layer, which comes next, go on with a state [1, channels, state_size].
-
-    With [1, heads, channels, state_size] it is as many scans, as Zamba has them.
-    """
-    if state is None:
-        _here.states = []
-    else:
-        _here.states = [state] if state.ndim == 3 else list(state.unbind(1))
+    """Let the next scan go on with a state [1, channels, state_size]; with [1, heads, ...] as many scans (Zamba)."""
+    states = () if state is None else (state,) if state.ndim == 3 else state.unbind(1)
+    _here.states = list(states)
 
 
 def continue_scans(model: nn.Module) -> None:
     """Let the scans of a model go on with the states that `begin_scan_with` gives; all others stay as they are."""
     for code in {type(module).__module__ for module in model.modules()}:
-        scan = getattr(sys.modules[code], _NAME, None)
+        scan = getattr(sys.modules[code], _SCAN, None)
         if scan is not None and not hasattr(scan, "continues"):
-            setattr(sys.modules[code], _NAME, _continued(scan))
+            setattr(sys.modules[code], _SCAN, _continued(scan))
 
 
 def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
     """A scan of Mamba's first version that goes on with a state, which the function of transformers cannot.
 
-    It is linear in its state: with h0 [channels, state_size] before it, it is what it is without, and in addition h0
-    decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, read by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A
-    are `rates`, dt `steps`, B `writes` and C `reads`.
+    It is linear in its state h0: in addition h0 is decayed to each token, exp(A * (dt_1 + ... + dt_t)) * h0, and read
+    by C_t (Gu and Dao, arXiv 2312.00752, 3.2). Here A are `rates`, dt `steps`, B `writes` and C `reads`.
     """
 
     @wraps(scan)
@@ -325,8 +284,7 @@ def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
 def _read(passed: Tensor, rates: Tensor, reads: Tensor, state: Tensor) -> Tensor:
     """What is read of a state [1, channels, state_size] at each token: [1, channels, num_tokens].
 
-    `passed` [1, channels, num_tokens]: the steps up to a token, summed; `rates` [channels, state_size]; `reads` [1,
-    state_size, num_tokens].
+    `passed`: the steps up to each, summed; `rates` [channels, state_size]; `reads` [1, state_size, num_tokens].
     """
     out = torch.zeros_like(passed)
     for column in range(rates.shape[1]):

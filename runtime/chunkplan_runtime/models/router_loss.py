@@ -1,25 +1,23 @@
 """The load-balancing loss of a mixture of experts, whose gradient is that of a whole step, or of whole sequences.
 
 With f_e how often tokens choose expert e and P_e the mean probability that its router gives it, the loss is a multiple
-of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). What is counted, f, has no gradient, and P is
-a mean of tokens: once f is known, each token by itself has the gradient of the whole. It is added to that of the
-router's logits in the backward of each router (`_Balanced`), so that it is the same wherever a graph is cut: by chunks,
-by stages, or where layers run again.
+of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). f has no gradient, and P is a mean of tokens:
+once f is known, each token by itself has the gradient of the whole. It is added in the backward of each router, so that
+it is the same wherever a graph is cut.
 
-- `batch`: as transformers computes it of one batch, here of all tokens of a step on all processes: f and P are means
-  over the tokens of all layers together. f is counted before a step begins, by forwards of their own.
-- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), with the
-  probabilities of this router: the sum over experts of num_experts / (top_k T) count_e P_e, T tokens long; summed over
-  layers, and the mean over the sequences of a step, each with the weight of its tokens. All forwards of a sequence come
-  before its first backward, so that they are what is counted.
+- `batch`: as of transformers, over the tokens of all layers of a step together; f is counted by forwards before it.
+- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): the sum
+  over experts of num_experts / (top_k T) count_e P_e, T tokens long, over layers; the mean over sequences by tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +32,6 @@ from chunkplan_runtime.devices import wide
 from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
-from chunkplan_runtime.sharing import Span
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]
@@ -47,8 +44,7 @@ _KNOWN_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     """What f is counted over: "batch", "sequence", or "none" for no such loss; None asks for what the config says.
 
-    Raises:
-        UsageError: there is no such scope, or transformers computes no such loss for the model type.
+    Raises UsageError where there is no such scope, or transformers computes no such loss for the model type.
     """
     if asked not in (None, *ROUTER_LOSSES):
         raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
@@ -57,16 +53,13 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
         return scope
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     compute = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None) if kind else None
+    what = None
     if compute is None:
-        raise UsageError(
-            f"transformers computes no load-balancing loss for model type {config.model_type!r}",
-            where=where,
-            hint=_HINT,
-        )
-    if compute.__code__.co_varnames[: compute.__code__.co_argcount] != _KNOWN_ARGUMENTS:
-        raise UsageError(
-            f"the load-balancing loss of model type {config.model_type!r} is one of its own", where=where, hint=_HINT
-        )
+        what = f"transformers computes no load-balancing loss for model type {config.model_type!r}"
+    elif tuple(inspect.signature(compute).parameters) != _KNOWN_ARGUMENTS:
+        what = f"the load-balancing loss of model type {config.model_type!r} is one of its own"
+    if what is not None:
+        raise UsageError(what, where=where, hint=_HINT)
     return scope
 
 
@@ -78,11 +71,7 @@ def softmax_of(rows: Tensor) -> Tensor:
 def load_balancing(
     head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a router, a `execution.loss.ChunkLoss` whose `hidden` are its logits [num_tokens, num_experts].
-
-    `head` makes their softmax. `labels` [num_tokens, num_experts]: what the probability of each expert is multiplied
-    by.
-    """
+    """The loss of a router, a `ChunkLoss` of its logits: `head` is softmax, `labels` multiply probabilities."""
     probabilities = head(hidden)
     terms = labels.to(probabilities.dtype) * probabilities
     losses = terms.sum(-1)
@@ -91,39 +80,33 @@ def load_balancing(
 
 
 class RouterLoss:
-    """Adds the gradient of the load-balancing loss to that of a model, or of a stage of it, in the backwards of a step.
+    """Adds the gradient of the load-balancing loss over `scope` in the backwards of a step, of a model or of a stage.
 
-    `scope`: what it is over, see `router_loss_scope`; with "none" it adds nothing. `num_routers`: how many are here. In
-    an evaluation nothing is added.
-
-    Raises:
-        UsageError: the loss would have no weight.
+    Raises UsageError where the loss would have no weight.
     """
 
     def __init__(self, model: CausalLM, scope: str) -> None:
         self.scope = scope
-        self._is_training = False
-        self._is_counting = False
-        #: Whether a chunk runs forward for the first time: no recompute, nor layers that run again in a backward.
-        self._is_first_forward = False
+        self._is_training = self._is_counting = False
         self._num_tokens = 1
-        #: By router and sequence in flight [num_experts]; of a step, [num_experts] and over how many rows.
-        self._of_sequences: dict[tuple[int, tuple[int, int | None]], Tensor] = {}
-        self._counted: tuple[Tensor, int] | None = None
+        #: By router and sequence in flight, of each part by its first token, tokens by expert [num_experts].
+        self._of_sequences: defaultdict[tuple[int, tuple[int, int | None]], dict[int, Tensor]] = defaultdict(dict)
+        #: Of a step: tokens by expert [num_experts], and over how many rows; what probabilities are multiplied by.
+        self._counted: tuple[Tensor | int, int] = 0, 0
         self._shares: Tensor | None = None
         self._value: Tensor | None = None
-        self._placed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.num_routers = 0
+        #: By context: of each token the index of its span [num_tokens]; of each span its weight [num_spans].
+        self._weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
         if scope == NO_ROUTER_LOSS:
             return
         whole = whole_of(model.model)
-        weight: float | None = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
-        if not weight:
-            raise UsageError(f"router_aux_loss_coef is {weight}, with a load-balancing loss", hint=_HINT)
-        self._weight = weight
+        self._weight: Any = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
+        if not self._weight:
+            raise UsageError(f"router_aux_loss_coef is {self._weight}, with a load-balancing loss", hint=_HINT)
         self._top_k: int = whole.num_experts_per_tok
-        for self.num_routers, (module, index) in enumerate(_routers(decoder_of(model.model)), 1):
-            module.register_forward_hook(partial(self._after_router, self.num_routers, index))
+        decoders = [decoder_of(each) for each in dict.fromkeys(part.model for part in model.parts)]
+        for number, (module, index) in enumerate(chain.from_iterable(map(_routers, decoders))):
+            module.register_forward_hook(partial(self._after_router, number, index))
 
     def begin_step(
         self,
@@ -138,13 +121,14 @@ class RouterLoss:
         self._num_tokens, self._value = max(num_tokens, 1), None
         if self.scope != "batch":
             return
-        self._counted, self._is_counting = None, True
+        self._counted, self._is_counting = (0, 0), True
         try:
             run_forwards()
         finally:
             self._is_counting = False
-        own: Counts = ([], 0) if self._counted is None else (self._counted[0].tolist(), self._counted[1])
-        gathered = [counts for counts in gather(own) if counts[1]]
+        counted, num_rows = self._counted
+        own: list[int] = [] if isinstance(counted, int) else counted.tolist()
+        gathered = [each for each in gather((own, num_rows)) if each[1]]
         if gathered:
             num_rows = sum(rows for _, rows in gathered)
             counts = torch.tensor([counts for counts, _ in gathered], dtype=torch.float64).sum(0)  # [num_experts]
@@ -155,13 +139,6 @@ class RouterLoss:
         self._of_sequences.clear()
         self._is_training = with_gradients
 
-    @contextmanager
-    def counting(self, is_first_forward: bool) -> Iterator[None]:
-        """Within the block a chunk runs forward, for the first time in a run or again."""
-        self._is_first_forward = is_first_forward
-        yield
-        self._is_first_forward = False
-
     @property
     def value(self) -> float:
         """What this process has added to the loss of the step so far: of routers that a backward has come through."""
@@ -170,36 +147,32 @@ class RouterLoss:
     def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
         """A forward hook: count, and pass on what the router gives so that its backward adds the gradient."""
         current = getattr(module, "chunkplan", None)
-        if current is None or current.router_loss is not self or current.context is None:
+        outputs = list(output) if isinstance(output, tuple) else [output]
+        logits = outputs[index]
+        if current is None or current.router_loss is not self or current.context is None or logits is None:
             return None
         if not (self._is_training or self._is_counting):
             return None
-        outputs = list(output) if isinstance(output, tuple) else [output]
-        logits = outputs[index]
-        if logits is None:
-            return None
         context: ChunkContext = current.context
-        counts = self._count(logits.detach(), context) if self._is_counting or self.scope == "sequence" else None
-        if counts is not None and self._is_counting:
-            before, rows = self._counted or (torch.zeros_like(counts[0]), 0)
-            tokens = [span.stop - span.start for span in context.spans if span.sequence_id >= 0]
-            self._counted = before + counts.sum(0), rows + sum(tokens)
-        if counts is not None and self.scope == "sequence" and self._is_first_forward:
+        counts = None
+        if self._is_counting or self.scope == "sequence":
+            counts = self._count(logits.detach(), context)
+            if self._is_counting:
+                before, rows = self._counted
+                tokens = sum(span.stop - span.start for span in context.spans if span.sequence_id >= 0)
+                self._counted = before + counts.sum(0), rows + tokens
+                return None
             for own, span in zip(counts, context.spans, strict=True):
-                if span.is_split:
-                    key = (router, span.occurrence)
-                    self._of_sequences[key] = self._of_sequences[key] + own if key in self._of_sequences else own
-        if self._is_counting or not (torch.is_grad_enabled() and logits.requires_grad):
+                if span.is_split:  # the same whenever it runs
+                    self._of_sequences[router, span.occurrence][span.start] = own
+        if not (torch.is_grad_enabled() and logits.requires_grad):
             return None
-        others = [
-            place
-            for place, each in enumerate(outputs)
-            if place != index and isinstance(each, Tensor) and each.requires_grad
-        ]
-        gradient = partial(self._gradient, router, context, counts)
+        # All that has a gradient goes through, as most models go on with something else than the logits.
+        passed = [place for place, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
+        passed = [index, *(place for place in passed if place != index)]
         apply: Callable[..., tuple[Tensor, ...]] = _Balanced.apply
-        passed = apply(gradient, logits, *(outputs[place] for place in others))
-        for place, each in zip([index, *others], passed, strict=True):
+        found = apply(partial(self._gradient, router, context, counts), *(outputs[place] for place in passed))
+        for place, each in zip(passed, found, strict=True):
             outputs[place] = each
         return tuple(outputs) if isinstance(output, tuple) else outputs[0]
 
@@ -208,8 +181,8 @@ class RouterLoss:
         rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
         chosen = softmax_of(rows).topk(self._top_k).indices  # [num_tokens, top_k]
         hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)
-        places, weights = self._places(context, rows.device)
-        counts = hits.new_zeros(len(context.spans), rows.shape[1]).index_add_(0, places, hits)
+        indices, weights = self._weights_of(context, rows.device)
+        counts = hits.new_zeros(len(context.spans), rows.shape[1]).index_add_(0, indices, hits)
         return counts * (weights > 0)[:, None]
 
     def _gradient(self, router: int, context: ChunkContext, counts: Tensor | None, logits: Tensor) -> Tensor:
@@ -220,51 +193,38 @@ class RouterLoss:
             self._shares = self._shares.to(rows.device)
             by_span = self._shares.expand(len(context.spans), -1)  # [num_spans, num_experts]
         else:
-            by_span = self._counts_of_sequences(router, context.spans, counts)
-            by_span = by_span.double() * (rows.shape[1] / self._top_k / self._num_tokens)
-        places, weights = self._places(context, rows.device)
-        weights = weights[places]
-        losses, gradient = load_balancing(softmax_of, rows, by_span[places], weights)
+            of_sequences = [
+                sum(self._of_sequences[router, span.occurrence].values(), torch.zeros_like(own))
+                if span.is_split
+                else own
+                for own, span in zip(counts, context.spans, strict=True)
+            ]
+            by_span = torch.stack(of_sequences).double() * (rows.shape[1] / self._top_k / self._num_tokens)
+            for span in context.spans:
+                if span.is_split and span.start == 0:  # the last backward of its sequence
+                    self._of_sequences.pop((router, span.occurrence), None)
+        indices, weights = self._weights_of(context, rows.device)
+        weights = weights[indices]
+        losses, gradient = load_balancing(softmax_of, rows, by_span[indices], weights)
         value = losses.double() @ weights
         self._value = value if self._value is None else self._value + value
         return gradient.view_as(logits)
 
-    def _counts_of_sequences(self, router: int, spans: Sequence[Span], counts: Tensor) -> Tensor:
-        """How many tokens of the whole sequence of each span choose each expert: [num_spans, num_experts]."""
-        found = [
-            self._of_sequences[router, span.occurrence] if span.is_split else own
-            for own, span in zip(counts, spans, strict=True)
-        ]
-        for span in spans:
-            if span.is_split and span.start == 0:  # the last backward of its sequence
-                self._of_sequences.pop((router, span.occurrence), None)
-        return torch.stack(found)
-
-    def _places(self, context: ChunkContext, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each token the place of its span [num_tokens], and of each span its weight [num_spans], of padding 0.
-
-        All routers that a chunk passes need the same. What runs again in a backward finds it here too: it may ask torch
-        for no more than the first run did.
-        """
-        if context not in self._placed:
-            spans = context.spans
-            num_tokens = torch.tensor([span.stop - span.start for span in spans])
-            places = torch.arange(len(spans)).repeat_interleave(num_tokens)
-            weights = [
-                self._weight * (span.sequence_id >= 0) / (span.length if self.scope == "sequence" else 1)
-                for span in spans
-            ]
-            of_spans = torch.tensor(weights, dtype=torch.float64)
-            self._placed[context] = places.to(device, non_blocking=True), of_spans.to(device, non_blocking=True)
-        placed: tuple[Tensor, Tensor] = self._placed[context]
-        return placed
+    def _weights_of(self, context: ChunkContext, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See `_weights`; for what runs again in a backward too, which may ask torch for no more than the first run."""
+        if context not in self._weights:
+            spans, is_mean = context.spans, self.scope == "sequence"
+            lengths = torch.tensor([span.stop - span.start for span in spans])
+            indices = torch.arange(len(spans)).repeat_interleave(lengths)
+            weights = [self._weight * (each.sequence_id >= 0) / (each.length if is_mean else 1) for each in spans]
+            by_span = torch.tensor(weights, dtype=torch.float64)
+            self._weights[context] = indices.to(device, non_blocking=True), by_span.to(device, non_blocking=True)
+        found: tuple[Tensor, Tensor] = self._weights[context]
+        return found
 
 
 class _Balanced(torch.autograd.Function):
-    """Passes on what a router gives; in the backward `gradient` of its logits is added to theirs.
-
-    All that has a gradient goes through it, as most models go on with something else than the logits.
-    """
+    """Passes on what a router gives; in the backward `gradient` of its logits is added to theirs."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Callable[[Tensor], Tensor], logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

@@ -1,9 +1,8 @@
-"""Whether chunked execution is exact for a model: by the error that a small one of its class has.
+"""Whether chunked execution is exact for a model: by the error that a small one of its class has (`models.tiny`).
 
-The small model (`tiny`) runs sequences whole, with transformers' own plain attention, and in chunks: packed beside one
-another, split, and both in one chunk, with one chunk of a sequence in flight and with two. All of it is in float64, on
-the CPU. Compared are the loss and the gradient of every weight. Nothing is taken for granted: a model is accepted or
-refused by what is measured.
+It runs sequences whole, with transformers' own plain attention, and in chunks: packed beside one another, split, and
+both in one chunk, with one chunk of a sequence in flight and with two, in float64 on the CPU. Compared are the loss and
+the gradient of every weight: a model is accepted or refused by what is measured.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partialmethod
 from importlib.metadata import version
 from pathlib import Path
-from queue import SimpleQueue
-from threading import BrokenBarrierError, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,35 +29,41 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan.errors import UsageError
+from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
-from chunkplan_runtime.proof.work import ORDERS, Sequence, ThreadGather, ThreadLinks, random_sequences, work_of
+from chunkplan_runtime.sharing import Span
 
-#: What rounding in float64 leaves far below and any mistake far above.
-TOLERANCE = 1e-10
+#: What rounding in float64 leaves far below and any mistake far above; beside all weights' gradients a vanishing one.
+TOLERANCE, _VANISHING = 1e-10, 1e-13
 
-#: A gradient this small beside that of all weights is zero but for rounding (a query's where there is one key).
-_VANISHING = 1e-13
+_MOST_WEIGHTS = 20_000_000  # of a small model
 
-#: More weights than these, and the small model is none.
-_MOST_WEIGHTS = 20_000_000
+#: What each chunk has of the sequences that a proof runs, (sequence, start, stop): whole ones, parts of split ones, and
+#: both. The longest sequence goes far beyond the window of a small model.
+CHUNKS: tuple[tuple[tuple[int, int, int], ...], ...]
+CHUNKS = ((0, 0, 9), (1, 0, 7)), ((2, 0, 16),), ((2, 16, 32),), ((2, 32, 41), (3, 0, 5)), ((4, 0, 12),), ((4, 12, 23),)
+
+#: By K, the actions of every stage; and where some of the chunks that run forward twice keep what attention gave.
+ORDERS = {1: "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1 f4 F5 B5 R4 B4", 2: "F0 B0 f1 F2 F3 B3 B2 R1 B1 F4 F5 B5 B4"}
+KEPT_ATTENTION = {2: "gpu", 4: "host"}
+_OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
 
 
 @dataclass(frozen=True)
 class ModelProof:
-    """How far chunked execution of a small model is off.
+    """How far chunked execution of a small model is off: the relative `error` of its worst gradient, or of the loss.
 
-    Attributes:
-        error: of the worst gradient, ||g - g_whole|| / ||g_whole||; or of the loss.
-        where: the weight with that error, and what it was run with.
+    `where`: the weight with that error, and what it was run with.
     """
 
     error: float
@@ -76,11 +79,21 @@ class UnprovedError(Exception):
     """No small model could be run: the reason."""
 
 
-def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
-    """Compare a small model of the class of `config` whole and in chunks, the latter on `num_stages` stages (1 or 2).
+class Sequence(NamedTuple):
+    """Tokens of a sequence, int32 [num_tokens], and which of them are targets, bool [num_tokens]."""
 
-    Raises:
-        UnprovedError: the small model cannot be built, or does not run in chunks.
+    tokens: Tensor
+    target: Tensor
+
+
+#: The loss of a run, and its gradients by weight.
+_Run = tuple[float, dict[str, Tensor]]
+
+
+def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
+    """Compare a small model of the class of `config` whole and in chunks, on `num_stages` stages (1 or 2).
+
+    Raises UnprovedError where the small model cannot be built, or does not run in chunks.
     """
     torch_state, num_threads = torch.random.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are too small for more
@@ -112,19 +125,121 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     sequences = random_sequences(tiny.vocab_size)
     num_targets = sum(int(each.target.sum()) for each in sequences)
     scope = router_loss_scope(tiny, None, "the small model")
-
-    def chunked(k: int, num_stages: int) -> _Run:
-        return _chunked(model, sequences, num_targets, k, num_stages, scope)
-
     with evaluate_in_float64(model.model):
         is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
         whole = _whole(model, sequences, num_targets, with_router_loss=scope != NO_ROUTER_LOSS)
-        errors = [_compared(chunked(k, num_stages), whole, f"K {k}") for k in ORDERS]
+        own = model if num_stages == 1 else _two_stages(model)
+        proofs = [_compared(_chunked(own, sequences, num_targets, k, scope), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
-            model.model.train()  # on one stage: two threads would draw from one generator
-            errors.append(_compared(chunked(1, 1), chunked(2, 1), "K 1 beside K 2, with noise"))
-    return max(errors, key=lambda proof: (proof.error != proof.error, proof.error))
+            model.model.train()
+            one, two = (_chunked(model, sequences, num_targets, k, scope) for k in ORDERS)
+            proofs.append(_compared(one, two, "K 1 beside K 2, with noise"))
+    return max(proofs, key=lambda proof: (proof.error != proof.error, proof.error))
+
+
+def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with_router_loss: bool) -> _Run:
+    """Plain training of whole sequences: nothing here is shared with chunked execution but the weights."""
+    with _plain_attention(model):
+        total = sum(train_whole(model, tokens, target, num_targets) for tokens, target in sequences)
+        if with_router_loss:
+            total += train_routers(model, [tokens for tokens, _ in sequences])
+    return total, take_gradients(model)
+
+
+def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
+    """The same in chunks, on all stages that the model has."""
+    work = work_of(sequences, k, len(model.parts))
+    executor = RankExecutor(model, links=_LinksWithin(), router_loss=scope)  # type: ignore[arg-type]
+    num_tokens = sum(len(each.tokens) for each in sequences)
+    executor.router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"))
+    loss = executor.run(work, num_targets).loss + executor.router_loss.value
+    gradients: dict[str, Tensor] = {}
+    for part in model.parts:
+        for name, gradient in take_gradients(part).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return loss, gradients
+
+
+def _two_stages(model: CausalLM) -> CausalLM:
+    """A model with two stages, cut out of two copies: what one stage has, the other lacks."""
+    num_layers, current = len(model.own_layers), Current()
+    layers = (range(num_layers // 2), range(num_layers // 2, num_layers))
+    copies = [replace(model, model=deepcopy(model.model), current=current) for _ in layers]
+    first, last = (cut_stage(own, layers, RankLayout(pp=2, process=stage)) for stage, own in enumerate(copies))
+    vars(last)["parts"] = [first, last]  # which run as if they were virtual stages of one process
+    return last
+
+
+class _LinksWithin:
+    """Links between two stages in one process, in the place of `execution.links.Links`."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int, int], Tensor] = {}
+
+    def open(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _send(self, what: str, step: int, stage: int, chunk_id: int, tensor: Tensor) -> None:
+        self._held[what, stage + step, chunk_id] = tensor
+
+    def _receive(self, what: str, stage: int, chunk_id: int, _: int) -> Tensor:
+        return self._held.pop((what, stage, chunk_id))
+
+    send_output = partialmethod(_send, "input", 1)
+    send_input_gradient = partialmethod(_send, "gradient", -1)
+    receive_input = partialmethod(_receive, "input")
+    receive_gradient = partialmethod(_receive, "gradient")
+
+
+def random_sequences(vocab_size: int) -> list[Sequence]:
+    """Those that `CHUNKS` are of, in which two of three tokens are targets, the same in every process."""
+    random = torch.Generator().manual_seed(0)
+    lengths = {name: stop for chunk in CHUNKS for name, _, stop in chunk}
+    found = []
+    for length in lengths.values():
+        tokens = torch.randint(0, vocab_size, (length,), generator=random, dtype=torch.int32)
+        target = torch.rand(length, generator=random) < 2 / 3
+        target[0], target[-1] = False, True
+        found.append(Sequence(tokens, target))
+    return found
+
+
+def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
+    """What a rank does with the chunks of `sequences`, of each of which `k` may hold activations."""
+    parts = {name: [each for each in CHUNKS if each[0][0] == name] for name in range(len(sequences))}
+    labels = [torch.from_numpy(shifted_labels(each.tokens.numpy(), each.target.numpy())) for each in sequences]
+    tokens, chunks, tensors = [each.tokens for each in sequences], {}, {}
+    for chunk_id, segments in enumerate(CHUNKS):
+        spans: list[Span] = []
+        for name, start, stop in segments:
+            group, offset = name if len(parts[name]) > 1 else None, spans[-1].chunk_stop if spans else 0
+            spans.append(Span(name, start, stop, len(sequences[name].tokens), offset, group))
+        own = [(name, slice(start, stop)) for name, start, stop in segments]
+        ids, targets = (torch.cat([each[name][here] for name, here in own]) for each in (tokens, labels))
+        positions = torch.cat([torch.arange(start, stop, dtype=torch.int32) for _, start, stop in segments])
+        tensors[chunk_id] = ChunkTensors(ids[None], positions[None], targets, tuple(spans))
+        group = spans[0].group_id
+        chunks[chunk_id] = Chunk(
+            chunk_id=chunk_id,
+            group_id=group,
+            group_index=0 if group is None else parts[group].index(segments),
+            group_size=1 if group is None else len(parts[group]),
+            num_tokens=len(ids),
+            num_target_tokens=int((targets != NO_TARGET).sum()),
+            prefix_tokens=segments[0][1],
+            keeps_activations=True,
+            cost=0.0,
+            segments=tuple(Segment(*segment) for segment in segments),
+            kept_attention=KEPT_ATTENTION.get(chunk_id, ""),
+        )
+    stages = range(num_stages)
+    actions = [
+        Action(_OPS[word[0]], int(word[1:]), stage)
+        for word in ORDERS[k].split()
+        for stage in (reversed(stages) if word[0] == "B" else stages)
+    ]
+    return RankWork(0, 0, actions, chunks, tensors)
 
 
 def draws_noise(model: CausalLM, tokens: Tensor) -> bool:
@@ -141,23 +256,6 @@ def spread_weights(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
-
-
-@dataclass(frozen=True)
-class _Run:
-    loss: float
-    gradients: dict[str, Tensor]
-
-
-def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with_router_loss: bool) -> _Run:
-    """Plain training of whole sequences: nothing here is shared with chunked execution but the weights."""
-    total = 0.0
-    with _plain_attention(model):
-        for tokens, target in sequences:
-            total += train_whole(model, tokens, target, num_targets)
-        if with_router_loss:
-            total += train_routers(model, [tokens for tokens, _ in sequences])
-    return _Run(total, take_gradients(model))
 
 
 @contextmanager
@@ -193,60 +291,10 @@ def train_whole(model: CausalLM, tokens: Tensor, target: Tensor, num_targets: in
     return loss.item()
 
 
-def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, num_stages: int, scope: str) -> _Run:
-    work = work_of(sequences, k)
-    gather = ThreadGather(num_stages)
-
-    def run_step(own: CausalLM, links: Any = None) -> float:
-        executor = RankExecutor(own, links=links, router_loss=scope)
-        num_tokens = sum(len(each.tokens) for each in sequences)
-        executor.router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"), gather)
-        return executor.run(work, num_targets).loss + executor.router_loss.value
-
-    if num_stages == 1:
-        return _Run(run_step(model), take_gradients(model))
-    queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
-    num_layers = len(model.own_layers)
-    cuts = (range(num_layers // 2), range(num_layers // 2, num_layers))
-    stages = []
-    for stage in range(2):
-        copied = replace(model, model=deepcopy(model.model), current=Current())
-        stages.append(cut_stage(copied, cuts, RankLayout(pp=2, process=stage)))
-    losses: list[float] = [0.0, 0.0]
-    failed: list[BaseException] = []
-
-    def run(stage: int) -> None:
-        links = ThreadLinks(queues)
-        try:
-            with evaluate_in_float64(stages[stage].model):
-                losses[stage] = run_step(stages[stage], links)
-        except BaseException as error:
-            is_own = str(error) != "the other stage failed" and not isinstance(error, BrokenBarrierError)
-            failed.insert(0 if is_own else len(failed), error)
-            links.close()
-            gather.close()
-
-    threads = [Thread(target=run, args=(stage,)) for stage in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    gradients: dict[str, Tensor] = {}
-    for own in stages:
-        for name, gradient in take_gradients(own).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return _Run(sum(losses), gradients)
-
-
 def take_gradients(model: CausalLM) -> dict[str, Tensor]:
     """The gradients of a model by parameter, zeros where there is none; the model is left without."""
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.model.named_parameters()
-        if parameter.requires_grad
-    }
+    weights = {name: weight for name, weight in model.model.named_parameters() if weight.requires_grad}
+    gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in weights.items()}
     model.model.zero_grad(set_to_none=True)
     return gradients
 
@@ -254,8 +302,7 @@ def take_gradients(model: CausalLM) -> dict[str, Tensor]:
 def vanishing_gradients(reference: dict[str, Tensor], share: float = 1e-14) -> list[str]:
     """The parameters whose gradient is zero but for rounding, at most a `share` of all together; or no number."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = math.hypot(*norms.values())
-    return [name for name, norm in norms.items() if not norm > share * overall]  # NaN too
+    return [name for name, norm in norms.items() if not norm > share * math.hypot(*norms.values())]  # NaN too
 
 
 def relative_errors(
@@ -263,109 +310,67 @@ def relative_errors(
 ) -> dict[str, float]:
     """Give ||g - g_ref|| / ||g_ref|| of every parameter; of `vanishing` ones, over the norm of all together."""
     norms = {name: gradient.norm().item() for name, gradient in reference.items()}
-    overall = math.hypot(*norms.values())
-    return {
-        name: (gradients[name] - reference[name]).norm().item() / (overall if name in vanishing else norm)
-        for name, norm in norms.items()
-    }
+    norms |= dict.fromkeys(vanishing, math.hypot(*norms.values()))
+    return {name: (gradients[name] - reference[name]).norm().item() / norm for name, norm in norms.items()}
 
 
 def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
-    missing = {name: torch.zeros_like(each) for name, each in whole.gradients.items() if name not in found.gradients}
-    vanishing = vanishing_gradients(whole.gradients, _VANISHING)
-    errors = {"the loss": abs(found.loss - whole.loss) / abs(whole.loss)}
-    errors |= relative_errors(found.gradients | missing, whole.gradients, vanishing)
+    (loss, gradients), (whole_loss, reference) = found, whole
+    missing = {name: torch.zeros_like(each) for name, each in reference.items() if name not in gradients}
+    errors = relative_errors(gradients | missing, reference, vanishing_gradients(reference, _VANISHING))
+    errors["the loss"] = abs(loss - whole_loss) / abs(whole_loss)
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return ModelProof(errors[worst], f"{worst}, {how}")
 
 
-_HINT = "docs/models.md has the models that are known to be exact, and why others are not"
-
-
 def exact_router_loss(config: Any, asked: str | None, where: str, num_stages: int = 1) -> str:
-    """What the load-balancing loss of a model is over, see `router_loss_scope`; refused if it is not exact with that.
-
-    Raises:
-        UsageError: see `router_loss_scope` and `check_exact`.
-    """
+    """See `router_loss_scope`; the model is refused if it is not exact with that, see `check_exact`."""
     scope = router_loss_scope(config, asked, where)
     check_exact(config, where, num_stages=num_stages, router_loss=scope != NO_ROUTER_LOSS)
     return scope
 
 
 def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bool = False) -> None:
-    """Refuse a model for which chunked execution is not exact, on one stage or on several.
+    """Refuse a model for which chunked execution is not exact, on one stage or on several, with a UsageError.
 
-    With `router_loss` the load-balancing loss of its routers is proved too.
-
-    Types that the tests of this project hold are let through, and what was proved before is not proved again, for the
-    same features and versions.
-
-    Raises:
-        UsageError: with the error that was measured, or why none could be.
+    With `router_loss` the load-balancing loss of its routers is proved too. Types that the tests of this project hold
+    are let through, and what was proved before is not proved again, for the same features and versions.
     """
     if config.model_type in MODEL_TYPES:
         return
     if bool(getattr(config, "output_router_logits", False)) != router_loss:
         config = copy.copy(config)
         config.output_router_logits = router_loss
-    stages = min(num_stages, 2)
-    on = " on pipeline stages" if stages > 1 else ""
+    hint = "docs/models.md has the models that are known to be exact, and why others are not"
+    model = f"model type {config.model_type!r}{' on pipeline stages' if num_stages > 1 else ''}"
     try:
-        proof = proof_of(config, stages)
+        proof = proof_of(config, min(num_stages, 2))
     except UnprovedError as error:
-        raise UsageError(
-            f"chunked gradients cannot be proved exact for model type {config.model_type!r}{on}: {error}",
-            where=where,
-            hint=_HINT,
-        ) from error
+        what = f"chunked gradients cannot be proved exact for {model}: {error}"
+        raise UsageError(what, where=where, hint=hint) from error
     if not proof.holds:
-        raise UsageError(
-            f"chunked gradients of model type {config.model_type!r}{on} are off by {proof.error:.1e} "
-            f"({proof.where}), as a small model of its class shows",
-            where=where,
-            hint=_HINT,
-        )
+        shown = f"off by {proof.error:.1e} ({proof.where}), as a small model of its class shows"
+        raise UsageError(f"chunked gradients of {model} are {shown}", where=where, hint=hint)
 
 
 def proof_of(config: Any, num_stages: int) -> ModelProof:
-    """What is found for a model, or was found before for one of the same features with the same versions.
-
-    Raises:
-        UnprovedError: see `prove`.
-    """
-    proof = known_proof(config, num_stages)
-    if proof is None:
-        proof = prove(config, num_stages=num_stages)
-        _keep(config, num_stages, proof)
-    return proof
-
-
-def known_proof(config: Any, num_stages: int) -> ModelProof | None:
-    """What was found for a model of the same features with the same versions; None if nothing was."""
-    try:
-        return ModelProof(**json.loads(_place(config, num_stages).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _keep(config: Any, num_stages: int, proof: ModelProof) -> None:
-    """Write it down; where that is not possible, it is proved again the next time."""
-    place = _place(config, num_stages)
-    written = place.with_name(f"{place.name}.{os.getpid()}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(asdict(proof)), encoding="utf-8")
-        written.replace(place)
-    except OSError:
-        return
-
-
-def _place(config: Any, num_stages: int) -> Path:
+    """What is found for a model, or was and is written down for the same features and versions; raises as `prove`."""
     described = {"features": tiny_document(config.to_dict()), "stages": num_stages, "with": _versions()}
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    cached = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cached) / "chunkplan" / "proofs" / f"{key}.json"
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    file = cached / "chunkplan" / "proofs" / f"{key}.json"
+    try:
+        return ModelProof(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        proof = prove(config, num_stages=num_stages)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_name(f"{file.name}.{os.getpid()}")
+        written.write_text(json.dumps(asdict(proof)), encoding="utf-8")
+        written.replace(file)
+    except OSError:
+        pass
+    return proof
 
 
 @cache

@@ -196,7 +196,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job) -> Non
 
 
 def _processes(job: Job) -> dict[str, Any]:
-    return {"no_dist": True} if job.groups is None else {"process_group": job.groups.control}
+    return {"no_dist": job.groups is None}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,21 @@ LR_SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * (done / steps))),
 }
 
-DATA, MODEL, LORA, LEARNING = "what to train on", "what to train", "adapters", "how to learn"
-LENGTH, LOG = "how long", "what is kept"
+DATA, MODEL, LORA, LEARNING, LENGTH = "what to train on", "what to train", "adapters", "how to learn", "how long"
+_model = partial(option, group=MODEL)
+_lora = partial(option, group=LORA)
+_learning = partial(option, group=LEARNING)
+_length = partial(option, group=LENGTH)
+_log = partial(option, group="what is kept")
 
-#: Of an option that is as the plan has it unless it is given.
-PLANNED: Any = {"default": None, "default_words": "as planned"}
 
+def _unset(words: str | None = None) -> Any:
+    """What declares an option that may be left out; `words` say what then holds."""
+    return {"default": None, "default_words": words}
+
+
+_PLANNED = _unset("as planned")
+_DIR, _NAME = path("DIR"), text("NAME")
 _ABOVE_0 = number(lambda value: value > 0, "a number above 0, such as 1e-4")
 _FROM_0 = number(lambda value: value >= 0, "a number from 0")
 _BELOW_1 = number(lambda value: 0 <= value < 1, "a number from 0 to below 1")
@@ -48,8 +58,11 @@ _SPIKE = number(lambda value: value == 0 or value > 1, "a number above 1, or 0 f
 _WARMUP = number(
     lambda value: value >= 0 and (value < 1 or value.is_integer()), "a number of steps, or a share below 1", metavar="N"
 )
-_PATTERN = text("PATTERN")
-_NAMES = several(text("NAME"), metavar="NAMES", example="q_proj,v_proj")
+_LAYERS = several(whole(1), metavar="N,N,...", example="7,7,6")
+_TARGETS = several(_NAME, metavar="NAMES", example="q_proj,v_proj")
+_FREEZE = several(text("PATTERN"), metavar="PATTERNS", example="'model.embed_tokens*'")
+_TRAIN_ONLY = several(text("PATTERN"), metavar="PATTERNS", example="'*.mlp.*,lm_head*'")
+_TRACKERS = several(one_of(*TRACKERS), metavar="NAMES", example="tensorboard,wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,169 +75,110 @@ class TrainConfig(Options):
         UsageError: an option is not what it may be; the message names its flag.
     """
 
-    plan: Path = option(path("DIR"), "The plan, from `chunkplan build`.", group=DATA)
-    analysis: Path | None = option(
-        path("DIR"), "The plan's analysis, if it is not where it was.", default=None, group=DATA
-    )
+    plan: Path = option(_DIR, "The plan, from `chunkplan build`.", group=DATA)
+    analysis: Path | None = option(_DIR, "The plan's analysis, if it is not where it was.", default=None, group=DATA)
     eval_plan: Path | None = option(
-        path("DIR"),
-        "The plan of held-out sequences.",
-        default=None,
-        default_words="that of `build --holdout`, beside the plan",
-        group=DATA,
+        _DIR, "The plan of held-out sequences.", **_unset("that of `build --holdout`, beside the plan"), group=DATA
     )
-    output: Path = option(path("DIR"), "The run's folder: metrics, checkpoints, final/.", group=DATA)
-    model: str | None = option(
-        text("NAME"), "A saved model: a folder, or a name on the Hugging Face Hub.", default=None, group=MODEL
-    )
+    output: Path = option(_DIR, "The run's folder: metrics, checkpoints, final/.", group=DATA)
+    model: str | None = _model(_NAME, "A saved model: a folder, or a name on the Hugging Face Hub.", default=None)
     model_config: Path | None = option(
         path("FILE"),
         "A config.json, or its folder, in place of --model: training starts from random weights.",
         default=None,
         group=MODEL,
     )
-    tokenizer: str | None = option(
-        text("NAME"),
-        "The tokenizer that is saved with the weights: a folder or a name on the Hub.",
-        default=None,
-        default_words="the model's",
-        group=MODEL,
+    tokenizer: str | None = _model(
+        _NAME, "The tokenizer that is saved with the weights: a folder or a name on the Hub.", **_unset("the model's")
     )
-    device: str = option(DEVICE, "The device: auto, cpu, cuda or cuda:N.", default="auto", group=MODEL)
-    attention: str = option(KERNEL, "Name of the attention kernel, or auto.", default="auto", group=MODEL)
-    kv_offload: bool | None = option(
-        FLAG, "Keep keys and values of split sequences in host memory.", **PLANNED, group=MODEL
-    )
-    checkpointing: str | None = same(CostModel, "checkpointing", group=MODEL, **PLANNED)
-    fused_kernels: FusedKernels | None = same(CostModel, "fused_kernels", group=MODEL, **PLANNED)
-    compile: bool | None = same(CostModel, "compile", group=MODEL, **PLANNED)
-    stage_layers: tuple[int, ...] | None = option(
-        several(whole(1), metavar="N,N,...", example="7,7,6"),
+    device: str = _model(DEVICE, "The device: auto, cpu, cuda or cuda:N.", default="auto")
+    attention: str = _model(KERNEL, "Name of the attention kernel, or auto.", default="auto")
+    kv_offload: bool | None = _model(FLAG, "Keep keys and values of split sequences in host memory.", **_PLANNED)
+    checkpointing: str | None = same(CostModel, "checkpointing", **_model.keywords, **_PLANNED)
+    fused_kernels: FusedKernels | None = same(CostModel, "fused_kernels", **_model.keywords, **_PLANNED)
+    compile: bool | None = same(CostModel, "compile", **_model.keywords, **_PLANNED)
+    stage_layers: tuple[int, ...] | None = _model(
+        _LAYERS,
         "Layers of each stage, first to last; with virtual stages, of each model stage.",
-        default=None,
-        default_words="as even as possible",
-        group=MODEL,
+        **_unset("as even as possible"),
     )
-    sharding: str | None = option(
+    sharding: str | None = _model(
         one_of(*SHARED),
         "What data-parallel processes share: optimizer (states, ZeRO-1), gradients (2) or weights (3).",
-        **PLANNED,
-        group=MODEL,
+        **_PLANNED,
     )
-    lora_rank: int | None = option(
-        whole(), "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.", **PLANNED, group=LORA
+    lora_rank: int | None = _lora(
+        whole(), "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.", **_PLANNED
     )
-    load_in_4bit: bool | None = option(
-        FLAG, "Keep the weights below the adapters in 4 bits (QLoRA, NF4).", **PLANNED, group=LORA
-    )
-    lora_alpha: float = option(
-        _ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0, group=LORA
-    )
-    lora_dropout: float = option(_BELOW_1, "Dropout on the input of an adapter.", default=0.0, group=LORA)
-    lora_targets: tuple[str, ...] = option(
-        _NAMES,
+    load_in_4bit: bool | None = _lora(FLAG, "Keep the weights below the adapters in 4 bits (QLoRA, NF4).", **_PLANNED)
+    lora_alpha: float = _lora(_ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0)
+    lora_dropout: float = _lora(_BELOW_1, "Dropout on the input of an adapter.", default=0.0)
+    lora_targets: tuple[str, ...] = _lora(
+        _TARGETS,
         "Layers that get an adapter: names, with commas; all-linear: all but the head and, with experts, MLPs.",
         default=("all-linear",),
-        group=LORA,
     )
-    freeze: tuple[str, ...] | None = option(
-        several(_PATTERN, metavar="PATTERNS", example="'model.embed_tokens*'"),
+    freeze: tuple[str, ...] | None = _learning(
+        _FREEZE,
         "Do not train weights whose names match one of these patterns, with commas; * is any text.",
-        default=None,
-        default_words="all are trained",
-        group=LEARNING,
+        **_unset("all are trained"),
     )
-    train_only: tuple[str, ...] | None = option(
-        several(_PATTERN, metavar="PATTERNS", example="'*.mlp.*,lm_head*'"),
-        "Train only weights whose names match one of these patterns.",
-        default=None,
-        group=LEARNING,
+    train_only: tuple[str, ...] | None = _learning(
+        _TRAIN_ONLY, "Train only weights whose names match one of these patterns.", default=None
     )
-    optimizer: str | None = same(CostModel, "optimizer", group=LEARNING, **PLANNED)
-    lr: float = option(_ABOVE_0, "The highest learning rate.", default=0.0001, group=LEARNING)
-    lr_schedule: str = option(
-        one_of(*LR_SCHEDULES),
-        "Learning rate after the warm-up: constant, linear or cosine.",
-        default="constant",
-        group=LEARNING,
+    optimizer: str | None = same(CostModel, "optimizer", **_learning.keywords, **_PLANNED)
+    lr: float = _learning(_ABOVE_0, "The highest learning rate.", default=0.0001)
+    lr_schedule: str = _learning(
+        one_of(*LR_SCHEDULES), "Learning rate after the warm-up: constant, linear or cosine.", default="constant"
     )
-    warmup: float = option(
-        _WARMUP,
-        "Steps in which the learning rate rises from 0; below 1: a share of all steps.",
-        default=0.0,
-        group=LEARNING,
+    warmup: float = _learning(
+        _WARMUP, "Steps in which the learning rate rises from 0; below 1: a share of all steps.", default=0.0
     )
-    min_lr: float = option(
-        _SHARE, "Learning rate at the end of --lr-schedule, as a share of --lr.", default=0.0, group=LEARNING
-    )
-    weight_decay: float = option(
-        _FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01, group=LEARNING
-    )
-    beta1: float = option(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9, group=LEARNING)
-    beta2: float = option(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999, group=LEARNING)
-    eps: float = option(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08, group=LEARNING)
-    clip: float = option(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0, group=LEARNING)
-    precision: str | None = option(
+    min_lr: float = _learning(_SHARE, "Learning rate at the end of --lr-schedule, as a share of --lr.", default=0.0)
+    weight_decay: float = _learning(_FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01)
+    beta1: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9)
+    beta2: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999)
+    eps: float = _learning(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08)
+    clip: float = _learning(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0)
+    precision: str | None = _learning(
         one_of(*PRECISIONS),
         "Precision of the weights: fp32, fp64, bf16 (with fp32 master weights) or bf16-pure (without).",
-        default=None,
-        default_words="bf16 on a GPU, fp32 on a CPU",
-        group=LEARNING,
+        **_unset("bf16 on a GPU, fp32 on a CPU"),
     )
-    label_smoothing: float = option(
-        _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0, group=LEARNING
+    label_smoothing: float = _learning(
+        _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
-    router_loss: str | None = option(
+    router_loss: str | None = _learning(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
-        default=None,
-        default_words="batch if the model's config has output_router_logits, else none",
-        group=LEARNING,
+        **_unset("batch if the model's config has output_router_logits, else none"),
     )
-    seed: int = option(whole(), "Seed of random weights, dropout and noise of routers.", default=0, group=LEARNING)
-    max_steps: int | None = option(
-        whole(1), "Stop after N steps.", default=None, default_words="the whole plan", group=LENGTH
+    seed: int = _learning(whole(), "Seed of random weights, dropout and noise of routers.", default=0)
+    max_steps: int | None = _length(whole(1), "Stop after N steps.", **_unset("the whole plan"))
+    max_epochs: int | None = _length(whole(1), "Stop after N epochs of the plan.", default=None)
+    early_stopping: int | None = _length(
+        whole(1), "Stop after N evaluations in a row whose loss is not lower than the lowest before.", **_unset("never")
     )
-    max_epochs: int | None = option(whole(1), "Stop after N epochs of the plan.", default=None, group=LENGTH)
-    early_stopping: int | None = option(
-        whole(1),
-        "Stop after N evaluations in a row whose loss is not lower than the lowest before.",
-        default=None,
-        default_words="never",
-        group=LENGTH,
-    )
-    eval_every: int = option(whole(), "Evaluate every N steps; 0: only at the end.", default=0, group=LOG)
-    save_every: int = option(whole(), "Write a checkpoint every N steps; 0: none.", default=100, group=LOG)
-    keep_last: int = option(whole(1), "Keep the last N checkpoints.", default=3, group=LOG)
-    keep_best: bool | None = option(
+    eval_every: int = _log(whole(), "Evaluate every N steps; 0: only at the end.", default=0)
+    save_every: int = _log(whole(), "Write a checkpoint every N steps; 0: none.", default=100)
+    keep_last: int = _log(whole(1), "Keep the last N checkpoints.", default=3)
+    keep_best: bool | None = _log(
         FLAG,
         "Also keep the checkpoint with the lowest evaluation loss, and write its weights to final/.",
-        default=None,
-        default_words="with --early-stopping",
-        group=LOG,
+        **_unset("with --early-stopping"),
     )
-    merge_adapters: bool = option(
-        FLAG,
-        "Write to final/ the whole weights with the adapters added, in place of the adapters.",
-        default=False,
-        group=LOG,
+    merge_adapters: bool = _log(
+        FLAG, "Write to final/ the whole weights with the adapters added, in place of the adapters.", default=False
     )
-    resume: bool = option(
-        FLAG, "Go on from the last checkpoint of --output, or start if there is none.", default=False, group=LOG
+    resume: bool = _log(FLAG, "Go on from the last checkpoint of --output, or start if there is none.", default=False)
+    report_to: tuple[str, ...] | None = _log(
+        _TRACKERS, "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.", **_unset("none")
     )
-    report_to: tuple[str, ...] | None = option(
-        several(one_of(*TRACKERS), metavar="NAMES", example="tensorboard,wandb"),
-        "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.",
-        default=None,
-        default_words="none",
-        group=LOG,
-    )
-    log_sequences: bool = option(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False, group=LOG)
-    spike: float = option(
+    log_sequences: bool = _log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
+    spike: float = _log(
         _SPIKE,
         "Name the worst sequences of a step whose loss is above X times the median of 50 before it; 0: never.",
         default=2.0,
-        group=LOG,
     )
 
     def check_together(self) -> None:
@@ -238,12 +192,11 @@ class TrainConfig(Options):
                 f"--sharding {self.sharding} with --precision bf16-pure would sum gradients in bf16",
                 hint="use --precision bf16, or --sharding optimizer",
             )
-        for name in ("beta1", "beta2", "eps") if self.optimizer in ("sgd", "adafactor") else ():
-            one = options_of(TrainConfig)[name]
-            if getattr(self, name) != one.default:
+        if self.optimizer in ("sgd", "adafactor"):
+            for flag in self._changed("beta1", "beta2", "eps"):
                 raise UsageError(
-                    f"{one.flag} with --optimizer {self.optimizer} would do nothing",
-                    hint=f"leave {one.flag} out, or use --optimizer adamw",
+                    f"{flag} with --optimizer {self.optimizer} would do nothing",
+                    hint=f"leave {flag} out, or use --optimizer adamw",
                 )
         for flag, given in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
             if given and not self.eval_every:
@@ -258,13 +211,9 @@ class TrainConfig(Options):
                 "--lora-rank with --model-config: random weights that nothing keeps",
                 hint="adapters need a saved model: give --model",
             )
-        declared = options_of(TrainConfig)
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit", "merge_adapters"):
-            changed = getattr(self, name) not in (declared[name].default, False)
-            if changed and self.lora_rank == 0:  # None: as planned, which is not known yet
-                raise UsageError(
-                    f"{declared[name].flag} without --lora-rank would do nothing", hint="give --lora-rank too"
-                )
+        if self.lora_rank == 0:  # None: as planned, which is not known yet
+            for flag in self._changed("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit", "merge_adapters"):
+                raise UsageError(f"{flag} without --lora-rank would do nothing", hint="give --lora-rank too")
         flags = [flag for flag, given in (("--freeze", self.freeze), ("--train-only", self.train_only)) if given]
         if len(flags) == 2:
             raise UsageError("--freeze and --train-only are both given", hint="give one of them")
@@ -279,6 +228,11 @@ class TrainConfig(Options):
                 hint="leave it out: peft merges the adapter in final/ into weights that are whole (merge_and_unload); "
                 "or give --no-load-in-4bit",
             )
+
+    def _changed(self, *names: str) -> list[str]:
+        """The flags of those of these options that are neither off nor as by default."""
+        declared = [options_of(TrainConfig)[name] for name in names]
+        return [one.flag for one in declared if getattr(self, one.name) not in (one.default, False)]
 
     @property
     def keeps_best(self) -> bool:

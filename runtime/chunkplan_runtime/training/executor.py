@@ -30,8 +30,6 @@ from chunkplan_runtime.training.train_step import StepExecutor
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
 _LORA_FEATURES = ("alora_invocation_tokens", "layer_replication")
 
-_HINT = "give what AutoModelForCausalLM has loaded, not what torch.compile or DistributedDataParallel made of it"
-
 #: What weights may be in: gradients in narrower dtypes need loss scaling.
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -50,8 +48,7 @@ class Executor:
         self._model = model
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         called = replace(model, call=self._call)
-        ranks = RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss)
-        self._steps = StepExecutor(ranks)
+        self._steps = StepExecutor(RankExecutor(called, seed=seed, kv_offload=kv_offload, router_loss=router_loss))
         self._plans: set[str] = set()
 
     @classmethod
@@ -76,7 +73,8 @@ class Executor:
         check_argument("checkpointing", checkpointing, CHECKPOINTING, "full")
         check_argument("seed", seed, whole(), 0)
         check_argument("kv_offload", kv_offload, FLAG, True)
-        base, scope = _suitable(model, router_loss)
+        base, where = _causal_lm(model)
+        scope = exact_router_loss(base.config, router_loss, where)
         register_attention()
         found = for_chunks(base)
         try:
@@ -129,8 +127,7 @@ class Executor:
         """
         self._check(work)
         with self._at_work():
-            losses = [rank.loss for rank in self._steps.evaluate(work)]
-        return sum(losses, 0.0)
+            return sum((rank.loss for rank in self._steps.evaluate(work)), 0.0)
 
     def _check(self, work: object) -> None:
         """Refuse what is no step or is of a stream that was made for another model, and a model that was changed."""
@@ -143,16 +140,15 @@ class Executor:
             check_plan(config, work.plan)
             self._plans.add(work.plan.content_hash)
         most = max_positions(config) or math.inf
-        for rank in work.ranks:
-            for tensors in rank.tensors.values():
-                token, position = int(tensors.input_ids.max()), int(tensors.position_ids.max())
-                if token >= config.vocab_size or position >= most:
-                    raise UsageError(
-                        f"token id {token:,} and position {position:,}, the model takes those below "
-                        f"{config.vocab_size:,} and {most:,}",
-                        where=f"step {work.step.step}, rank {rank.dp_rank}",
-                        hint="take steps from `executor.stream(PLAN)`, which says what to change",
-                    )
+        for tensors in (tensors for rank in work.ranks for tensors in rank.tensors.values()):
+            token, position = int(tensors.input_ids.max()), int(tensors.position_ids.max())
+            if token >= config.vocab_size or position >= most:
+                raise UsageError(
+                    f"token id {token:,} and position {position:,}, the model takes those below "
+                    f"{config.vocab_size:,} and {most:,}",
+                    where=f"step {work.step.step}",
+                    hint="take steps from `executor.stream(PLAN)`, which says what to change",
+                )
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -201,8 +197,8 @@ def check_argument(name: str, value: object, domain: Domain, example: object) ->
         raise UsageError(f"{name} is {value!r}, expected {domain.expected}", hint=f"for example {name}={example!r}")
 
 
-def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
-    """The transformers model in `model`, itself or below peft's adapters, and what its router loss is over."""
+def _causal_lm(model: Any) -> tuple[Any, str]:
+    """The causal LM in `model`, itself or below peft's adapters, and its name; refused where chunks get it wrong."""
     base: Any = whole_of(model)
     for name, adapter in model.peft_config.items() if has_adapters(model) else ():
         features = [feature for feature in _LORA_FEATURES if getattr(adapter, feature, None)]
@@ -215,10 +211,10 @@ def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
     is_model = isinstance(base, PreTrainedModel)
     if not is_model:
-        raise UsageError("not a model of transformers", where=where, hint=_HINT)
+        hint = "give what AutoModelForCausalLM has loaded, not what torch.compile or DistributedDataParallel made of it"
+        raise UsageError("not a model of transformers", where=where, hint=hint)
     config = base.config
     check_config(config, where, router_loss=True)
-    scope = exact_router_loss(config, router_loss, where)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     # Llama 4 takes itself for its decoder.
     if head is None or (base.get_decoder() is base and not hasattr(base, "lm_head")):
@@ -231,7 +227,7 @@ def _suitable(model: Any, router_loss: str | None) -> tuple[Any, str]:
             hint="model.resize_token_embeddings(N) changes both",
         )
     _check_weights(base, where)
-    return base, scope
+    return base, where
 
 
 def _check_weights(model: Any, where: str | None = None) -> None:

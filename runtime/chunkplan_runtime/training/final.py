@@ -29,7 +29,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import layer_of
+from chunkplan_runtime.distributed.stages import layer_of
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.training.config import TrainConfig

@@ -26,8 +26,8 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import kv_shapes, share_of_tokens, windows
-from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
 
 #: How many losses the median of spikes is of, and how few are too few for one.

@@ -13,13 +13,13 @@ whole blocks, and small ones, keep moments in float32, which torch updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 from torch.optim.optimizer import ParamsT
 
 from chunkplan.cost.optimizers import BLOCK, ELEMENTWISE
@@ -68,13 +68,18 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
             "some rows",
             hint=f"use --optimizer {' or '.join(ELEMENTWISE)}, or a plan with --dp 1",
         )
-    matrices = [weight for weight in weights.values() if weight.ndim >= 2]
-    vectors = [weight for weight in weights.values() if weight.ndim < 2]
-    groups = [  # which may be empty, on a stage without anything that is trained
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    groups: Any = [  # which may be empty, on a stage without anything that is trained
+        {"params": [each for each in weights.values() if each.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [each for each in weights.values() if each.ndim < 2], "weight_decay": 0.0},
     ]
-    return _MAKERS[name](groups, config)
+    if name == "sgd":  # torch's fused one knows no parts of weights
+        return torch.optim.SGD(groups, lr=config.lr)
+    if name == "adafactor":  # Shazeer and Stern, arXiv 1804.04235; the rate is a share of a weight's root mean square
+        return torch.optim.Adafactor(groups, lr=config.lr)
+    options: Any = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
+    if name == "adamw-8bit":
+        return make_adamw_8bit(torch.device(config.device), groups, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 class _AdamW8bit(torch.optim.AdamW):
@@ -86,13 +91,6 @@ class _AdamW8bit(torch.optim.AdamW):
         #: What the 256 values of a number of 8 bits stand for, of means and of means of squares.
         self._values = [functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
 
-    def try_update(self, device: torch.device) -> None:
-        """Update a block of zeros. Raises what torch or bitsandbytes does where that cannot be."""
-        codes = [torch.zeros(1, BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
-        scales = [torch.zeros(1, 1, device=device) for _ in range(2)]
-        gradient, weight = (torch.zeros(1, BLOCK, device=device) for _ in range(2))
-        self._call(gradient, weight, codes, scales, step=1, group=self.defaults)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all weights that have a gradient."""
@@ -100,7 +98,7 @@ class _AdamW8bit(torch.optim.AdamW):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None and blocks_shape(weight) is not None:
-                    self._update(weight, weight.grad, group)
+                    self._update(weight, group)
                     done.append((weight, weight.grad))
                     weight.grad = None
         loss = super().step(closure)
@@ -108,30 +106,23 @@ class _AdamW8bit(torch.optim.AdamW):
             weight.grad = gradient
         return loss
 
-    def _update(self, weight: Tensor, gradient: Tensor, group: Any) -> None:
-        state = self.state[weight]
+    def _update(self, weight: Tensor, group: Any) -> None:
+        state, local = self.state[weight], local_part(weight)
         if not state:
             state["step"] = torch.zeros(())
-            for place in (1, 2):  # whatever the codes are, with scales of 0 they stand for 0
-                state[f"moment{place}"] = torch.zeros_like(weight, dtype=torch.uint8)
-                state[f"scale{place}"] = sharded_rows(weight, torch.float32)
+            for number in (1, 2):  # whatever the codes are, with scales of 0 they stand for 0
+                state[f"moment{number}"] = torch.zeros_like(weight, dtype=torch.uint8)
+                state[f"scale{number}"] = _block_scales(weight, torch.float32)
         state["step"] += 1
-        local = _local(weight)
         if local.numel():  # a process may have no rows of a weight
-            codes, scales = ([_local(state[f"{name}{place}"]) for place in (1, 2)] for name in ("moment", "scale"))
-            self._call(_local(gradient), local, codes, scales, step=int(state["step"]), group=group)
-
-    def _call(
-        self, gradient: Tensor, weight: Tensor, codes: list[Tensor], scales: list[Tensor], *, step: int, group: Any
-    ) -> None:
-        (beta1, beta2), (of_means, of_squares) = group["betas"], self._values
-        first, second = (each.view(-1) for each in scales)
-        self._update_blocks(
-            *("adam", gradient.contiguous(), weight, *codes),
-            *(beta1, beta2, 0.0, 0.0, group["eps"], step, group["lr"]),
-            *(of_means, of_squares, first, second),
-            weight_decay=group["weight_decay"],
-        )
+            assert weight.grad is not None
+            moments = [local_part(state[f"moment{number}"]) for number in (1, 2)]
+            scales = [local_part(state[f"scale{number}"]).view(-1) for number in (1, 2)]
+            self._update_blocks(
+                *("adam", local_part(weight.grad).contiguous(), local, *moments, *group["betas"], 0.0, 0.0),
+                *(group["eps"], int(state["step"]), group["lr"], *self._values, *scales),
+                weight_decay=group["weight_decay"],
+            )
 
 
 def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> torch.optim.Optimizer:
@@ -143,28 +134,16 @@ def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> to
     optimizer = _AdamW8bit(groups, functional, device, **options)
     if any(weight.dtype == torch.float64 for group in optimizer.param_groups for weight in group["params"]):
         raise UsageError("bitsandbytes does not compute in float64", hint="use --precision bf16 or fp32")
+    tried = torch.zeros(_LEAST // BLOCK, BLOCK, device=device, requires_grad=True)
+    tried.grad = torch.zeros_like(tried)
     try:
-        optimizer.try_update(device)
+        _AdamW8bit([tried], functional, device, **options).step()
     except (NotImplementedError, RuntimeError) as error:
         raise UsageError(
             f"bitsandbytes cannot update moments of 8 bits on {device}: {str(error).splitlines()[0]}",
             hint="use --optimizer adamw, or a newer bitsandbytes: on a CPU 0.50.2 does",
         ) from error
     return optimizer
-
-
-def _adamw_options(config: TrainConfig) -> Any:
-    return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
-
-
-#: By name. torch's fused SGD knows no parts of weights. Adafactor (Shazeer and Stern, arXiv 1804.04235) takes the rate
-#: as a share of a weight's root mean square.
-_MAKERS: dict[str, Callable[[ParamsT, TrainConfig], torch.optim.Optimizer]] = {
-    "adamw": lambda groups, config: torch.optim.AdamW(groups, **_adamw_options(config)),
-    "adamw-8bit": lambda groups, config: make_adamw_8bit(torch.device(config.device), groups, **_adamw_options(config)),
-    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.lr),
-    "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr),
-}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,7 +166,7 @@ def empty_state(weight: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor
     if shape == weight.shape:
         return torch.empty_like(weight, dtype=dtype, requires_grad=False)
     if shape == blocks_shape(weight):
-        return sharded_rows(weight, dtype)
+        return _block_scales(weight, dtype)
     rows_and_columns = [(*weight.shape[:-1], 1), (*weight.shape[:-2], 1, *weight.shape[-1:])]
     if weight.ndim >= 2 and tuple(shape) in rows_and_columns and not isinstance(weight, DTensor):
         return torch.empty(shape, dtype=dtype, device=weight.device)
@@ -211,17 +190,15 @@ def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
     return None if row % BLOCK else (weight.shape[0], row // BLOCK)
 
 
-def sharded_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros, one for each block of `weight`, of which this process has its rows as it has those of `weight`."""
+def _block_scales(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, one for each block of `weight`, sharded by rows as that is."""
     shape = blocks_shape(weight)
     assert shape is not None
-    local = torch.zeros(_local(weight).shape[0], shape[1], dtype=dtype, device=weight.device)
-    if not isinstance(weight, DTensor):
-        return local
-    how: Any = {"run_check": False, "shape": torch.Size(shape), "stride": (shape[1], 1)}
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, **how)
+    if isinstance(weight, DTensor):
+        return zeros(*shape, dtype=dtype, device_mesh=weight.device_mesh, placements=weight.placements)
+    return torch.zeros(shape, dtype=dtype, device=weight.device)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """What this process has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

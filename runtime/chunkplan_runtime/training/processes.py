@@ -13,8 +13,15 @@ from transformers import TrainerCallback
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
-from chunkplan_runtime.distributed.job import Job, lost_peers, make_groups, refuse_other_versions
-from chunkplan_runtime.distributed.launch import TIMEOUT, find_own_gpu, joined, refuse_shared_gpus
+from chunkplan_runtime.distributed.job import (
+    Job,
+    gather_objects,
+    lost_peers,
+    make_groups,
+    refuse_differences,
+    versions_with,
+)
+from chunkplan_runtime.distributed.launch import TIMEOUT, check_gpus, find_own_gpu, joined
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.training.config import TrainConfig
@@ -47,10 +54,10 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
         watchdog = Watchdog(RankLayout(dp=size, process=process))
         watchdog.start()
         with _printed_by_one(watchdog, process), lost_peers(watchdog):
-            refuse_shared_gpus(find_own_gpu(config.device))
+            check_gpus(gather_objects(find_own_gpu(config.device)))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
-            refuse_other_versions(plan)
+            refuse_differences(gather_objects(versions_with(plan)))
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
             # Those of process 0: one that was given another evaluation plan is refused after groups are made.

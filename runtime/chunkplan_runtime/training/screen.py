@@ -27,14 +27,14 @@ from chunkplan.options import options_of
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import ZERO, Pace, left_words
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.flash_attn import why_not_2, why_not_4
+from chunkplan_runtime.attention.flash import why_not_2, why_not_4
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.frozen import num_weights
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
+from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import Row
 from chunkplan_runtime.training.setup import Built, TrainingData
@@ -118,7 +118,7 @@ def _of_model(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[
 def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
     precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
     layers = data.plan.config.layers(data.model_config.num_hidden_layers)
-    found = []
+    found: list[_Difference] = []
     if precision != cost.precision:
         found.append((cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else ""))
     for flag, of_plan, of_run in (

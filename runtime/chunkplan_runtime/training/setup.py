@@ -23,19 +23,32 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import WholeOnlyError, load_shard, rows_of
-from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import RankLayout, choose_layout, refuse_other_replicas
-from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
+from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
-from chunkplan_runtime.models.frozen import freeze_weights, frozen_names, in_4bit
 from chunkplan_runtime.models.fused import Fused, fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora, take_adapters, without_adapters
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
-from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.model import (
+    CausalLM,
+    load_model,
+    meta_model,
+    meta_weight,
+    new_model,
+    read_config,
+    read_pretrained_config,
+)
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.sharing import Block, used_blocks
+from chunkplan_runtime.models.trained import (
+    LoraOptions,
+    add_lora,
+    freeze_weights,
+    frozen_names,
+    in_4bit,
+    take_adapters,
+    without_adapters,
+)
+from chunkplan_runtime.proof.prove import exact_router_loss
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 #: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
@@ -52,13 +65,15 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 class TrainingData:
     """A plan, the analysis of both plans, and the plan of held-out sequences where there is one.
 
-    `pin_memory`: tensors are on their way to a GPU. `layout`: streams are of this process's work.
+    `router_loss`: what the load-balancing loss is over. `pin_memory`: tensors are on their way to a GPU. `layout`:
+    streams are of this process's work.
     """
 
     plan: Plan
     analysis: Analysis
     evaluation: Plan | None
     model_config: Any
+    router_loss: str
     pin_memory: bool
     layout: RankLayout
 
@@ -66,24 +81,18 @@ class TrainingData:
         """A stream of the steps of `plan`, for the model of the run.
 
         Raises:
-            UsageError: the data has no tokens, or a token or a length that the model does not take.
+            UsageError: the data has no tokens, or the model does not take a token, a length or the plan.
         """
-        return PlanStream(
-            plan,
-            self.analysis,
-            vocab_size=self.model_config.vocab_size,
-            max_positions=max_positions(self.model_config),
-            pin_memory=self.pin_memory,
-            layout=self.layout,
-        )
+        how: Any = {"pin_memory": self.pin_memory, "layout": self.layout, "router_loss": self.router_loss}
+        return plan_stream(self.model_config, plan, self.analysis, **how)
 
     def num_steps(self, config: TrainConfig) -> int:
         """How many steps of the plan the run has."""
         steps = self.plan.steps()
-        within: int = steps.num_rows
         if config.max_epochs is not None:
-            within = steps.filter(pc.field("epoch") < config.max_epochs).num_rows
-        return min(within, config.max_steps or within)
+            steps = steps.filter(pc.field("epoch") < config.max_epochs)
+        num_steps: int = steps.num_rows
+        return min(num_steps, config.max_steps or num_steps)
 
     def epochs_done(self, step: int) -> float:
         """How many epochs of the plan are done where `step` comes next, with the share that is done of one."""
@@ -92,22 +101,24 @@ class TrainingData:
 
 
 def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
-    """Open the plans that `config` names.
+    """Open the plans that `config` names, for a model that is refused where its gradients are not exact.
 
     Raises:
-        UsageError: one is not there, or is not for the processes there are.
+        UsageError: one is not there, or is not for the processes or for the model there are.
         DataError: one is damaged, or not of the same analysis as the other.
     """
+    where = str(config.model or config.model_config)
+    router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
-    folder = evaluation_folder(config, plan)
-    if folder is not None and load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
-        raise UsageError(
-            f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
-            hint="analyze both together, and build with --holdout",
-        )
-    evaluation = None if folder is None else open_here(folder, analysis.path)[0]
-    if evaluation is not None:
+    evaluation, folder = None, evaluation_folder(config, plan)
+    if folder is not None:
+        if load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
+            raise UsageError(
+                f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
+                hint="analyze both together, and build with --holdout",
+            )
+        evaluation, _ = open_here(folder, analysis.path)
         if evaluation.config.dp % layout.dp:
             raise UsageError(
                 f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
@@ -115,14 +126,19 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
                 hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
                 "--eval-plan",
             )
-        own = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
+        own: Any = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
         refuse_other_replicas(evaluation, layout.dp, **own)
         if choose_layout(evaluation, layout.world_size, layout.process) != layout:
             raise UsageError(
                 f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
                 hint="build both plans with the same --schedule and --virtual-stages",
             )
-    return TrainingData(plan, analysis, evaluation, model_config, config.device != "cpu", layout)
+    elif config.early_stopping or config.keep_best:
+        raise UsageError(
+            f"{'--early-stopping' if config.early_stopping else '--keep-best'} without a plan of held-out sequences",
+            hint="build the plan with --holdout 0.01, or give --eval-plan",
+        )
+    return TrainingData(plan, analysis, evaluation, model_config, router_loss, config.device != "cpu", layout)
 
 
 def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
@@ -216,23 +232,19 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         own = replace(own, model=own.model.to(config.device))
     else:
         own, identity, note = _load_part(config, model_config, plan, job)
-    fused = _fuse(config, own)
+    kernels = config.fused_kernels or "none"
+    fused = fuse(own.model, kernels, torch.device(config.device)) if kernels != "none" else None
     whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
-        options = LoraOptions(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            targets=config.lora_targets,
-            seed=config.seed,
-        )
+        adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
+        options = LoraOptions(**adapters, seed=config.seed)
         own = add_lora(own, options, None if is_alone else whole)
         whole = own if is_alone else add_lora(whole, options, whole)
         note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
         if not is_alone:
             take_adapters(own, whole)
     frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
-    for model in (own,) if is_alone else (own, whole):
+    for model in (own, whole):
         freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
@@ -241,20 +253,19 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
 
 def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
     """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
-    dtype, device, layout, note = dtype_of(config), torch.device(config.device), job.layout, None
-    layers = stage_layers(model_config, config, plan, layout)
+    device, note = torch.device(config.device), None
+    layers = stage_layers(model_config, config, plan, job.layout)
     if config.model is not None:
+        how: Any = {"kernels": _kernels(config, plan), "device": device}
         try:
-            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
-            how: Any = {"kernels": _kernels(config, plan), "device": device, "held": held}
-            return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
+            return *load_shard(config.model, model_config, dtype_of(config), layers, job.layout, **how), None
         except WholeOnlyError as error:
             note = f"every process loads the whole model, not its part: {error}"
     model = _whole_model(config, model_config, plan)
     if note is not None:
         note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"
     identity = fingerprint(model, model, Job())
-    return own_stage(model, layers, layout, device), identity, note
+    return own_stage(model, layers, job.layout, device), identity, note
 
 
 def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
@@ -289,14 +300,6 @@ def _meta_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) 
     if hasattr(own.model, "_weight_conversions"):
         model._weight_conversions = own.model._weight_conversions
     return replace(own, model=model, cuts=(Cut(),), rows={}, current=Current())
-
-
-def _fuse(config: TrainConfig, own: CausalLM) -> Fused | None:
-    """Let what a process has of a model call the fused kernels that are asked for; what of it does."""
-    kernels = config.fused_kernels or "none"
-    if kernels == "none":
-        return None
-    return fuse(own.model, kernels, torch.device(config.device))
 
 
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:
@@ -335,27 +338,23 @@ def fingerprint(own: CausalLM, whole: CausalLM, job: Job, *, only_frozen: bool =
     It is the same for whatever part of the weights each process has. `only_frozen`: of those that are not trained, and
     so in no checkpoint. None where there are no such weights.
     """
-    named = [
-        (name, value) for name, value in whole.model.named_parameters() if not (only_frozen and value.requires_grad)
-    ]
-    if not named:
-        return None
-    names = {name for name, _ in named}
-    mine = {name: _samples(own, value, job) for name, value in own.model.named_parameters() if name in names}
-    found: dict[str, dict[int, bytes]] = {}
-    for samples in job.all_gather_object(mine):
-        for name, (first, numbers) in samples.items():
-            found.setdefault(name, {})[first] = numbers
+    named = whole.model.named_parameters()
+    shapes = {name: tuple(value.shape) for name, value in named if not (only_frozen and value.requires_grad)}
+    mine = [(name, *_samples(own, value, job)) for name, value in own.model.named_parameters() if name in shapes]
+    found: dict[str, dict[int, bytes]] = {name: {} for name in shapes}
+    for samples in job.all_gather_object(mine) if shapes else ():
+        for name, first, numbers in samples:
+            found[name][first] = numbers
     digest = hashlib.sha256()
-    for name, value in named:
-        digest.update(f"{name} {tuple(value.shape)}".encode())
+    for name, shape in shapes.items():
+        digest.update(f"{name} {shape}".encode())
         for _, numbers in sorted(found[name].items()):
             digest.update(numbers)
-    return digest.hexdigest()
+    return digest.hexdigest() if shapes else None
 
 
 def _samples(own: CausalLM, weight: torch.nn.Parameter, job: Job) -> tuple[int, bytes]:
-    """The numbers of a weight that a process has, of those that identify it, and the place of the first of them."""
+    """Where the numbers of a weight that identify it begin on a process, and those of them that it has."""
     every = max(1, weight.numel() // _SAMPLES)
     rows, begin = own.rows.get(weight, weight.detach()), 0
     if weight in own.rows:

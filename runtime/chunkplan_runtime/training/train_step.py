@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
-from chunkplan.planfile.plan import Action, PlanStep
-from chunkplan_runtime.distributed.gradients import clip, gradient_norm, sum_tied_gradients, tied_weight
+from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Aligned, Shards, paddings_of
+from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, sum_tied_gradients, tied_weight
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.failures.watchdog import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.profiling.timeline import ActionClock
+from chunkplan_runtime.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import add_up
@@ -38,22 +37,14 @@ from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer,
 T = TypeVar("T")
 
 
-def untimed(action: Action) -> AbstractContextManager[object]:
-    """Times no action."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Gradients:
     """What a step's gradients came with.
 
-    Attributes:
-        loss: the mean of a target token.
-        norm: of all gradients, before clipping.
-        sequences: the losses of all sequences, each once.
-        spent: the seconds of each process, in their order.
-        times: of this process, action by action.
-        router_loss: the load-balancing loss of routers with its weight, which `loss` is without; None if there is none.
+    `loss`: the mean of a target token. `norm`: of all gradients, before clipping. `sequences`: the losses of all
+    sequences, each once. `spent`: the seconds of each process, in their order. `times`: of this process, action by
+    action. `router_loss`: the load-balancing loss of routers with its weight, which `loss` is without; None if there is
+    none.
     """
 
     loss: float
@@ -75,17 +66,9 @@ class StepExecutor:
     `shards` and `job`: where data-parallel processes share what they train; all of them have to make the same calls.
     """
 
-    def __init__(
-        self,
-        ranks: RankExecutor,
-        shards: Shards | None = None,
-        job: Job | None = None,
-        sharding: Sharding = "optimizer",
-    ) -> None:
+    def __init__(self, ranks: RankExecutor, shards: Shards | None = None, job: Job | None = None) -> None:
         self.ranks = ranks
-        self._shards = shards
-        self._job = job or Job()
-        self._sharding: Sharding = sharding
+        self._shards, self._job = shards, job or Job()
 
     @property
     def router_loss(self) -> float | None:
@@ -93,27 +76,21 @@ class StepExecutor:
         router_loss = self.ranks.router_loss
         return None if router_loss.scope == NO_ROUTER_LOSS else router_loss.value
 
-    def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: untimed) -> list[RankLoss]:
+    def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: nullcontext) -> list[RankLoss]:
         """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
-        shards = self._shards
+        shards, losses = self._shards, []
         if shards:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
-        meet = self._meeting(work)
-        summed = shards.around if shards else lambda inner: inner
-        # Gradients are reduced in last backwards, where that is not done in all of them.
-        reduce = shards.reduce_in_backward if shards and not shards.reduces_always else None
-        losses = [
-            self.ranks.run(
-                rank,
-                work.step.num_target_tokens,
-                summed(timed(rank.dp_rank)),
-                reduce if rank is work.last else None,
-                meet,
-            )
-            for rank in work.ranks
-        ]
+        meet = shards.meeting(work, self._job.layout) if shards else meet_nobody
+        for rank in work.ranks:
+            around, reduce = timed(rank.dp_rank), None
+            if shards:
+                around = shards.around(around)
+                # Gradients are reduced in last backwards, where that is not done in all of them.
+                reduce = shards.reduce_in_backward if rank is work.last and not shards.reduces_always else None
+            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, meet))
         meet(None)
         return losses
 
@@ -123,36 +100,26 @@ class StepExecutor:
 
     def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
         """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
-        if self._shards:
-            self._shards.begin_forwards()
-        meet = self._meeting(work, only_forwards=True)
+        shards = self._shards
+        if shards is None:
+            return [run(rank) for rank in work.ranks]
+        shards.begin_forwards()
+        meet = shards.meeting(work, self._job.layout, only_forwards=True)
         found = [run(rank, meet=meet) for rank in work.ranks]
         meet(None)
-        if self._shards:
-            self._shards.end_forwards()
+        shards.end_forwards()
         return found
-
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
-        """What this process does with others between its actions in a step."""
-        sharding = self._sharding
-        if self._shards is None or sharding == "optimizer" or (only_forwards and sharding != "weights"):
-            return meet_nobody
-        paddings = paddings_of(work, self._job.layout, sharding, only_forwards=only_forwards)
-        return Aligned(paddings, self._shards.pad).meet
 
 
 class TrainStep:
     """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
-        groups, master_weights = job.groups, config.precision == "bf16"
+        groups, master_weights, shards = job.groups, config.precision == "bf16", None
         sharding = cast(Sharding, config.sharding or "optimizer")
-        self._shards = None
         if groups and groups.replicas:
-            how: Any = {"master_weights": master_weights, "sharding": sharding}
-            self._shards = Shards(model, groups.replicas, **how)
-        self.model = self._shards.model if self._shards else model
-        scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
+            shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
+        self.model = shards.model if shards else model
         wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = RankExecutor(
             self.model,
@@ -160,16 +127,14 @@ class TrainStep:
             kv_offload=bool(config.kv_offload),
             links=groups.links(wire) if groups else None,
             exchanges=groups.exchanges if groups else None,
-            router_loss=scope,
+            router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
             loss=cross_entropy(config.label_smoothing),
         )
-        self._steps = StepExecutor(self.executor, self._shards, job, sharding)
-        self._config = config
-        self._num_steps = num_steps
-        self._job = job
+        self._steps = StepExecutor(self.executor, shards, job)
+        self._shards, self._job, self._config, self._num_steps = shards, job, config, num_steps
         self._clock = ActionClock(self.model.device)
         # Sharded weights are fp32 master weights themselves.
-        self._weights = TrainedWeights(model.model, master_weights=master_weights and self._shards is None)
+        self._weights = TrainedWeights(model.model, master_weights=master_weights and shards is None)
         self._tied = tied_weight(self.model, groups)
         self.optimizer = make_optimizer(self._weights.tensors, config)
 
@@ -239,9 +204,10 @@ class TrainStep:
         if self._job.groups is None:
             yield
             return
+        who, executor = self._job.layout.describe(), self.executor
         with (
-            self._job.telling(lambda: self.executor.activity),
-            warned_of_stall(self._job.layout.describe(), lambda: self.executor.doing, on_device),
+            self._job.telling(lambda: executor.activity),
+            warned_of_stall(who, lambda: executor.activity.words, on_device),
         ):
             yield
 

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,12 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planfile.likeness import samples_of
-from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.distributed.job import Job, refuse_other_processes
+from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.profiling.timeline import stage_rows
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.timeline import stage_rows
+from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
     BestLoss,
@@ -38,17 +36,6 @@ from chunkplan_runtime.training.checkpoint import (
 )
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
-from chunkplan_runtime.training.metrics import (
-    FlopCounter,
-    LargestStep,
-    Row,
-    SpikeWatch,
-    describe_worst,
-    peak_memory,
-    predicted_seconds,
-    source_losses,
-    write_config,
-)
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
     RunLock,
@@ -58,15 +45,6 @@ from chunkplan_runtime.training.run_folder import (
     remove_folder,
 )
 from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
-from chunkplan_runtime.training.setup import (
-    TrainingData,
-    build_model,
-    check_layout,
-    compare_tokens,
-    fingerprint,
-    open_data,
-    read_model_config,
-)
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given, each with its value in plans that do not say it.
@@ -117,93 +95,87 @@ class TrainingRun:
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback] = ()
+        self, config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback]
     ) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
-        model_config = read_model_config(config)
-        where = str(config.model or config.model_config)
-        router_loss = exact_router_loss(model_config, config.router_loss, where, job.layout.pp)
-        self.data = data = open_data(config, model_config, job.layout)
+        model_config = setup.read_model_config(config)
+        self.data = data = setup.open_data(config, model_config, job.layout)
         self.tokenizer = find_tokenizer(config)
         check_tokenizer(self.tokenizer, data.analysis, model_config.vocab_size)
         self.config = config = _resolve(config, data, self.tokenizer, job)
-        check_layout(config, job.layout)
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
-        refuse_other_processes({**hashes, **self.fixed, **shared_options(config)}, job)
+        refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
         earlier = find_earlier(folder, config, data, job)
-        tokens_note = compare_tokens(data.analysis, job)
-        _check_evaluation(config, data)
-        for plan in filter(None, (data.plan, data.evaluation)):
-            check_plan(model_config, plan, router_loss)
-        model = build_model(config, model_config, data.plan, job)
+        tokens_note = setup.compare_tokens(data.analysis, job)
+        if data.evaluation is not None:
+            data.stream(data.evaluation)  # refused now if the model does not take it
+        model = setup.build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
-            check_mergeable(model.whole.model)  # refused now if they cannot be merged
-        refuse_other_processes({"weights": model.identity}, job)
-        self.fixed["frozen weights"] = fingerprint(model.own, model.whole, job, only_frozen=True)
-        self.start = earlier.state["step"] if earlier is not None else 0
+            check_mergeable(model.whole.model)
+        refuse_differences(job.all_gather_object({"weights": model.identity}))
+        self.fixed["frozen weights"] = setup.fingerprint(model.own, model.whole, job, only_frozen=True)
         if earlier is not None:
             refuse_other_run(earlier, self.fixed, config, self.num_steps)
-            self.stream.load_state_dict({**self.stream.state_dict(), "step": self.start})
-        self.flops = FlopCounter(model.whole)
+        self.flops = metrics.FlopCounter(model.whole)
         self.comparison = compare(config, data, job)
         description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job.groups)
         self.description = description + other_kernels(config, model.whole, job) + tokens_note
         self.train_step = TrainStep(model.own, config, self.num_steps, job)
+        self.start, losses = 0, []
         if earlier is not None:
+            self.start, losses = earlier.state["step"], earlier.state["losses"]
+            self.stream.load_state_dict({**self.stream.state_dict(), "step": self.start})
             self.train_step.restore(earlier.checkpoint)
             restore_random_states(earlier.state, self.train_step.model.device)
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
-        self.whole = model.whole
-        self.job, self.folder, self.lock = job, folder, lock
+        self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
+        self.whole, self.job, self.folder, self.lock = model.whole, job, folder, lock
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
-        self.spikes = SpikeWatch(config.spike, earlier.state["losses"] if earlier else ())
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
-        self.largest = LargestStep()
 
     def finish(self) -> None:
         """Do the steps that are left, write their files, and save the model."""
-        say = self.screen.say
+        say, folder = self.screen.say, self.folder
         for line in self.description:
             say(line)
         if self.config.resume:
             say(f"resumed   at step {self.start}" if self.start else "resumed   from the beginning: no checkpoint")
-            if self.job.is_main:
-                self.folder.remove_left_behind()
-                if self.folder.final.exists():  # of fewer steps
-                    remove_folder(self.folder.final)
-                    say(f"removed   {self.folder.final}: the run goes on, and writes it again")
-                for lines in (self.folder.metrics, self.folder.sequences, self.folder.evaluations):
-                    cut_back(lines, self.start)
+        if self.config.resume and self.job.is_main:
+            folder.remove_left_behind()
+            if folder.final.exists():  # of fewer steps
+                remove_folder(folder.final)
+                say(f"removed   {folder.final}: the run goes on, and writes it again")
+            for lines in (folder.metrics, folder.sequences, folder.evaluations):
+                cut_back(lines, self.start)
         with self.screen:
             self._train()
         if self.best.should_stop:
             say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
         elif self.callbacks.control.should_training_stop:
             say(f"stopped   by a callback, after {self.callbacks.state.global_step:,} of {self.num_steps:,} steps")
-        if self.job.groups is not None:
-            planned = self.comparison.times
-            if self.largest.write(self.data.plan, self.folder.measured, self.job, planned=planned):
-                run = shlex.quote(str(self.folder.path))
-                say(f"measured  {self.folder.measured}: `chunkplan simulate --run {run}` shows it")
-        if self.config.keeps_best:
-            self._take_best()
+        planned = self.comparison.times
+        if self.job.groups and self.largest.write(self.data.plan, folder.measured, self.job, planned=planned):
+            say(f"measured  {folder.measured}: `chunkplan simulate --run {shlex.quote(str(folder.path))}` shows it")
+        if self.config.keeps_best and self.best.loss is not None:
+            self._take_best(folder.checkpoint(self.best.step))
         self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
         merges = self.config.merge_adapters
-        save_final(self.train_step, self.whole, self.tokenizer, self.folder.final, self.job, merges=merges)
-        say(f"saved     {self.folder.final}")
-        say(f"metrics   {self.folder.metrics}")
+        save_final(self.train_step, self.whole, self.tokenizer, folder.final, self.job, merges=merges)
+        say(f"saved     {folder.final}")
+        say(f"metrics   {folder.metrics}")
 
     def _train(self) -> None:
         """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
-        callbacks, config, epoch = self.callbacks, self.config, -1
+        callbacks, epoch = self.callbacks, -1
         callbacks.begin(self.start, self.data.epochs_done(self.start))
-        if self._is_to_stop():
-            return
-        for work, waited in islice(_timed(self.stream), self.num_steps - self.start):
+        steps = () if self._is_to_stop() else islice(self.stream, self.num_steps - self.start)
+        waits_since = time.perf_counter()
+        for work in steps:
+            waited = time.perf_counter() - waits_since
             if work.step.epoch != epoch:
                 if epoch > -1:
                     callbacks.call("on_epoch_end")
@@ -214,48 +186,50 @@ class TrainingRun:
             done = work.step.step + 1
             callbacks.end_step(row, self.data.epochs_done(done))
             is_best = callbacks.control.should_evaluate and self._evaluate(work.step.step)
-            if callbacks.control.should_save or (is_best and config.keeps_best):
+            if callbacks.control.should_save or (is_best and self.config.keeps_best):
                 self._save(done)
             if self._is_to_stop():
                 break
+            waits_since = time.perf_counter()
         if epoch > -1:
             callbacks.call("on_epoch_end")
 
     def _is_to_stop(self) -> bool:
-        """Whether evaluations or a callback say that there is no further step."""
         return self.best.should_stop or self.callbacks.control.should_training_stop
 
-    def _do_step(self, work: StepWork, waited: float) -> Row:
+    def _do_step(self, work: StepWork, waited: float) -> metrics.Row:
         """Run a step of the plan, update the weights, and report it."""
-        device = self.train_step.model.device
-        self.job.at_step(work.step.step)
+        step, device = work.step, self.train_step.model.device
+        self.job.at_step(step.step)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
         gradients = self.train_step.compute_gradients(work)
         if not gradients.is_finite:
-            sequences = "; ".join(describe_worst(gradients.sequences, self.data.analysis))
-            raise self._not_finite(
-                f"step {work.step.step}", f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
-            )
-        self.largest.look_at(work.step, gradients.times)
+            sequences = "; ".join(metrics.describe_worst(gradients.sequences, self.data.analysis))
+            what = f"loss {gradients.loss}, gradient norm {gradients.norm}; {sequences}"
+            raise self._not_finite(f"step {step.step}", what)
+        self.largest.look_at(step, gradients.times)
         self.callbacks.call("on_pre_optimizer_step")
-        rate = self.train_step.update(work.step)
+        rate = self.train_step.update(step)
         self.callbacks.call("on_optimizer_step")
         row = self._step_row(work, gradients, time.perf_counter() - started, rate, waited)
         if self.job.is_main:
             self._write_step(row, gradients)
         self.screen.show_step(row)
         if row["spike"]:
-            self.screen.say(f"step {work.step.step} is a spike: {'; '.join(row['spike'])}")
+            self.screen.say(f"step {step.step} is a spike: {'; '.join(row['spike'])}")
         return row
 
-    def _step_row(self, work: StepWork, gradients: Gradients, seconds: float, rate: float, waited: float) -> Row:
+    def _step_row(
+        self, work: StepWork, gradients: Gradients, seconds: float, rate: float, waited: float
+    ) -> metrics.Row:
         """The line of a step that took `seconds`; all processes make it."""
         step, layout, comparison, analysis = work.step, self.job.layout, self.comparison, self.data.analysis
         spike = step.num_target_tokens > 0 and self.spikes.is_spike(gradients.loss)
         peak_flops = comparison.peak_flops and comparison.peak_flops * layout.world_size
-        row: Row = {
+        peak_bytes = self.job.all_gather_object(metrics.peak_memory(self.train_step.model.device))
+        row: metrics.Row = {
             "step": step.step,
             "epoch": step.epoch,
             "loss": gradients.loss,
@@ -264,13 +238,13 @@ class TrainingRun:
             "grad_norm": gradients.norm,
             "tokens_per_second": step.num_tokens / seconds,
             "seconds": seconds,
-            "predicted_seconds": predicted_seconds(step, layout) if comparison.times else None,
-            "source_losses": source_losses(gradients.sequences, analysis),
+            "predicted_seconds": metrics.predicted_seconds(step, layout) if comparison.times else None,
+            "source_losses": metrics.source_losses(gradients.sequences, analysis),
             "lr": rate,
             "mfu": self.flops.count(step) / seconds / peak_flops if peak_flops else None,
-            "peak_memory_bytes": max(self.job.all_gather_object(peak_memory(self.train_step.model.device))),
+            "peak_memory_bytes": max(peak_bytes),
             "wait_seconds": waited,
-            "spike": describe_worst(gradients.sequences, analysis) if spike else [],
+            "spike": metrics.describe_worst(gradients.sequences, analysis) if spike else [],
         }
         if gradients.router_loss is not None:
             row["router_loss"] = gradients.router_loss
@@ -278,18 +252,18 @@ class TrainingRun:
             row["processes"] = stage_rows(gradients.spent, layout)
         return row
 
-    def _write_step(self, row: Row, gradients: Gradients) -> None:
+    def _write_step(self, row: metrics.Row, gradients: Gradients) -> None:
         """Append the lines of a step to their files, and in a folder that has none yet begin them."""
         folder, step = self.folder, row["step"]
         folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
         self.lock.take()
         if self.config.log_sequences:
-            losses = [(each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences]
-            names = ("sequence_id", "loss", "target_tokens")
-            append_lines(folder.sequences, ({"step": step, **dict(zip(names, loss, strict=True))} for loss in losses))
+            names = ("step", "sequence_id", "loss", "target_tokens")
+            losses = [(step, each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences]
+            append_lines(folder.sequences, (dict(zip(names, loss, strict=True)) for loss in losses))
         append_lines(folder.metrics, [row])
         if step == self.start:  # after the metrics: these tell a run from any other folder with a config.json
-            write_config(folder.config, self.config, self.data.plan)
+            metrics.write_config(folder.config, self.config, self.data.plan)
 
     def _evaluate(self, step: int) -> bool:
         """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
@@ -302,14 +276,14 @@ class TrainingRun:
         started = time.perf_counter()
         losses = self.train_step.evaluate(data.stream(data.evaluation))
         num_target_tokens = sum(loss.num_target_tokens for loss in losses)
-        row: Row = {
+        loss = sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None
+        row: metrics.Row = {
             "step": step,
-            "eval_loss": sum(loss.loss for loss in losses) / num_target_tokens if num_target_tokens else None,
+            "eval_loss": loss,
             "target_tokens": num_target_tokens,
             "seconds": time.perf_counter() - started,
-            "source_losses": source_losses(losses, data.analysis),
+            "source_losses": metrics.source_losses(losses, data.analysis),
         }
-        loss = row["eval_loss"]
         if loss is not None and not math.isfinite(loss):
             raise self._not_finite(f"evaluation after step {step}", f"loss {loss}")
         if self.job.is_main:
@@ -321,10 +295,10 @@ class TrainingRun:
 
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
-        position, best = self.stream.state_dict(), self.best
+        best = self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
-        assert position["step"] == step
-        state = {"stream": position, "losses": self.spikes.losses, "fixed": self.fixed, "num_steps": self.num_steps}
+        stream, losses = self.stream.state_dict(), self.spikes.losses
+        state = {"stream": stream, "losses": losses, "fixed": self.fixed, "num_steps": self.num_steps}
         write_checkpoint(
             self.folder,
             step,
@@ -337,14 +311,10 @@ class TrainingRun:
         )
         self.callbacks.saved(None if kept is None else self.folder.checkpoint(kept))
 
-    def _take_best(self) -> None:
-        """Have the weights of the lowest evaluation loss, whose checkpoint was kept; of none those that there are."""
-        best = self.best
-        if best.loss is None:
-            return
-        checkpoint = self.folder.checkpoint(best.step)
-        what = f"evaluation loss {best.loss:.4f} after step {best.step - 1}"
-        if not self.job.broadcast_object(checkpoint.is_dir()):  # of a run that did not keep it at first
+    def _take_best(self, checkpoint: Path) -> None:
+        """Have the weights of the lowest evaluation loss, which a run that kept it has in `checkpoint`."""
+        what = f"evaluation loss {self.best.loss:.4f} after step {self.best.step - 1}"
+        if not self.job.broadcast_object(checkpoint.is_dir()):
             self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
             return
         read_state(checkpoint)  # refused if it is damaged
@@ -360,19 +330,8 @@ class TrainingRun:
         )
 
 
-def _timed(stream: Iterable[StepWork]) -> Iterator[tuple[StepWork, float]]:
-    """The steps, each with the seconds that waiting for it took."""
-    steps = iter(stream)
-    while True:
-        started = time.perf_counter()
-        work = next(steps, None)
-        if work is None:
-            return
-        yield work, time.perf_counter() - started
-
-
-def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
-    """`config` with what was found in place of what was left open."""
+def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
+    """`config` with what the plan says, or what was found, in place of what was left open; refused if it cannot be."""
     cost = data.plan.manifest["predictions"]["cost_model"]
     found: Any = {name: cost.get(name, default) for name, default in _PLANNED.items() if getattr(config, name) is None}
     if found.get("lora_rank") and config.model is None:
@@ -384,40 +343,20 @@ def _resolve(config: TrainConfig, data: TrainingData, tokenizer: list[Path], job
     if config.load_in_4bit is None:
         has_adapters = found.get("lora_rank", config.lora_rank) > 0
         found["load_in_4bit"] = has_adapters and cost.get("load_in_4bit", False)
-    return replace(
-        config,
-        **found,
-        sharding=config.sharding or _planned_sharding(data.plan, job),
-        analysis=data.analysis.path,
-        eval_plan=data.evaluation.path if data.evaluation is not None else None,
-        tokenizer=str(tokenizer[0].parent) if tokenizer else None,
-    )
+    if config.sharding is None:
+        try:
+            planned = "optimizer" if job.layout.dp == 1 else data.plan.cost.sharding
+        except DataError:  # which the comparison with the plan's times tells
+            planned = "optimizer"
+        found["sharding"] = "optimizer" if planned == "none" else planned
+    found |= {"analysis": data.analysis.path, "eval_plan": data.evaluation and data.evaluation.path}
+    resolved = replace(config, **found, tokenizer=str(tokenizer[0].parent) if tokenizer else None)
+    setup.check_layout(resolved, job.layout)
+    return resolved
 
 
-def _planned_sharding(plan: Plan, job: Job) -> str:
-    """What processes share as the plan counts on it; optimizer states at least."""
-    if job.layout.dp == 1:
-        return "optimizer"
-    try:
-        planned = plan.cost.sharding
-    except DataError:  # `compare` says so
-        planned = "optimizer"
-    return "optimizer" if planned == "none" else planned
-
-
-def _essence(data: TrainingData) -> dict[str, Any]:
+def _essence(data: setup.TrainingData) -> dict[str, Any]:
     """The model's config, without what says only where it came from."""
     origin = ("transformers_version", "_name_or_path", "dtype", "architectures")
     entries = json.loads(data.model_config.to_json_string(use_diff=False))  # in which infinity has a name
     return {f"model.{name}": value for name, value in entries.items() if name not in origin}
-
-
-def _check_evaluation(config: TrainConfig, data: TrainingData) -> None:
-    """Refuse an evaluation plan that the model does not take, and none where the run goes by its losses."""
-    if data.evaluation is not None:
-        data.stream(data.evaluation)
-    elif config.early_stopping or config.keep_best:
-        raise UsageError(
-            f"{'--early-stopping' if config.early_stopping else '--keep-best'} without a plan of held-out sequences",
-            hint="build the plan with --holdout 0.01, or give --eval-plan",
-        )

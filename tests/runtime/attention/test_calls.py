@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention import flash_attn
+from chunkplan_runtime.attention.flash import _version_4, why_not_2, why_not_4
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
@@ -68,7 +68,7 @@ OPERATORS = {
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Puts a flash-attn in the place of what is installed."""
-    caches = flash_attn.why_not_2, flash_attn.why_not_4, flash_attn._version_4
+    caches = why_not_2, why_not_4, _version_4
 
     def put(write=write_package, **how):
         write(tmp_path, next(_NAMES), **how)
@@ -325,8 +325,8 @@ MACHINES = [
     ("no cuDNN", (9, 0), None, torch.bfloat16, 128, "this torch has no cuDNN"),
     ("another cuDNN", (9, 0), RuntimeError("cuDNN version incompatibility"), torch.bfloat16, 128, "cannot be called"),
     ("A100", (8, 0), 91900, torch.bfloat16, 128, "it needs compute capability 9.0"),
-    ("V100", (7, 0), 91900, torch.float16, 128, "it needs compute capability 8.0"),
-    ("large heads", (9, 0), 91900, torch.bfloat16, 256, "it has no backward for heads of 256"),
+    ("V100", (7, 0), 91900, torch.float16, 128, "it needs compute capability 9.0"),
+    ("large heads", (9, 0), 91900, torch.bfloat16, 256, "it has no kernel for heads of 256"),
     ("odd heads", (9, 0), 91900, torch.bfloat16, 100, "it has no kernel for heads of 100"),
     ("float32", (9, 0), 91900, torch.float32, 128, "it takes bfloat16 and float16, not float32"),
 ]
@@ -395,7 +395,7 @@ def test_a_flash_attn_of_other_functions_is_left_aside_by_name(how, reason, inst
     install(**how)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu, form = torch.device("cuda", 0), Form(1.0, True)
-    assert flash_attn.why_not_2().startswith(reason) or reason in flash_attn.why_not_2()
+    assert why_not_2().startswith(reason) or reason in why_not_2()
     assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
     with pytest.raises(UsageError) as raised:
         Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -421,7 +421,7 @@ def test_a_flash_attn_4_that_cannot_be_called_is_left_aside_by_name(how, reason,
     install(write_package_4, **how)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu, form = torch.device("cuda", 0), Form(1.0, True)
-    assert flash_attn.why_not_4().startswith(reason)
+    assert why_not_4().startswith(reason)
     assert Kernels().choose(gpu, torch.bfloat16, (64, 64), form).name == "torch-cuda"
     with pytest.raises(UsageError, match="no attention kernel can run this model") as raised:
         Kernels("flash-attn-4").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -432,7 +432,7 @@ def test_a_flash_attn_4_has_what_cudnn_has_not_on_hopper_and_is_no_flash_attn_2(
     install(write_package_4)
     gpu, form = torch.device("cuda", 0), Form(1.0, True, reach=3, softcap=5.0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flash_attn.why_not_4() is flash_attn.why_not_2() is None
+    assert why_not_4() is why_not_2() is None
     assert Kernels().choose(gpu, torch.float16, (256, 256), form).name == "flash-attn-4"
     with pytest.raises(UsageError, match="flash-attn-2: the package flash-attn is not installed"):
         Kernels("flash-attn-2").choose(gpu, torch.bfloat16, (64, 64), form)
@@ -443,7 +443,7 @@ def test_a_flash_attn_4_has_what_cudnn_has_not_on_hopper_and_is_no_flash_attn_2(
 
 def test_without_a_flash_attn_4_it_is_not_installed(install):
     install()
-    assert flash_attn.why_not_4() is None
+    assert why_not_4() is None
     with pytest.raises(UsageError, match="flash-attn-4: the package flash-attn-4 is not installed"):
         Kernels("flash-attn-4").choose(torch.device("cuda"), torch.bfloat16, (64, 64), Form(1.0, True))
 
@@ -460,7 +460,7 @@ def test_the_trial_at_the_start_of_a_run_is_passed_by_what_is_called(kernel):
 def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(error, install, tmp_path):
     install()
     (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"raise {error}('built for another torch')\n")
-    assert flash_attn.why_not_2() == "flash-attn cannot be imported (built for another torch)"
+    assert why_not_2() == "flash-attn cannot be imported (built for another torch)"
 
 
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
@@ -493,7 +493,7 @@ def test_a_run_prints_why_flash_attn_is_left_aside(
 def test_a_flash_attn_that_is_the_known_one_is_chosen(install, monkeypatch):
     install()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flash_attn.why_not_2() is None
+    assert why_not_2() is None
     assert Kernels().choose(torch.device("cuda", 0), torch.bfloat16, (64, 64), Form(1.0, True)).name == "flash-attn-2"
 
 

@@ -13,7 +13,7 @@ from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
 from chunkplan_runtime.attention.reference import ReferenceKernel
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 
 CPU = torch.device("cpu")
 FORMS = [Form(1.0, True), Form(1.0, True, reach=4095), Form(1.0, True, reach=3), Form(1.0, True, softcap=20.0)]

@@ -17,13 +17,25 @@ from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.errors import DataError
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed import shard_loading
+from chunkplan_runtime.distributed import stages
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.shard_loading import StoredTensor, WholeOnlyError, load_shard, rows_of
-from chunkplan_runtime.distributed.stages import cut_stage, split_layers
+from chunkplan_runtime.distributed.stages import (
+    StoredTensor,
+    WholeOnlyError,
+    cut_stage,
+    load_shard,
+    rows_of,
+    split_layers,
+)
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.meta_weights import meta_model, meta_weight
-from chunkplan_runtime.models.model import CausalLM, load_model, new_model, read_pretrained_config
+from chunkplan_runtime.models.model import (
+    CausalLM,
+    load_model,
+    meta_model,
+    meta_weight,
+    new_model,
+    read_pretrained_config,
+)
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.training.final import save_parts
 from tests.support.places import ROOT
@@ -85,25 +97,27 @@ def test_a_part_is_what_is_cut_from_the_whole_model(model_type: str, tmp_path: P
             assert not buffers and type(own.model) is type(whole.model)
 
 
-def test_a_process_reads_its_rows_of_its_layers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_its_layers_only_and_holds_its_rows_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = saved("qwen2", tmp_path / "saved", tie_word_embeddings=False)
-    read: dict[str, int] = {}
+    read: set[str] = set()
     original = StoredTensor.__getitem__
 
-    def counted(stored: StoredTensor, where: Any) -> torch.Tensor:
-        found = original(stored, where)
-        read[stored.name] = read.get(stored.name, 0) + found.nbytes
-        return found
+    def noted(stored: StoredTensor, where: Any) -> torch.Tensor:
+        if where is ...:  # no sample of it
+            read.add(stored.name)
+        return original(stored, where)
 
-    monkeypatch.setattr(StoredTensor, "__getitem__", counted)
-    total: dict[str, int] = {}
+    monkeypatch.setattr(StoredTensor, "__getitem__", noted)
+    held = 0
     for rank in range(4):
         read.clear()
-        part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, process=rank))
-        assert not any(name.startswith(f"model.layers.{1 - rank // 2}.") for name in read)
-        for name, num_bytes in read.items():
-            total[name] = total.get(name, 0) + num_bytes
-    assert total == {name: each.nbytes for name, each in load_file(tmp_path / "saved" / "model.safetensors").items()}
+        own = part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, process=rank))
+        assert read and not any(name.startswith(f"model.layers.{1 - rank // 2}.") for name in read)
+        assert read == {name for name, weight in own.model.named_parameters() if weight in own.rows}
+        held += sum(rows.nbytes for rows in own.rows.values())
+    assert held == sum(each.nbytes for each in load_file(tmp_path / "saved" / "model.safetensors").values())
 
 
 def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) -> None:
@@ -119,7 +133,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) 
         part(tmp_path / "saved", config, second)
     part(tmp_path / "saved", config, RankLayout(dp=2, pp=2, process=0))  # which has none of it
     write(**{name: weights[name][:-1]})
-    with pytest.raises(DataError, match=rf"model.safetensors: {name} has the shape \[\d+, \d+\], the model has \["):
+    with pytest.raises(DataError, match=rf"saved: {name} has the shape \[\d+, \d+\], the model has \["):
         part(tmp_path / "saved", config, second)
     write()
     file.write_bytes(file.read_bytes()[:-8])
@@ -148,7 +162,7 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
     def identity(name: str) -> str:
         paths = (tmp_path / name).glob("*.safetensors")
-        return shard_loading._identity(shard_loading.open_files(paths))
+        return stages._identity(stages.open_files(paths))
 
     assert len([*(tmp_path / "split").glob("*.safetensors")]) > 1
     assert identity("one") == identity("split") != identity("other")

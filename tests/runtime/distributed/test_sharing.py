@@ -302,9 +302,7 @@ def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(
 
 def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool: ProcessPool) -> None:
     for said in pool.run(2, refused_backend):
-        assert said.startswith(
-            "processes cannot share sequences: the backend idle has no all-to-all of tensors on cpu ("
-        )
+        assert said.startswith("processes cannot share sequences: the backend idle does not exchange tensors on cpu (")
         assert "`--cp off`" in said
 
 

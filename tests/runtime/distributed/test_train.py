@@ -326,10 +326,10 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--lr", "1e-5"), "has --lr 1e-05, process 0 has 0.003"),
-        (("--stage-layers", "1,1"), "has --stage-layers "),
+        (("--lr", "1e-5"), "do not have the same --lr: 0.003 on process 0; 1e-05 on process 1"),
+        (("--stage-layers", "1,1"), "do not have the same --stage-layers: "),
         *(
-            pytest.param((name, number), f"has {name} ", marks=pytest.mark.soak)
+            pytest.param((name, number), f"do not have the same {name}: ", marks=pytest.mark.soak)
             for name, number in (("--save-every", "7"), ("--eval-every", "1"))
         ),
     ],

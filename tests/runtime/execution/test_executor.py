@@ -15,7 +15,7 @@ from chunkplan_runtime.execution import loss
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.kv.pages import Asked
+from chunkplan_runtime.kv.pages import KVRequest
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import Head, new_model
 from chunkplan_runtime.sharing import Span
@@ -73,7 +73,7 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     kv = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
     store.write(span, 0, (kv, kv))
-    (block,) = store.blocks(span, 0, 0, Asked((kv, kv), with_gradients=True))
+    (block,) = store.blocks(span, 0, 0, KVRequest((kv, kv), with_gradients=True))
     assert {tensor.dtype for tensor in block.tensors} == {torch.bfloat16}
     assert [gradient.dtype for gradient in block.gradients] == [torch.float32] * 2
 

@@ -12,7 +12,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_train import all_well, same_run

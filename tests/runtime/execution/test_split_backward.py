@@ -22,10 +22,10 @@ from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import products
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.models.parts import evaluate_in_float64
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 
 TARGETS = 50
@@ -144,21 +144,21 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
 def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hooks of weights find is what was computed: they are read and written once."""
     model = model_of(SPLIT["llama with biases, tied"])
-    sum_of = products._sum_of
+    backward = products._SumOfProducts.backward
     made: list[int] = []
     found: list[int] = []
 
-    def summed(products: Any) -> torch.Tensor:
-        gradient = sum_of(products)
+    def summed(*given: Any) -> Any:
+        gradient, _ = backward(*given)
         made.append(gradient.data_ptr())
-        return gradient
+        return gradient, None
 
     def take(weight: torch.Tensor) -> None:
         if weight.grad is not None:
             found.append(weight.grad.data_ptr())
             weight.grad = None
 
-    monkeypatch.setattr(products, "_sum_of", summed)
+    monkeypatch.setattr(products._SumOfProducts, "backward", summed)
     for name, weight in model.model.named_parameters():
         if ".layers." in name and weight.ndim == 2:
             weight.register_post_accumulate_grad_hook(take)
@@ -224,7 +224,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
 def num_kept(executor: RankExecutor) -> int:
     """Bytes of what is kept between halves, each once."""
     factors = [each for kept in executor.halves.kept.values() for each in kept]
-    storages = [tensor.untyped_storage() for each in factors for tensor in (each.x, each.gradient)]
+    storages = [tensor.untyped_storage() for each in factors for tensor in (each.left, each.right)]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 

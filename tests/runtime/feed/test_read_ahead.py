@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from chunkplan_runtime.feed import stream
-from chunkplan_runtime.feed.stream import ReadAhead
+from chunkplan_runtime.feed.stream import read_ahead
 from tests.support.places import ROOT
 
 
@@ -25,8 +25,7 @@ def wait_until(condition):
 
 def test_items_are_made_ahead_up_to_the_depth():
     made = []
-    ahead = ReadAhead((made.append(number) or number for number in count()), 3)
-    wait_until(lambda: len(made) == 3)
+    ahead = read_ahead((made.append(number) or number for number in count()), 3)
     assert next(ahead) == 0
     wait_until(lambda: len(made) == 4)
     threading.Event().wait(0.05)
@@ -41,7 +40,7 @@ def test_after_an_error_nothing_comes():
         yield 1
         raise OSError("gone")
 
-    ahead = ReadAhead(items(), 5)
+    ahead = read_ahead(items(), 5)
     assert next(ahead) == 1
     with pytest.raises(OSError, match="gone"):
         next(ahead)
@@ -52,21 +51,19 @@ def test_control_c_interrupts_the_wait_for_an_item():
     """In a process of its own: what others did to this one's signals does not matter."""
     program = """
 import os, signal, threading
-from chunkplan_runtime.feed.stream import ReadAhead
+from chunkplan_runtime.feed.stream import read_ahead
 signal.signal(signal.SIGINT, signal.default_int_handler)
 release = threading.Event()
 def items():
     release.wait()
     yield 1
-ahead = ReadAhead(items(), 1)
-timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-timer.start()
+ahead = read_ahead(items(), 1)
+threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+threading.Timer(0.3, release.set).start()
 try:
     next(ahead)
 except KeyboardInterrupt:
     print("interrupted")
-release.set()
-ahead.close()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
@@ -77,8 +74,8 @@ def test_the_interpreter_ends_with_an_iteration_left_open(left):
     """Without a hang, a message, or a thread killed at its work."""
     program = f"""
 import itertools
-from chunkplan_runtime.feed.stream import ReadAhead
-ahead = ReadAhead(itertools.count(), 2)
+from chunkplan_runtime.feed.stream import read_ahead
+ahead = read_ahead(itertools.count(), 2)
 left = {left}
 """
     runtime = ROOT / "runtime"

@@ -22,10 +22,10 @@ from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
-from chunkplan_runtime.proof.work import random_sequences, work_of
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -43,8 +44,18 @@ def of_the_layer(hidden: Tensor) -> Tensor:
     return hidden * 2 if torch.rand(()) < 0.5 else hidden
 
 
-@pytest.mark.parametrize("draw", [dropped, jittered, sampled, of_many_tokens, of_the_layer])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "keep-attention"])
+@pytest.mark.parametrize(
+    ("draw", "checkpointing"),
+    [
+        pytest.param(draw, level, marks=() if draw is dropped or level == levels[0] else pytest.mark.soak)
+        for draw, levels in zip(
+            (dropped, jittered, sampled, of_many_tokens, of_the_layer),
+            permutations(("none", "full", "keep-attention")),
+            strict=False,
+        )
+        for level in levels
+    ],
+)
 def test_a_layer_that_begins_to_draw_after_a_step_draws_alike_whatever_k(
     tiny_config: Any, handmade_plan: Any, random_sequences: Any, draw: Any, checkpointing: str
 ) -> None:

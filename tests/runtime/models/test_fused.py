@@ -18,9 +18,9 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
 from tests.support.places import ROOT
@@ -157,8 +157,14 @@ def test_a_norm_that_differs_in_one_way_stays_as_it_is(how, is_training):
     )
 
 
-@pytest.mark.parametrize("level", ["none", "keep-products", "full", "offload"])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(
+    ("level", "rank"),
+    [("none", 0), ("keep-products", 4), ("full", 0), ("offload", 4)]
+    + [
+        pytest.param(*case, marks=pytest.mark.soak)
+        for case in (("none", 4), ("keep-products", 0), ("full", 4), ("offload", 0))
+    ],
+)
 def test_gradients_in_chunks_are_exact_with_fused_norms(model, handmade_plan, random_sequences, level, rank):
     made = model("qwen3")
     fuse(made.model, "torch", CPU)

@@ -18,10 +18,10 @@ from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.reserve import attention_bytes
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from tests.support.alive import Alive
 
 LENGTHS = [23, 4, 9]

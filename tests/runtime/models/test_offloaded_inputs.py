@@ -18,8 +18,8 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.sharing import Span
 from tests.support.alive import Alive
@@ -38,8 +38,14 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("model_type", "levels"),
+    [
+        pytest.param(name, levels, marks=() if number == place else pytest.mark.soak)
+        for number, name in enumerate(MODELS)
+        for place, levels in enumerate(LEVELS)
+    ],
+)
 def test_gradients_are_those_of_plain_training(
     tiny_config: Any, handmade_plan: Any, random_sequences: Any, model_type: str, levels: str
 ) -> None:

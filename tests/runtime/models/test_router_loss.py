@@ -16,10 +16,10 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.proof.prove import (
     relative_errors,
     spread_weights,

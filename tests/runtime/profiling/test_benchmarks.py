@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Block
+from chunkplan_runtime.layout import Block, RankLayout
 from tests.support.places import ROOT
 
 

@@ -29,7 +29,7 @@ from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.profiling.timeline import ActionClock, stage_rows
+from chunkplan_runtime.timeline import ActionClock, stage_rows
 from tests.support.analyses import write_analysis
 from tests.support.command_line import Run
 from tests.support.process_pool import ProcessPool, process_pool

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -24,10 +26,10 @@ from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import run_whole, write_random_analysis
 from chunkplan_runtime.proof.prove import (
     TOLERANCE,
@@ -36,7 +38,6 @@ from chunkplan_runtime.proof.prove import (
     take_gradients,
     vanishing_gradients,
 )
-from chunkplan_runtime.proof.work import ThreadLinks
 from tests.support.kept_attention import keeping_attention
 
 #: By what crosses a border of chunks: keys and values, windows of them, latents, tiles, states of every kind.
@@ -82,6 +83,35 @@ CASES = st.builds(
     lora=st.booleans(),
     keep_attention=st.booleans(),
 )
+
+
+class ThreadLinks:
+    """Links between two stages that run in two threads of one process."""
+
+    def __init__(self, queues: dict[str, SimpleQueue[Any]]) -> None:
+        self._queues = queues
+
+    @contextmanager
+    def open(self, *_: Any) -> Iterator[None]:
+        yield
+
+    def _send(self, name: str, _: int, chunk_id: int, tensor: Tensor) -> None:
+        self._queues[name].put(tensor)
+
+    def _take(self, name: str, *_: int) -> Tensor:
+        tensor: Tensor | None = self._queues[name].get()
+        if tensor is None:
+            raise RuntimeError("the other stage failed")
+        return tensor
+
+    receive_input = partialmethod(_take, "inputs")
+    receive_gradient = partialmethod(_take, "gradients")
+    send_output = partialmethod(_send, "inputs")
+    send_input_gradient = partialmethod(_send, "gradients")
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            queue.put(None)
 
 
 @cache

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime import Executor, PlanStream, open_plan
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from tests.support.hf_cases import assert_same_gradients, whole_gradients, with_adapters
 from tests.support.mixed_chunks import LENGTHS, MIXED
 

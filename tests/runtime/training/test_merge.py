@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import new_model
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.final import check_mergeable, merge_adapters
 from tests.runtime.distributed.test_train import all_well

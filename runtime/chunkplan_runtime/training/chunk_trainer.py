@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.training_args import OptimizerNames
 
@@ -25,10 +27,13 @@ from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan.planfile.likeness import samples_of
+from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.likeness import how_to_build_like, samples_of
+from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
-from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.hf.data import PlanData, evaluation_plan, loader, nothing_to_evaluate, open_own
+from chunkplan_runtime.feed.stream import StepWork, open_plan
+from chunkplan_runtime.layout import used_blocks
+from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.parts import whole_of
 from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_plan
@@ -76,6 +81,37 @@ _STEPPING_IN_BACKWARD = ("lomo", "layerwise")
 _logger = logging.getLogger(__name__)
 
 
+class _PlanSteps(IterableDataset[dict[str, object]]):
+    """The epochs of a plan; a batch is a step: `work`, and what transformers counts tokens and FLOPs by.
+
+    It starts with step `position()` of the plan. Before a step in the middle of an epoch come empty batches, one for
+    each step that is done: when transformers resumes, it drops as many, whatever they hold.
+    """
+
+    def __init__(
+        self, plan: Plan, analysis: Analysis, model: PreTrainedModel, position: Callable[[], int], *, pin_memory: bool
+    ) -> None:
+        self.batch_size: int = plan.config.global_batch
+        self._num_steps: int = plan.manifest["totals"]["num_steps"] // plan.manifest["epochs"]
+        in_steps = plan.steps().column("num_sequences").slice(0, self._num_steps)
+        self.num_sequences: int = pc.sum(in_steps).as_py()  # of an epoch
+        self._position = position
+        self._stream = plan_stream(model.config, plan, analysis, pin_memory=pin_memory)
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        position = self._position()
+        done = position % len(self)
+        yield from ({} for _ in range(done))
+        self._stream.load_state_dict({**self._stream.state_dict(), "step": position})
+        for work in islice(self._stream, len(self) - done):
+            # As many elements as there are tokens, without their memory.
+            tokens = torch.ones(1, dtype=torch.int64).expand(work.step.num_tokens)
+            yield {"work": work, "input_ids": tokens, "attention_mask": tokens}
+
+
 class ChunkTrainer(Trainer):
     """Trains a causal language model with a plan; the model is any of transformers' on the list, or peft's around one.
 
@@ -117,33 +153,30 @@ class ChunkTrainer(Trainer):
         if type(self).compute_loss is not ChunkTrainer.compute_loss:
             raise UsageError(f"{type(self).__name__}.compute_loss would never be called", hint=LOSS_HINT)
         self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)
-        base = whole_of(model)
-        output = Path(args.output_dir or "trainer_output")
-        opened, found = open_own(plan, analysis, output / "plan")
+        base, output = whole_of(model), Path(args.output_dir or "trainer_output")
+        self._plan, found = _open_for_one(plan, analysis, output / "plan")
+        evaluation = _evaluation_plan(self._plan, found, eval_plan, output / "eval-plan")
+        if evaluation is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise _nothing_to_evaluate()
         pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
-        train_data = PlanData(opened, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
-        evaluation = evaluation_plan(opened, found, eval_plan, output / "eval-plan")
-        eval_data = None if evaluation is None else PlanData(*evaluation, base, lambda: 0, pin_memory=pin_memory)
-        if eval_data is None and (args.eval_strategy != "no" or args.eval_on_start):
-            raise nothing_to_evaluate()
-        batch_sizes = [data.batch_size for data in (train_data, eval_data) if data is not None]
+        train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
+        eval_data = None if evaluation is None else _PlanSteps(*evaluation, base, lambda: 0, pin_memory=pin_memory)
         super().__init__(
             model=model,
-            args=_settings_of_plan(args, opened, *batch_sizes),
+            args=_settings_of_plan(args, self._plan, train_data, eval_data),
             train_dataset=train_data,
             eval_dataset=eval_data,
             processing_class=processing_class,
-            callbacks=[*(callbacks or ()), PlanIdentity(samples_of(opened.manifest))],
+            callbacks=[*(callbacks or ()), PlanIdentity(samples_of(self._plan.manifest))],
             **passed_on,
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
         fuse(base, fused_kernels, self.args.device)
-        self._plan = opened
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of one batch a step of the plan, from the step that comes next."""
-        return loader(self.train_dataset)
+        return _loader(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """A loader of one batch a step of the evaluation plan.
@@ -154,13 +187,13 @@ class ChunkTrainer(Trainer):
         if eval_dataset is not None and eval_dataset is not self.eval_dataset:
             raise UsageError("evaluate takes no eval_dataset", hint="give eval_plan= to ChunkTrainer")
         if self.eval_dataset is None:
-            raise nothing_to_evaluate()
-        return loader(self.eval_dataset)
+            raise _nothing_to_evaluate()
+        return _loader(self.eval_dataset)
 
     def num_examples(self, dataloader: Any) -> int:
         """How many sequences an epoch of the loader's plan has."""
-        data: PlanData = dataloader.dataset
-        return data.num_sequences
+        num_sequences: int = dataloader.dataset.num_sequences
+        return num_sequences
 
     def train(
         self,
@@ -207,17 +240,17 @@ class ChunkTrainer(Trainer):
         """The loss of the evaluation plan: the mean over all its target tokens."""
         self._switch("eval")
         self.callback_handler.eval_dataloader = dataloader
-        total, num_targets, num_sequences = 0.0, 0, 0
+        total, num_targets = 0.0, 0
         for inputs in dataloader:
             work: StepWork = inputs["work"]
             with self.accelerator.autocast():
                 total += self._executor.evaluate(work) * work.step.num_target_tokens
             num_targets += work.step.num_target_tokens
-            num_sequences += work.step.num_sequences
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}
         nothing: Any = None
-        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=num_sequences)
+        num_samples = self.num_examples(dataloader)
+        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to predict: chunks never hold the outputs of a sequence.
@@ -261,25 +294,31 @@ def _check_settings(args: TrainingArguments) -> None:
         value = getattr(args, name, None)  # not every version has every setting
         if value and value != _NEUTRAL.get(name):
             raise UsageError(f"{name}={value!r} cannot be done with a plan", hint=hint)
-    optimizer, message, hint = OptimizerNames(args.optim).value, "", ""
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
-        message = "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan"
-        hint = REFUSED_SETTINGS["gradient_accumulation_steps"]
-    elif args.mixed_precision not in ("no", "bf16"):
-        message = f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not"
-        hint = "use bf16=True, or load the model in bfloat16"
-    elif any(part in optimizer for part in _STEPPING_IN_BACKWARD):
-        message = f"optim={optimizer!r} steps in every backward, of which a step has one a chunk"
-        hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
-    elif args.world_size > 1:
-        message = f"this runtime runs on one process, found {args.world_size}"
-        hint = "start it with python; a plan for several data-parallel ranks runs on one process too"
-    if message:
-        raise UsageError(message, hint=hint)
+        raise UsageError(
+            "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan",
+            hint=REFUSED_SETTINGS["gradient_accumulation_steps"],
+        )
+    if args.mixed_precision not in ("no", "bf16"):
+        raise UsageError(
+            f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not",
+            hint="use bf16=True, or load the model in bfloat16",
+        )
+    optimizer = OptimizerNames(args.optim).value
+    if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
+        raise UsageError(
+            f"optim={optimizer!r} steps in every backward, of which a step has one a chunk",
+            hint='use an optimizer that steps once a step, such as optim="adamw_torch"',
+        )
+    if args.world_size > 1:
+        raise UsageError(
+            f"this runtime runs on one process, found {args.world_size}",
+            hint="start it with python; a plan for several data-parallel ranks runs on one process too",
+        )
 
 
 def _settings_of_plan(
-    args: TrainingArguments, plan: Plan, batch_size: int, eval_batch_size: int = 1
+    args: TrainingArguments, plan: Plan, train_data: _PlanSteps, eval_data: _PlanSteps | None
 ) -> TrainingArguments:
     """A copy of `args` that says what the plan decides: epochs, sequences a step, one GPU, no loader processes.
 
@@ -299,23 +338,59 @@ def _settings_of_plan(
         )
     decided = {
         "num_train_epochs": epochs,
-        "per_device_train_batch_size": batch_size,
-        "per_device_eval_batch_size": eval_batch_size,
+        "per_device_train_batch_size": train_data.batch_size,
+        "per_device_eval_batch_size": 1 if eval_data is None else eval_data.batch_size,
         "dataloader_num_workers": 0,
     }
-    unset = {name for name in decided if getattr(args, name) == defaults[name]} - {"num_train_epochs"}
-    unset |= {"num_train_epochs"} if args.max_steps > 0 else set()  # transformers goes by max_steps then
-    overruled = [
-        f"{name}={value} (not {getattr(args, name):g})"
-        for name, value in decided.items()
-        if getattr(args, name) != value and name not in unset
-    ]
+    copied, overruled = copy.copy(args), []
+    for name, value in decided.items():
+        given = getattr(args, name)
+        # transformers goes by max_steps where these are given
+        is_unset = args.max_steps > 0 if name == "num_train_epochs" else given == defaults[name]
+        if given != value and not is_unset:
+            overruled.append(f"{name}={value} (not {given:g})")
+        setattr(copied, name, value)
     if args.n_gpu > 1:
         overruled.append(f"one GPU (not {args.n_gpu})")
     if overruled:
         _logger.warning("set by the plan %s: %s", plan.path, ", ".join(overruled))
-    copied = copy.copy(args)
-    for name, value in decided.items():
-        setattr(copied, name, value)
     copied._n_gpu = min(args.n_gpu, 1)  # more would have transformers run the model on all of them
     return copied
+
+
+def _open_for_one(plan: str | Path, analysis: str | Path | None, output: Path) -> tuple[Plan, Analysis]:
+    """Open a plan and its analysis for one process: where ranks share sequences, one like it, built at `output`."""
+    opened, found = open_plan(plan, analysis)
+    if not used_blocks(opened):
+        return opened, found
+    try:
+        from chunkplan import build_like  # the planner, which executing a plan does not need
+
+        build_like(opened.path, output, analysis=found.path, dp=1)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"ranks of the plan share sequences, and {error.name} is missing, to build one like it for this process",
+            where=str(opened.path),
+            hint=f"`{how_to_build_like(opened, 1, 1)}` builds it where chunkplan is installed with its planner",
+        ) from error
+    _logger.warning("ranks share sequences in %s: trained with %s, like it and for one process", opened.path, output)
+    return open_plan(output, found.path)
+
+
+def _evaluation_plan(
+    plan: Plan, analysis: Analysis, given: str | Path | None, output: Path
+) -> tuple[Plan, Analysis] | None:
+    """The evaluation plan and its analysis: the one given, or the one that was built with `plan`, if it was."""
+    if given is not None:
+        same = load_plan(given).manifest["analysis"]["content_hash"] == analysis.content_hash
+        return _open_for_one(given, analysis.path if same else None, output)
+    held_out = load_held_out(plan)
+    return None if held_out is None else _open_for_one(held_out.path, analysis.path, output)
+
+
+def _nothing_to_evaluate() -> UsageError:
+    return UsageError("there is no evaluation plan", hint="build the plan with --holdout, or give eval_plan=")
+
+
+def _loader(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)

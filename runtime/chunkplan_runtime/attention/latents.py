@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from chunkplan_runtime.attention.context import Mark
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
 
@@ -34,27 +35,13 @@ _OWNER = "chunkplan_owner"
 Shapes = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Made:
+class ExpandedLatents(NamedTuple):
     """Keys and values [1, heads, num_tokens, dim] as a layer made them of `latents`; the versions of all of them."""
 
     latents: tuple[Tensor, ...]
     key: Tensor
     value: Tensor
     versions: tuple[int, ...]
-
-    def is_of(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are the very tensors, and none was changed since, nor what they were made of."""
-        now = _versions(*self.latents, self.key, self.value)
-        return key is self.key and value is self.value and now == self.versions
-
-    @property
-    def saves(self) -> bool:
-        """Whether the latents are [1, heads, num_tokens, dim] each, and small enough."""
-        tokens = self.key.shape[2]
-        if any(each.dim() != 4 or each.shape[0] != 1 or each.shape[2] != tokens for each in self.latents):
-            return False
-        return LEAST_SAVING * sum(each.numel() for each in self.latents) <= self.key.numel() + self.value.numel()
 
 
 def watch_expansion(module: Any) -> None:
@@ -64,10 +51,10 @@ def watch_expansion(module: Any) -> None:
 
 
 def _expand_kv(module: Any, *latents: Tensor) -> tuple[Tensor, Tensor]:
-    with module.chunkplan.running_again():
+    with module.chunkplan.within(Mark.RUN_AGAIN):
         key, value = type(module).expand_kv(module, *latents)
     if module.chunkplan.context is not None:
-        module.chunkplan.made = Made(latents, key, value, _versions(*latents, key, value))
+        module.chunkplan.expanded = ExpandedLatents(latents, key, value, _versions(*latents, key, value))
     return key, value
 
 
@@ -99,11 +86,11 @@ class Expand:
         """
         with torch.enable_grad():
             leaves = tuple(each.detach().requires_grad_() for each in block.tensors)
-            made = self(leaves)
-        gradients = tuple(zeros_wide(each) for each in made)
-        yield KVBlock(block.start, block.stop, tuple(each.detach() for each in made), gradients)
+            pair = self(leaves)
+        gradients = tuple(zeros_wide(each) for each in pair)
+        yield KVBlock(block.start, block.stop, tuple(each.detach() for each in pair), gradients)
         given = [gradient.to(self.dtype) for gradient in gradients]
-        found = torch.autograd.grad(made, (*leaves, *self.weights), given, allow_unused=True)
+        found = torch.autograd.grad(pair, (*leaves, *self.weights), given, allow_unused=True)
         for home, gradient in zip(block.gradients, found[: len(leaves)], strict=True):
             home.add_(gradient)
         for place, gradient in enumerate(found[len(leaves) :]):
@@ -112,32 +99,38 @@ class Expand:
                 of_weights[place] = gradient.to(wide(gradient.dtype)) if before is None else before.add_(gradient)
 
 
-def latents_of(module: Any, made: Made) -> tuple[tuple[Tensor, ...], Expand | None]:
+def latents_of(module: Any, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], Expand | None]:
     """What pages keep in place of keys and values, [1, heads, num_tokens, dim] each, and how it is expanded.
 
-    Nothing where these are to be kept themselves: it would save too little, or dropout in the layer would draw
-    otherwise the next time. `made`: what the layer has made of latents.
+    Nothing where these are to be kept themselves: the layer has not just made them, or they or what they were made of
+    have been changed since; it would save too little; or dropout in the layer would draw otherwise the next time.
     """
-    if not made.saves or _draws(module):
+    expanded, module.chunkplan.expanded = module.chunkplan.expanded, None
+    if expanded is None or key is not expanded.key or value is not expanded.value:
         return (), None
-    device = made.key.device.type
-    autocast = torch.is_autocast_enabled(device)
+    latents = expanded.latents
+    is_changed = _versions(*latents, key, value) != expanded.versions
+    if is_changed or any(each.shape[::2] != (1, key.shape[2]) or each.dim() != 4 for each in latents):
+        return (), None
+    saves = LEAST_SAVING * sum(each.numel() for each in latents) <= key.numel() + value.numel()
+    if not saves or _draws(module):
+        return (), None
+    autocast = torch.is_autocast_enabled(key.device.type)
     # In the dtype of keys and values, to which products and copies cast what they are made of.
-    dtype = torch.get_autocast_dtype(device) if autocast else made.key.dtype
+    dtype = torch.get_autocast_dtype(key.device.type) if autocast else key.dtype
     weights = tuple(weight for weight in module.parameters() if weight.requires_grad)
-    return tuple(each.to(dtype) for each in made.latents), Expand(module, weights, dtype, autocast)
+    return tuple(each.to(dtype) for each in latents), Expand(module, weights, dtype, autocast)
 
 
 def owner_of(layer: int, key: Tensor, value: Tensor) -> int:
     """The layer whose pages have these keys and values: the first that attended with them, as they then say."""
-    found: list[tuple[int, int]] = []
+    owners = set()
     for tensor in (key, value):
         if not hasattr(tensor, _OWNER):
             setattr(tensor, _OWNER, (layer, tensor._version))
-        found.append(getattr(tensor, _OWNER))
-    (first, key_version), (other, value_version) = found
-    is_same = first == other and (key_version, value_version) == _versions(key, value)
-    return first if is_same else layer
+        first, version = getattr(tensor, _OWNER)
+        owners.add(first if version == tensor._version else layer)
+    return owners.pop() if len(owners) == 1 else layer
 
 
 def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[tuple[Shapes, bool]]:
@@ -154,7 +147,8 @@ def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> li
             return []
         if hasattr(attention, "expand_kv"):
             latents = (1, attention.kv_lora_rank), (1, attention.qk_rope_head_dim)
-            saves = LEAST_SAVING * _numbers(latents) <= _numbers(kv_shapes)
+            widths = [sum(heads * dim for heads, dim in shapes) for shapes in (latents, kv_shapes)]
+            saves = LEAST_SAVING * widths[0] <= widths[1]
             found.append((latents, True) if num_sharing == 1 and saves and not _draws(attention) else expanded)
     return found or [expanded]
 
@@ -166,8 +160,3 @@ def _draws(module: nn.Module) -> bool:
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
-
-
-def _numbers(shapes: Shapes) -> int:
-    """How many numbers a token takes."""
-    return sum(heads * dim for heads, dim in shapes)

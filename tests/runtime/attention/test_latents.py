@@ -18,18 +18,18 @@ from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import Mask, chunk_attention
-from chunkplan_runtime.attention.kept import Expand, page_shapes, watch_expansion
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import Kernels
+from chunkplan_runtime.attention.latents import Expand, page_shapes, watch_expansion
 from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import kv_shapes
-from chunkplan_runtime.models.lora import LoraOptions, add_lora
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.tiny import tiny_document
+from chunkplan_runtime.models.trained import LoraOptions, add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
 from chunkplan_runtime.sharing import Span
@@ -202,7 +202,7 @@ def test_pages_take_the_bytes_of_latents(model: Any, plan: Any, monkeypatch: pyt
     run = model("minicpm3")
     work = work_of(plan(1), run)
     assert most_bytes(run, work) == 30 * run.config.num_hidden_layers * sum(WIDTHS) * 8 * 2
-    monkeypatch.setattr("chunkplan_runtime.attention.kept.LEAST_SAVING", 3)
+    monkeypatch.setattr("chunkplan_runtime.attention.latents.LEAST_SAVING", 3)
     assert most_bytes(run, work) == 30 * run.config.num_hidden_layers * sum(EXPANDED) * 8 * 2
 
 

@@ -30,6 +30,7 @@ from tests.support.hf_cases import (
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
 ]

@@ -60,12 +60,15 @@ class ActionClock:
     def stop(self) -> StepTimeline:
         """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
-        since = self._since_start
+
+        def since_start(mark: _Mark) -> int:
+            return int(mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6))
+
         actions = [
-            TimedAction(dp_rank, each.op, each.chunk_id, since(start), since(end), each.virtual_stage)
+            TimedAction(dp_rank, each.op, each.chunk_id, since_start(start), since_start(end), each.virtual_stage)
             for dp_rank, each, start, end in self._actions
         ]
-        reduced = sum(since(end) - since(start) for start, end in self._reductions)
+        reduced = sum(since_start(end) - since_start(start) for start, end in self._reductions)
         return StepTimeline(self._step, actions, reduced)
 
     def on_device(self) -> str | None:
@@ -84,10 +87,6 @@ class ActionClock:
         event: _Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def _since_start(self, mark: _Mark) -> int:
-        nanoseconds: int = mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6)
-        return nanoseconds
 
 
 class ProcessRow(TypedDict):
@@ -110,19 +109,20 @@ def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
     last = max(own.end for own in spent)
-
-    def row(process: int, own: Spent) -> ProcessRow:
+    rows: list[ProcessRow] = []
+    for process, own in enumerate(spent):
         at = replace(layout, process=process)
         span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))
-        return {
-            "process": process,
-            "stage": at.stage,
-            "pipeline": at.replica,
-            "busy_seconds": own.busy,
-            "wait_seconds": span - own.busy,
-            "bubble": (span - own.busy) / span if span else 0.0,
-            "idle_seconds": last - span,
-            "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
-        }
-
-    return [row(process, own) for process, own in enumerate(spent)]
+        rows.append(
+            {
+                "process": process,
+                "stage": at.stage,
+                "pipeline": at.replica,
+                "busy_seconds": own.busy,
+                "wait_seconds": span - own.busy,
+                "bubble": (span - own.busy) / span if span else 0.0,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+            }
+        )
+    return rows

@@ -25,6 +25,7 @@ from tests.support.hf_cases import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
 ]

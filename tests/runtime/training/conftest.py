@@ -1,4 +1,4 @@
-"""A plan, a model and a `ChunkTrainer` of both, for the tests of this folder."""
+"""A plan, a model and a `ChunkTrainer` of both, for its tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan_runtime import ChunkTrainer
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_thread():
     """Models this small only wait for a second one."""
     before = torch.get_num_threads()

@@ -13,7 +13,7 @@ from transformers import (
 
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime import ChunkTrainer
-from chunkplan_runtime.models.modes import evaluate_in_float64
+from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients
 from tests.support.analyses import write_analysis
 from tests.support.hf_cases import (
@@ -29,6 +29,7 @@ from tests.support.router_cases import OF_WHOLE_SEQUENCES
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
 ]
