@@ -29,35 +29,6 @@ NO_ROOM = "check that the disk has room and may be written; --resume goes on fro
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
-class RunLock:
-    """One run at a time in a folder, by a lock on the folder itself: nothing is left of it, however the run ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def take(self) -> None:
-        """Hold the folder, if it is there and not held by this run already, and its file system has locks.
-
-        Raises UsageError: another run holds it.
-        """
-        if self._descriptor is not None or not self._path.is_dir():
-            return
-        self._descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            try_lock(self._descriptor)
-        except BlockingIOError as error:
-            self.release()
-            hint = "wait for it to end, or give another --output"
-            raise UsageError(f"another run is at work in {self._path}", hint=hint) from error
-
-    def release(self) -> None:
-        """Let another run have the folder."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
 class RunFolder:
     """The paths of all that a run leaves in its folder; docs/training.md has what they are."""
 
@@ -66,6 +37,28 @@ class RunFolder:
         self.config, self.measured, self.final = path / "config.json", path / "measured.json", path / "final"
         self.metrics, self.evaluations = path / "metrics.jsonl", path / "evals.jsonl"
         self.sequences = path / "sequences.jsonl"
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Hold the folder, if it is there and its file system has locks. Raises UsageError: another run holds it.
+
+        It is a lock on the folder itself: nothing is left of it, however the process ends.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            try_lock(self._lock)
+        except BlockingIOError as error:
+            self.unlock()
+            hint = "wait for it to end, or give another --output"
+            raise UsageError(f"another run is at work in {self.path}", hint=hint) from error
+
+    def unlock(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint from which `step` comes next."""
