@@ -41,7 +41,6 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
-from chunkplan_runtime.training.optimizer import empty_state
 from chunkplan_runtime.training.run_folder import RunFolder, remove_folder, shared_folder, why
 from chunkplan_runtime.training.setup import TrainingData
 
@@ -150,26 +149,20 @@ def read_state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def read_tensors(checkpoint: Path, weights: Mapping[str, Tensor], job: Job) -> dict[str, Tensor]:
-    """Fill `weights`, all that this process trains, and return what the optimizer remembered of them.
+def read_tensors(
+    checkpoint: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], job: Job
+) -> set[str]:
+    """Fill `weights`, all that this process trains, and of `optimizer` what is remembered; returns the names of these.
 
-    The latter is by `NAME:ENTRY`, see `empty_state`. Raises DataError: they cannot be read, or are of another model.
+    Raises DataError: they cannot be read, or are of another model.
     """
     with _reading(checkpoint / _WEIGHTS):
         load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), **_processes(job))
-    found: dict[str, Tensor] = {}
     with _reading(checkpoint / _OPTIMIZER):
         stored = HuggingFaceStorageReader(str(checkpoint / _OPTIMIZER))
-        for key, entry in stored.read_metadata().state_dict_metadata.items():
-            weight = weights.get(key.rpartition(":")[0])
-            if weight is None:
-                continue  # of another stage
-            room = empty_state(weight, entry.properties.dtype, entry.size)  # type: ignore[union-attr]  # all tensors
-            if room is None:
-                raise DataError(f"no state of that weight: {key}", where=str(checkpoint / _OPTIMIZER), hint=_HINT)
-            found[key] = room
-        load(found, storage_reader=stored, **_processes(job))
-    return found
+        names = optimizer.keys() & stored.read_metadata().state_dict_metadata.keys()
+        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, **_processes(job))
+    return names
 
 
 def restore_random_states(state: Mapping[str, Any], device: torch.device) -> None:

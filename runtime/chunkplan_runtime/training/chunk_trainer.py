@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pyarrow.compute as pc
 import torch
@@ -195,23 +195,16 @@ class ChunkTrainer(Trainer):
         num_sequences: int = dataloader.dataset.num_sequences
         return num_sequences
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As `Trainer.train`. A resumed run goes on at the step of the plan that comes next, bit for bit on a CPU.
 
         Raises:
             UsageError: there is no checkpoint, or it is of another plan, or of learning rates that this run has not.
         """
         if resume_from_checkpoint:
-            is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
-            resume_from_checkpoint = checkpoint_of_plan(
-                resume_from_checkpoint, self.args, self._plan, has_own_rates=is_given
-            )
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            how: Any = {"has_own_rates": self.lr_scheduler is not None and not self._created_lr_scheduler}
+            resume_from_checkpoint = checkpoint_of_plan(resume_from_checkpoint, self.args, self._plan, **how)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the plan; gradients are then those of its loss, a scalar.
@@ -230,12 +223,7 @@ class ChunkTrainer(Trainer):
         return torch.tensor(loss, dtype=torch.float64, device=self.args.device)
 
     def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         """The loss of the evaluation plan: the mean over all its target tokens."""
         self._switch("eval")
@@ -247,35 +235,22 @@ class ChunkTrainer(Trainer):
                 total += self._executor.evaluate(work) * work.step.num_target_tokens
             num_targets += work.step.num_target_tokens
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        metrics = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}
-        nothing: Any = None
-        num_samples = self.num_examples(dataloader)
-        return EvalLoopOutput(predictions=nothing, label_ids=None, metrics=metrics, num_samples=num_samples)
+        metrics, nothing = {f"{metric_key_prefix}_loss": total / max(num_targets, 1)}, cast(Any, None)
+        return EvalLoopOutput(nothing, None, metrics, num_samples=self.num_examples(dataloader))
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to predict: chunks never hold the outputs of a sequence.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "ChunkTrainer predicts nothing", hint="evaluate() gives the loss; for outputs call the model itself"
-        )
+        """Refuse to predict, by a UsageError: chunks never hold the outputs of a sequence."""
+        hint = "evaluate() gives the loss; for outputs call the model itself"
+        raise UsageError("ChunkTrainer predicts nothing", hint=hint)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to compute a loss: it is part of the executor's work.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse to compute a loss, by a UsageError: it is part of the executor's work."""
         raise UsageError("a chunk has no loss of its own to compute", hint=LOSS_HINT)
 
     def _switch(self, mode: str) -> None:
         """Put the model, and an optimizer that has modes, into "train" or "eval"."""
         for switched in (self.model, self.optimizer):
-            switch = getattr(switched, mode, None)
-            if callable(switch):
-                switch()
+            getattr(switched, mode, lambda: None)()
 
 
 def _accepted_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, zeros
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from chunkplan.cost.optimizers import BLOCK, ELEMENTWISE
@@ -107,19 +107,20 @@ class _AdamW8bit(torch.optim.AdamW):
         return loss
 
     def _update(self, weight: Tensor, group: Any) -> None:
-        state, local = self.state[weight], local_part(weight)
-        if not state:
+        state, local, shape = self.state[weight], _local(weight), blocks_shape(weight)
+        if not state and shape is not None:
             state["step"] = torch.zeros(())
             for number in (1, 2):  # whatever the codes are, with scales of 0 they stand for 0
                 state[f"moment{number}"] = torch.zeros_like(weight, dtype=torch.uint8)
-                state[f"scale{number}"] = _block_scales(weight, torch.float32)
+                of_blocks = weight.flatten(1)[:, : shape[1]]  # sharded by rows as the weight is
+                state[f"scale{number}"] = torch.zeros_like(of_blocks, dtype=torch.float32)
         state["step"] += 1
         if local.numel():  # a process may have no rows of a weight
             assert weight.grad is not None
-            moments = [local_part(state[f"moment{number}"]) for number in (1, 2)]
-            scales = [local_part(state[f"scale{number}"]).view(-1) for number in (1, 2)]
+            moments = [_local(state[f"moment{number}"]) for number in (1, 2)]
+            scales = [_local(state[f"scale{number}"]).view(-1) for number in (1, 2)]
             self._update_blocks(
-                *("adam", local_part(weight.grad).contiguous(), local, *moments, *group["betas"], 0.0, 0.0),
+                *("adam", _local(weight.grad).contiguous(), local, *moments, *group["betas"], 0.0, 0.0),
                 *(group["eps"], int(state["step"]), group["lr"], *self._values, *scales),
                 weight_decay=group["weight_decay"],
             )
@@ -156,30 +157,17 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
     }
 
 
-def empty_state(weight: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor | None:
-    """Room for an entry of `shape` that some optimizer has of `weight`, or of this process's rows; None: none has it.
-
-    That is a number, one for each number of the weight, for each block of them, or for each of its rows or columns.
-    """
-    if not shape:
-        return torch.empty((), dtype=dtype)
-    if shape == weight.shape:
-        return torch.empty_like(weight, dtype=dtype, requires_grad=False)
-    if shape == blocks_shape(weight):
-        return _block_scales(weight, dtype)
-    rows_and_columns = [(*weight.shape[:-1], 1), (*weight.shape[:-2], 1, *weight.shape[-1:])]
-    if weight.ndim >= 2 and tuple(shape) in rows_and_columns and not isinstance(weight, DTensor):
-        return torch.empty(shape, dtype=dtype, device=weight.device)
-    return None
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> None:
-    """Give an optimizer the state that `optimizer_state` took from another one."""
-    for key, value in state.items():
-        name, _, entry = key.rpartition(":")
-        optimizer.state[weights[name]][entry] = value.to(weights[name].device)
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer remember something of every weight, by an update that changes none: room for what is read."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
@@ -190,15 +178,6 @@ def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
     return None if row % BLOCK else (weight.shape[0], row // BLOCK)
 
 
-def _block_scales(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros, one for each block of `weight`, sharded by rows as that is."""
-    shape = blocks_shape(weight)
-    assert shape is not None
-    if isinstance(weight, DTensor):
-        return zeros(*shape, dtype=dtype, device_mesh=weight.device_mesh, placements=weight.placements)
-    return torch.zeros(shape, dtype=dtype, device=weight.device)
-
-
-def local_part(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """What this process has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,14 +13,7 @@ from transformers import TrainerCallback
 
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
-from chunkplan_runtime.distributed.job import (
-    Job,
-    gather_objects,
-    lost_peers,
-    make_groups,
-    refuse_differences,
-    versions_with,
-)
+from chunkplan_runtime.distributed import job as jobs
 from chunkplan_runtime.distributed.launch import TIMEOUT, check_gpus, find_own_gpu, joined
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.layout import RankLayout, choose_layout
@@ -39,7 +32,7 @@ def train_alone(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) 
         ChunkplanError: as `train` does.
     """
     choose_layout(load_plan(config.plan), 1, 0)  # refused here if it cannot be
-    train(choose_device(config), Job(), callbacks)
+    train(choose_device(config), jobs.Job(), callbacks)
 
 
 def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
@@ -53,17 +46,17 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
         size, process = dist.get_world_size(), dist.get_rank()
         watchdog = Watchdog(RankLayout(dp=size, process=process))
         watchdog.start()
-        with _printed_by_one(watchdog, process), lost_peers(watchdog):
-            check_gpus(gather_objects(find_own_gpu(config.device)))
+        with _printed_by_one(watchdog, process), jobs.lost_peers(watchdog):
+            check_gpus(jobs.gather_objects(find_own_gpu(config.device)))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
-            refuse_differences(gather_objects(versions_with(plan)))
+            jobs.refuse_differences(jobs.gather_objects(jobs.versions_with(plan)))
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
             # Those of process 0: one that was given another evaluation plan is refused after groups are made.
             blocks = [sharing_blocks(config, layout)]
             dist.broadcast_object_list(blocks, src=0)
-            job = Job(layout, make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0]), watchdog)
+            job = jobs.Job(layout, jobs.make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0]), watchdog)
             train(config, job, callbacks)
             job.barrier()
         watchdog.stop()

@@ -26,6 +26,7 @@ from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
+from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import Fused, fuse
@@ -39,15 +40,6 @@ from chunkplan_runtime.models.model import (
     read_pretrained_config,
 )
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.models.trained import (
-    LoraOptions,
-    add_lora,
-    freeze_weights,
-    frozen_names,
-    in_4bit,
-    take_adapters,
-    without_adapters,
-)
 from chunkplan_runtime.proof.prove import exact_router_loss
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
@@ -226,46 +218,50 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
             of weights is of none.
         DataError: some of them are missing or of other shapes, or transformers cannot build it.
     """
-    is_alone, identity, note = job.groups is None, None, None
-    if is_alone:
-        own = _whole_model(config, model_config, plan)
-        own = replace(own, model=own.model.to(config.device))
-    else:
-        own, identity, note = _load_part(config, model_config, plan, job)
+    is_alone = job.groups is None
+    own, identity, note = _load_part(config, model_config, plan, job)
     kernels = config.fused_kernels or "none"
     fused = fuse(own.model, kernels, torch.device(config.device)) if kernels != "none" else None
     whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
-        options = LoraOptions(**adapters, seed=config.seed)
-        own = add_lora(own, options, None if is_alone else whole)
-        whole = own if is_alone else add_lora(whole, options, whole)
-        note = "; ".join(filter(None, (note, without_adapters(whole, config.lora_targets)))) or None
+        options = trained.LoraOptions(**adapters, seed=config.seed)
+        own = trained.add_lora(own, options, None if is_alone else whole)
+        whole = own if is_alone else trained.add_lora(whole, options, whole)
+        note = "; ".join(filter(None, (note, trained.without_adapters(whole, config.lora_targets)))) or None
         if not is_alone:
-            take_adapters(own, whole)
-    frozen = frozen_names(whole.model, config.freeze or (), config.train_only or ())
+            trained.take_adapters(own, whole)
+    frozen = trained.frozen_names(whole.model, config.freeze or (), config.train_only or ())
     for model in (own, whole):
-        freeze_weights(model.model, frozen)
+        trained.freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
     return Built(own, whole, identity, note, fused, compiled)
 
 
 def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
-    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
-    device, note = torch.device(config.device), None
-    layers = stage_layers(model_config, config, plan, job.layout)
-    if config.model is not None:
-        how: Any = {"kernels": _kernels(config, plan), "device": device}
-        try:
-            return *load_shard(config.model, model_config, dtype_of(config), layers, job.layout, **how), None
-        except WholeOnlyError as error:
-            note = f"every process loads the whole model, not its part: {error}"
-    model = _whole_model(config, model_config, plan)
+    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it.
+
+    What is not read part by part is made on the CPU, where the same seed draws the same for any layout.
+    """
+    device, dtype, layout, note = torch.device(config.device), dtype_of(config), job.layout, None
+    layers = [] if job.groups is None else stage_layers(model_config, config, plan, layout)
+    kernels = _kernels(config, plan)
+    if config.model is None:
+        model = new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
+    else:
+        if job.groups is not None:
+            how: Any = {"kernels": kernels, "device": device}
+            try:
+                return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
+            except WholeOnlyError as error:
+                note = f"every process loads the whole model, not its part: {error}"
+        quantized = trained.in_4bit(dtype, device) if config.load_in_4bit else {}
+        model = load_model(config.model, model_config, dtype, kernels=kernels, runs_on=device, **quantized)
     if note is not None:
         note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"
-    identity = fingerprint(model, model, Job())
-    return own_stage(model, layers, job.layout, device), identity, note
+    identity = None if job.groups is None else fingerprint(model, model, Job())
+    return own_stage(model, layers, layout, device), identity, note
 
 
 def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
@@ -277,15 +273,6 @@ def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
         return Kernels(config.attention, has_links=has_links)
     is_here = is_profile_of(hardware.name, device_name(torch.device(config.device)))
     return Kernels(config.attention, hardware.attention if is_here else (), has_links=has_links)
-
-
-def _whole_model(config: TrainConfig, model_config: Any, plan: Plan) -> CausalLM:
-    """A model on the CPU, where the same seed draws the same for any layout."""
-    dtype, device, kernels = dtype_of(config), torch.device(config.device), _kernels(config, plan)
-    if config.model is not None:
-        quantized = in_4bit(dtype, device) if config.load_in_4bit else {}
-        return load_model(config.model, model_config, dtype, kernels=kernels, runs_on=device, **quantized)
-    return new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
 
 
 def _meta_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) -> CausalLM:

@@ -32,7 +32,7 @@ from chunkplan_runtime.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import add_up
-from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer, optimizer_state, restore_optimizer
+from chunkplan_runtime.training.optimizer import TrainedWeights, begin_state, make_optimizer, optimizer_state
 
 T = TypeVar("T")
 
@@ -219,5 +219,9 @@ class TrainStep:
     def restore(self, checkpoint: Path) -> None:
         """Take weights and optimizer states from a checkpoint."""
         weights = self._weights.tensors
-        restore_optimizer(self.optimizer, weights, read_tensors(checkpoint, weights, self._job))
+        begin_state(self.optimizer)
+        read = read_tensors(checkpoint, weights, optimizer_state(self.optimizer, weights), self._job)
+        remembered = {name.rpartition(":")[0] for name in read}
+        for name in weights.keys() - remembered:  # which have had no gradient
+            self.optimizer.state.pop(weights[name], None)
         self._weights.publish()
