@@ -7,8 +7,7 @@
 Four gloo processes on this machine, on CPUs, as data-parallel replicas, as pipeline stages, and both. What a process
 has, its share, are the weights that it holds, with the float32 master weights of those in bfloat16. Its peak is the
 most memory that was resident, less what was before: when torch, transformers and all code were there, and a tiny model
-had been loaded and saved in the same way. The peaks of a checkpoint of the weights, written and read, have all that
-the process holds in them too.
+had been loaded and saved in the same way. What a checkpoint takes, written and read, is over what was resident then.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def make_plans(folder: Path) -> None:
 
 
 def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
-    """Bytes of the weights that a process holds, and its peaks: loaded, saved, a checkpoint written, and read."""
+    """Bytes of the weights that a process holds, its peaks, and what a checkpoint takes beside what is held."""
     built = build_model(config, read_model_config(config), load_plan(config.plan), job)
     step = TrainStep(built.own, config, 1, job)
     held = {id(each): each for each in (*step.model.model.parameters(), *step.tensors()["weights"].values())}
@@ -92,19 +91,24 @@ def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
     save_final(step, built.whole, [], config.output, job, file_bytes=_FILE_BYTES)
     found["saved"] = _memory("VmHWM")
     run = RunFolder(config.output.with_suffix(".run"))
-    _forget_peak()
     what = {"state": {}, "keep_last": 1, "best": None, "device": _CPU, "job": job}
     checkpoint.write_checkpoint(run, 0, **step.tensors(), **what)
-    found["written"] = _memory("VmHWM")
-    _forget_peak()
-    step.restore(run.checkpoint(0))
-    found["read"] = _memory("VmHWM")
+    step.restore(run.checkpoint(0))  # makes the states of the optimizer
+    for phase in ("written", "read"):
+        before = _forget_peak()
+        if phase == "written":
+            checkpoint.write_checkpoint(run, 1, **step.tensors(), **what)
+        else:
+            step.restore(run.checkpoint(1))
+        found[phase] = _memory("VmHWM") - before
     return found
 
 
-def _forget_peak() -> None:
+def _forget_peak() -> int:
+    """Begin a new peak; returns the resident memory now."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
@@ -123,11 +127,10 @@ def _work(rank: int, folder: Path, dp: int, pp: int, precision: str, port: int) 
     where = {"plan": plan.path, "device": "cpu", "precision": precision}
     tiny = TrainConfig(model=str(folder / "tiny"), output=folder / f"tiny-{dp}-{pp}-{precision}", **where)
     _load_and_save(tiny, job)
-    _forget_peak()
-    before = _memory("VmRSS")
+    before = _forget_peak()
     config = replace(tiny, model=str(folder / "model"), output=folder / f"final-{dp}-{pp}-{precision}")
-    found = {name: size - (0 if name == "share" else before) for name, size in _load_and_save(config, job).items()}
-    found["before"] = before
+    found = _load_and_save(config, job)
+    found |= {"before": before, "loaded": found["loaded"] - before, "saved": found["saved"] - before}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
