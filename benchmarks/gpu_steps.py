@@ -32,7 +32,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 Row = dict[str, Any]
@@ -84,7 +84,7 @@ def run_plan(
         config = read_config(write_model(plan.model, Path(folder)))
         model = new_model(config, torch.bfloat16, 0, device=run.device)
         if plan.lora_rank:
-            model = add_lora(model, LoraOptions(rank=plan.lora_rank, alpha=16))
+            model = add_lora(model, rank=plan.lora_rank, alpha=16)
         weights = TrainedWeights(model.model, master_weights=True)
         if compile_:
             CompiledLayers(model)

@@ -14,7 +14,7 @@ from runtime_batch import Batch, make_batch, qwen2, run_whole
 from chunkplan_runtime.devices import synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ def measure_longest(device: torch.device, budget: float, toy: bool) -> Iterator[
         )
         dtype = torch.bfloat16
     lengths = [length << power for power in range((longest // length).bit_length())]
-    model = add_lora(new_model(config, dtype, 0, device=device), LoraOptions(rank=_RANK, alpha=2 * _RANK))
+    model = add_lora(new_model(config, dtype, 0, device=device), rank=_RANK, alpha=2 * _RANK)
     weights = sum(parameter.nbytes for parameter in model.model.parameters())
 
     def chunked(batch: Batch) -> None:

@@ -13,7 +13,7 @@ KERNELS = {
     "flash-attn-4": "flash.FlashAttn4Kernel",
     "flash-attn-2": "flash.FlashAttn2Kernel",
     "torch-cuda": "flash.TorchCudaKernel",
-    "torch-cpu": "torch_cpu.TorchCpuKernel",
+    "torch-cpu": "flash.TorchCpuKernel",
     "reference": "reference.ReferenceKernel",
 }
 

@@ -1,9 +1,8 @@
 """Devices: which one a name means, which profiles are of it, when the host may wait for it, dtypes of sums on it.
 
-On a GPU a send is a kernel that waits there for the other process to receive, and a receive one that waits for it to
-send. Who waits for the whole device waits for them too; if the other process does the same, neither gets to what the
-other one waits for. CUDA waits so when it is asked to, and when it takes page-locked memory from the system. All of
-that is done here, and refused while links are open, on a CPU as well, where none of it would wait.
+On a GPU a send or a receive is a kernel that waits there for the other process. Two processes that wait for their whole
+devices may so wait for each other for ever. CUDA waits when it is asked to, and when it takes page-locked memory from
+the system. All of that is done here, and refused while links are open, on a CPU as well, where none of it would wait.
 """
 
 from __future__ import annotations
@@ -42,13 +41,12 @@ def find_device(name: str) -> torch.device:
     device = torch.device(("cuda" if num_gpus else "cpu") if name == "auto" else name)
     if device.type == "cpu":
         return device
-    index = device.index or 0
-    if index >= num_gpus:
+    if (device.index or 0) >= num_gpus:
         raise UsageError(
             f"--device is {name}, this torch ({torch.__version__}) sees {num_gpus} GPUs",
             hint="choose another, such as cpu, or install a torch that was built for CUDA",
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", device.index or 0)
 
 
 def local_device_index() -> int:

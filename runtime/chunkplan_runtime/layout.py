@@ -172,8 +172,12 @@ def _or_build_like(plan: Plan, dp: int, pp: int, start: str, then: str = _GO_ON)
     return f"{start}or `{command}` builds one of the same steps for these: {then}".removeprefix("or ")
 
 
-def choose_layout(plan: Plan, world_size: int, process: int) -> RankLayout:
+def choose_layout(
+    plan: Plan, world_size: int, process: int, *, like: Plan | None = None, then: str = _GO_ON
+) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `process`.
+
+    `like` and `then`: see `refuse_other_replicas`.
 
     Raises:
         UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
@@ -188,11 +192,11 @@ def choose_layout(plan: Plan, world_size: int, process: int) -> RankLayout:
     processes = "process" if numbers == "1" else "processes"
     start = f"`torchrun --nproc-per-node N` or `chunkplan train --nproc N` with {numbers} {processes} in all, "
     if not is_uneven and dp:
-        refuse_other_replicas(plan, dp, start=start)
+        refuse_other_replicas(plan, dp, start=start, like=like, then=then)
     num_stages = gcd(world_size, pp)
     shape = counted(plan_dp, "data-parallel rank") + (f" of {pp} stages each" if pp > 1 else "")
     raise UsageError(
         f"{world_size} {'process' if world_size == 1 else 'processes'} cannot share the plan's {shape} evenly",
         where=str(plan.path),
-        hint=_or_build_like(plan, world_size // num_stages, num_stages, start),
+        hint=_or_build_like(like or plan, world_size // num_stages, num_stages, start, then),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -89,27 +89,14 @@ class ActionClock:
         return event
 
 
-class ProcessRow(TypedDict):
-    """What a process did and waited for in a step; times in seconds."""
-
-    process: int
-    stage: int
-    pipeline: int
-    busy_seconds: float
-    wait_seconds: float
-    bubble: float
-    idle_seconds: float
-    reduce_seconds: float
-
-
-def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[ProcessRow]:
-    """What each process did and waited for in a step, in their order, each a row of JSON.
+def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[dict[str, float]]:
+    """What each process did and waited for in a step, in their order, each a row of JSON; times in seconds.
 
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.
     """
     last = max(own.end for own in spent)
-    rows: list[ProcessRow] = []
+    rows: list[dict[str, float]] = []
     for process, own in enumerate(spent):
         at = replace(layout, process=process)
         span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))

@@ -115,7 +115,7 @@ def test_gradients_are_the_same_bits_whatever_k_and_whatever_is_on_the_host(run_
 
 @pytest.mark.parametrize("kind", ["linear", "transposed"])
 def test_products_are_added_to_master_weights_without_being_rounded(kind):
-    """The first one makes the sum, by a product in float32, and others are added to it in place."""
+    """They are added in place, by products in float32."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, 160) if kind == "linear" else Conv1D(160, 96)
     layer.to(DEVICE, torch.bfloat16)

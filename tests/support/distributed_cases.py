@@ -38,7 +38,7 @@ from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed
-from chunkplan_runtime.models.trained import ALL_LINEAR, LoraOptions, add_lora, freeze_weights, frozen_names
+from chunkplan_runtime.models.trained import ALL_LINEAR, add_lora, freeze_weights, frozen_names
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.training.optimizer import TrainedWeights
@@ -372,7 +372,7 @@ def _reference_loss(model: CausalLM, plan: Plan, analysis: Analysis, step: int) 
 
 def _adapted(model: CausalLM, dropout: float, targets: tuple[str, ...] = (ALL_LINEAR,)) -> CausalLM:
     """With adapters that are not zero, where half of their gradients would vanish."""
-    model = add_lora(model, LoraOptions(rank=2, alpha=4.0, dropout=dropout, targets=targets))
+    model = add_lora(model, rank=2, alpha=4.0, dropout=dropout, targets=targets)
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.model.parameters():

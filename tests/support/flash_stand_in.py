@@ -53,8 +53,7 @@ def write_package_4(folder: Path, _: str, signatures: dict[str, str] = PUBLISHED
     for name, signature in signatures.items():
         lines.append(f"def {name}({signature}):\n    return flash_stand_in.{name.removeprefix('_')}(locals())")
     (folder / "flash_attn" / "cute" / "interface.py").write_text("\n".join(lines) + "\n")
-    (folder / "flash_attn_4-4.0.0b36.dist-info").mkdir()
-    (folder / "flash_attn_4-4.0.0b36.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0b36\n")
+    _write_metadata(folder, "flash-attn-4", "4.0.0b36")
 
 
 def write_package(folder: Path, namespace: str, version: str = "2.8.3", signatures: dict[str, str] = PUBLISHED) -> None:
@@ -62,6 +61,7 @@ def write_package(folder: Path, namespace: str, version: str = "2.8.3", signatur
     package = folder / "flash_attn"
     package.mkdir()
     (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    _write_metadata(folder, "flash-attn", version)
     lines = [
         "import torch",
         "from tests.support import flash_stand_in",
@@ -72,6 +72,12 @@ def write_package(folder: Path, namespace: str, version: str = "2.8.3", signatur
         lines.append(f'library.impl("{name}", flash_stand_in.{name.lstrip("_")}, "CPU")')
         lines.append(f"_wrapped{name} = torch.ops.{namespace}.{name}")
     (package / "flash_attn_interface.py").write_text("\n".join(lines) + "\n")
+
+
+def _write_metadata(folder: Path, name: str, version: str) -> None:
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
 
 
 def flash_attn_varlen_forward(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.execution.executor import Place, RankExecutor
+from chunkplan_runtime.execution.executor import ChunkKey, RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
 from chunkplan_runtime.kv.store import GatheredMemory
@@ -61,7 +61,7 @@ class _Watch:
         self._executor, self._work = executor, work
         self.observed = Observed()
         self._at_work: Action | None = None
-        self._done: set[Place] = set()
+        self._done: set[ChunkKey] = set()
         self._refs: list[tuple[Action, Any]] = []
 
     def pack(self, tensor: Tensor) -> _Saved:
@@ -100,7 +100,7 @@ class _Watch:
             seen.leaks.append("the store is not empty")
 
 
-def _place(action: Action) -> Place:
+def _place(action: Action) -> ChunkKey:
     return action.virtual_stage, action.chunk_id
 
 

@@ -21,8 +21,8 @@ from chunkplan_runtime.sharing import Run, SharedPart, Span
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents
 
-#: From query, key, value, sink and latents to out and log-sum-exp.
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]], tuple[Tensor, Tensor]]
+#: From sink, and query, key, value and latents, to out and log-sum-exp.
+Attend = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class KeptResults:
@@ -91,13 +91,12 @@ class Mark(Enum):
 class Current:
     """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
 
-    So its attention finds the chunk whatever arguments the code between passes on, also where layers run again in a
-    backward. A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in
-    `output` what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all
-    segments of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer that
-    is at work has just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers
-    whose inputs lie in host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what
-    attention gave in the layer that is at work, for when that runs again. `compiles`: whether the model is compiled.
+    A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in `output`
+    what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all segments
+    of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer at work has
+    just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose inputs lie in
+    host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what attention gave in the
+    layer at work, for when that runs again. `compiles`: whether the model is compiled.
     """
 
     context: ChunkContext | None = None

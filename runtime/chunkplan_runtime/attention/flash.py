@@ -1,20 +1,18 @@
-"""FlashAttention on a CUDA GPU: PyTorch's own copy, cuDNN's attention, and the packages flash-attn and flash-attn-4.
+"""FlashAttention: PyTorch's own on a CPU and on a GPU, cuDNN's, and that of the packages flash-attn and flash-attn-4.
 
 Of PyTorch the operators are called that `torch.nn.attention.varlen` and `scaled_dot_product_attention` are made of:
 `varlen_attn` gives its backward the LSE of its own keys only and has no GQA in torch 2.11. Of each package two of its
-own functions are called, which it promises to nobody: what they take is looked at before they are chosen. Version 4 is
-for a Hopper GPU or a newer one, and compiles its kernels when they are first called.
+own functions are called, which it promises to nobody: a trial shows whether they are what they were (`kernels`).
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -26,45 +24,51 @@ from chunkplan_runtime.devices import sent
 
 _aten = torch.ops.aten
 
-#: The first version of cuDNN that is called.
+#: Of cuDNN: the first version that is called; lengths that come again are multiples of so many tokens; FLOPs of a
+#: forward that a plan is made of whatever its lengths; numbers that a tensor with all heads may have.
 _CUDNN_VERSION = 91_000
-
-#: Of cuDNN: lengths that come again are multiples of so many tokens.
 _MULTIPLE = 512
-
-#: FLOPs of a forward that a plan of cuDNN is made of whatever its lengths: what each layer gains pays for it.
 _LONG_CALL = 2e13
-
-#: Numbers that a tensor with all heads may have for cuDNN.
 _MOST_NUMBERS = 2**31
 
 #: The first version of flash-attn that is called, and the first that is not any more.
 _VERSIONS = ((2, 8), (3, 0))
 
-_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_RUNS_2 = (
-    *_BOUNDS,
-    *("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"),
-)
-_RUNS_4 = (*_BOUNDS, "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
-
-#: What is called of version 2: the arguments it is given, which have to be its first ones, and how many results it has.
-_CALLED_2 = {
-    "_wrapped_flash_attn_varlen_forward": (("q", "k", "v", *_RUNS_2), 4),
-    "_wrapped_flash_attn_varlen_backward": (
-        ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *_RUNS_2, "deterministic"),
-        1,
-    ),
-}
-
-#: What is called of version 4, and the arguments it is given, all of them by name.
-_CALLED_4 = {
-    "_flash_attn_fwd": {"q", "k", "v", *_RUNS_4, "return_lse"},
-    "_flash_attn_bwd": {"q", "k", "v", "out", "dout", "lse", *_RUNS_4, "deterministic"},
-}
-
-#: Borders of runs of queries and of keys, int32 on the device, and the longest run of each.
+#: Borders of runs of queries and of keys, int32 on the device, and the longest run of each; what packages call them.
 Bounds = tuple[Tensor, Tensor, int, int]
+_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+class TorchCpuKernel(AttentionKernel):
+    """PyTorch's fused attention on a CPU, in any float. It aligns queries and keys at their starts."""
+
+    name = "torch-cpu"
+    device_type = "cpu"
+    one_head_size = squares_only = True
+    has_window = has_softcap = False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """See `kernel.AttentionKernel.forward`."""
+        do, runs = _aten._scaled_dot_product_flash_attention_for_cpu, _runs(form, query, key, value)
+        out, lse = _joined([do(*run, 0.0, form.causal, scale=form.scale) for run in runs])
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `kernel.AttentionKernel.backward`.
+
+        In dtypes below float32 the operator would add up the heads of a KV head in them: each has a KV head there.
+        """
+        group = query.size(1) // key.size(1)
+        if is_expanded := group > 1 and query.dtype != lse.dtype:
+            key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+        do = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        runs = _runs(form, grad_out, query, key, value, out, lse)
+        grad_query, *pair = _joined([do(*run, 0.0, form.causal, scale=form.scale) for run in runs])
+        if is_expanded:
+            pair = [each.view(1, -1, group, *each.shape[2:]).sum(2, dtype=lse.dtype) for each in pair]
+        return grad_query, pair[0], pair[1]
 
 
 class FlashKernel(AttentionKernel):
@@ -190,134 +194,118 @@ class TorchCudnnKernel(TorchCudaKernel):
         return grad_query, grad_key, grad_value
 
 
-class FlashAttn2Kernel(FlashKernel):
-    """FlashAttention-2 of the package `flash-attn`."""
+class PackagedKernel(FlashKernel):
+    """FlashAttention of the `package`, whose `module` gives and takes the LSE. It is imported late: that loads CUDA."""
 
-    name = "flash-attn-2"
+    package: str
+    module: str
+
+    @property
+    def version(self) -> str | None:
+        """Of the package; None if it is not installed."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
+
+    def why_not_called(self) -> str | None:
+        """Why the package cannot be called, if it is installed."""
+        try:
+            import_module(self.module)
+        except Exception as error:  # built for another torch, which may show as anything, or a part of it is missing
+            return f"{self.package} cannot be imported ({error})"
+        return None
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
-        if not _has_2():
-            return "the package flash-attn is not installed"
-        return super().why_not(device, dtype, head_dims, form) or why_not_2()
+        if self.version is None:
+            return f"the package {self.package} is not installed"
+        return super().why_not(device, dtype, head_dims, form) or self.why_not_called()
+
+    @property
+    def _functions(self) -> Any:
+        return import_module(self.module)
+
+
+class FlashAttn2Kernel(PackagedKernel):
+    """FlashAttention-2 of the package `flash-attn`."""
+
+    name = "flash-attn-2"
+    package = "flash-attn"
+    module = "flash_attn.flash_attn_interface"
+
+    def why_not_called(self) -> str | None:
+        """See `PackagedKernel.why_not_called`."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.version or "")
+        start, stop = (".".join(map(str, each)) for each in _VERSIONS)
+        if numbers is None or not _VERSIONS[0] <= (int(numbers[1]), int(numbers[2])) < _VERSIONS[1]:
+            return f"flash-attn {self.version} is installed, needed is {start} or newer, below {stop}"
+        return super().why_not_called()
 
     def _forward(self, tensors: list[Tensor], bounds: Bounds, form: Form) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _interface_2()._wrapped_flash_attn_varlen_forward(*tensors, **_arguments_2(bounds, form))
+        out, lse, *_ = self._functions._wrapped_flash_attn_varlen_forward(*tensors, **self._arguments(bounds, form))
         return out, lse
 
     def _backward(self, tensors: list[Tensor], lse: Tensor, bounds: Bounds, form: Form) -> list[Tensor]:
         given = [tensor.contiguous() for tensor in tensors]
         gradients = [torch.empty_like(tensor) for tensor in given[1:4]]
         deterministic = torch.are_deterministic_algorithms_enabled()
-        _interface_2()._wrapped_flash_attn_varlen_backward(
-            *given, lse, *gradients, **_arguments_2(bounds, form), deterministic=deterministic
+        self._functions._wrapped_flash_attn_varlen_backward(
+            *given, lse, *gradients, **self._arguments(bounds, form), deterministic=deterministic
         )
         return gradients
 
+    def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
+        how = {"dropout_p": 0.0, "softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
+        return dict(zip(_BOUNDS, bounds, strict=True)) | how | _window(form) | {"alibi_slopes": None}
 
-class FlashAttn4Kernel(FlashKernel):
-    """FlashAttention-4 of the package `flash-attn-4`."""
+
+class FlashAttn4Kernel(PackagedKernel):
+    """FlashAttention-4 of the package `flash-attn-4`, which compiles its kernels when they are first called."""
 
     name = "flash-attn-4"
+    package = "flash-attn-4"
+    module = "flash_attn.cute.interface"
     capability = (9, 0)
-
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`."""
-        if _version_4() is None:
-            return "the package flash-attn-4 is not installed"
-        return super().why_not(device, dtype, head_dims, form) or why_not_4()
 
     def _forward(self, tensors: list[Tensor], bounds: Bounds, form: Form) -> tuple[Tensor, Tensor]:
         q, k, v = tensors
-        out, lse, *_ = _interface_4()._flash_attn_fwd(q=q, k=k, v=v, **_arguments_4(bounds, form), return_lse=True)
+        out, lse, *_ = self._functions._flash_attn_fwd(q=q, k=k, v=v, **self._arguments(bounds, form), return_lse=True)
         return out, lse
 
     def _backward(self, tensors: list[Tensor], lse: Tensor, bounds: Bounds, form: Form) -> list[Tensor]:
         given = zip(("dout", "q", "k", "v", "out"), (tensor.contiguous() for tensor in tensors), strict=True)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = _interface_4()._flash_attn_bwd(
-            **dict(given), lse=lse, **_arguments_4(bounds, form), deterministic=deterministic
+        gradients = self._functions._flash_attn_bwd(
+            **dict(given), lse=lse, **self._arguments(bounds, form), deterministic=deterministic
         )
         return list(gradients[:3])
 
-
-@cache
-def why_not_2() -> str | None:
-    """Why the flash-attn that is installed cannot be called; None if it can, or if there is none."""
-    if not _has_2():
-        return None
-    try:
-        package, interface = import_module("flash_attn"), _interface_2()
-    except Exception as error:  # built for another torch, which may show as anything, or only a part of it is there
-        return f"flash-attn cannot be imported ({error})"
-    found = str(getattr(package, "__version__", "of no version"))
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    start, stop = (".".join(map(str, each)) for each in _VERSIONS)
-    if numbers is None or not _VERSIONS[0] <= (int(numbers[1]), int(numbers[2])) < _VERSIONS[1]:
-        return f"flash-attn {found} is installed, needed is {start} or newer, below {stop}"
-    for name, (arguments, num_results) in _CALLED_2.items():
-        schema = getattr(getattr(getattr(interface, name, None), "default", None), "_schema", None)
-        if schema is None:
-            return f"flash-attn {found} has no operator {name}"
-        first, rest = schema.arguments[: len(arguments)], schema.arguments[len(arguments) :]
-        has_other = [argument.name for argument in first] != list(arguments)
-        if has_other or len(schema.returns) != num_results or not all(each.has_default_value() for each in rest):
-            return f"{name} of flash-attn {found} takes or gives other things than that of {start}"
-    return None
+    def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
+        """Where there is no bound of a window it is None."""
+        window = {"window_size_left": form.reach, "window_size_right": None}
+        how = {"softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
+        return dict(zip(_BOUNDS, bounds, strict=True)) | how | window
 
 
-@cache
-def why_not_4() -> str | None:
-    """Why the flash-attn-4 that is installed cannot be called; None if it can, or if there is none."""
-    found = _version_4()
-    if found is None:
-        return None
-    try:
-        signatures = {name: inspect.signature(getattr(_interface_4(), name)).parameters for name in _CALLED_4}
-    except Exception as error:  # its compiler is not there, or another flash_attn is in its place
-        return f"flash-attn-4 cannot be imported ({error})"
-    for name, arguments in _CALLED_4.items():
-        needed = {each for each, one in signatures[name].items() if one.default is inspect.Parameter.empty}
-        if not needed <= arguments <= signatures[name].keys():
-            return f"{name} of flash-attn-4 {found} takes other things than it is given"
-    return None
+def broken_packages() -> dict[str, str]:
+    """Why packages that are installed cannot be called, by the names of their kernels."""
+    kernels: tuple[PackagedKernel, ...] = FlashAttn4Kernel(), FlashAttn2Kernel()
+    reasons = {kernel.name: kernel.why_not_called() for kernel in kernels if kernel.version is not None}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _has_2() -> bool:
-    """Whether the package is installed, and not flash-attn-4 alone, which is a folder in one that has no file."""
-    spec = find_spec("flash_attn")
-    return spec is not None and spec.origin is not None
+def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
+    """Those of [1, heads, num_tokens, ...] each, for a call each."""
+    if form.borders is None or len(form.borders) == 2:
+        return (tensors,)
+    lengths = [stop - start for start, stop in pairwise(form.borders)]
+    return zip(*(each.split_with_sizes(lengths, 2) for each in tensors), strict=True)
 
 
-@cache
-def _version_4() -> str | None:
-    """Of the package, which is a folder of the one that flash-attn has too; None if it is not installed."""
-    try:
-        return version("flash-attn-4") if find_spec("flash_attn") is not None else None
-    except PackageNotFoundError:
-        return None
-
-
-def _interface_2() -> Any:
-    """The module with the parts of flash-attn that give and take the LSE. Imported late: its import loads CUDA."""
-    return import_module("flash_attn.flash_attn_interface")
-
-
-def _interface_4() -> Any:
-    """The module with the parts of flash-attn-4 that give and take the LSE. Imported late: it brings a compiler."""
-    return import_module("flash_attn.cute.interface")
-
-
-def _arguments_2(bounds: Bounds, form: Form) -> dict[str, object]:
-    """Those of `_RUNS_2`."""
-    how = 0.0, form.scale, form.causal, *_window(form).values(), form.softcap or 0.0, None
-    return dict(zip(_RUNS_2, (*bounds, *how), strict=True))
-
-
-def _arguments_4(bounds: Bounds, form: Form) -> dict[str, object]:
-    """Those of `_RUNS_4`; where there is no bound of a window it is None."""
-    how = form.scale, form.causal, form.softcap or 0.0, form.reach, None
-    return dict(zip(_RUNS_4, (*bounds, *how), strict=True))
+def _joined(runs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """What calls gave for their runs, [1, heads, tokens, ...] each, for all tokens."""
+    return runs[0] if len(runs) == 1 else [torch.cat(each, 2) for each in zip(*runs, strict=True)]
 
 
 def _window(form: Form) -> dict[str, int]:

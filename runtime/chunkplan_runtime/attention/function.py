@@ -25,19 +25,15 @@ from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
 from chunkplan_runtime.sharing import Run
 
 _library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
-_library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor[] latents, int call) -> (Tensor, Tensor)"
-)
+_library.define("attend(Tensor? sink, Tensor[] given, int call) -> (Tensor, Tensor)")
 
 #: What calls under way do, by their numbers: an operator takes tensors and numbers alone.
 _calls: dict[int, Attend] = {}
 _numbers = count()
 
 
-def _run_call(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, latents: list[Tensor], call: int
-) -> tuple[Tensor, Tensor]:
-    return _calls[call](query, key, value, sink, latents)
+def _run_call(*given: Any) -> tuple[Tensor, Tensor]:
+    return _calls[given[-1]](*given[:-1])
 
 
 _library.impl("attend", _run_call, "CompositeExplicitAutograd")
@@ -85,13 +81,7 @@ class LayerAttention(NamedTuple):
 
 
 def attend(
-    context: ChunkContext,
-    attention: LayerAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    latents: list[Tensor],
+    context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Attend: out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
 
@@ -102,18 +92,18 @@ def attend(
     for kept in filter(None, (context.kept, attention.attended)):
         do = partial(kept.attend, do)
     if not is_in_torch_dispatch_mode():
-        return do(query, key, value, sink, latents)
+        return do(sink, given)
     call = next(_numbers)
     _calls[call] = do
     try:
-        out, lse = ATTEND(query, key, value, sink, latents, call)
+        out, lse = ATTEND(sink, given, call)
     finally:
         del _calls[call]
     return out, lse
 
 
 class ChunkAttention(torch.autograd.Function):
-    """`ChunkAttention.apply(query, key, value, sink, context, attention, *latents, *weights)`.
+    """`ChunkAttention.apply(sink, context, attention, query, key, value, *latents, *weights)`.
 
     Gives out [1, num_tokens, heads, value_dim], as models go on with it. query is [1, heads, num_tokens, head_dim]; key
     and value are [1, kv_heads, num_tokens, dim]. `sink` [heads], if there is one, is a score that every query of a head
@@ -125,46 +115,36 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        context: ChunkContext,
-        attention: LayerAttention,
-        *given: Tensor,
+        ctx: Any, sink: Tensor | None, context: ChunkContext, attention: LayerAttention, *tensors: Tensor
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
-        latents = given if attention.expand is None else given[: -len(attention.expand.weights) or None]
-        out, lse = attend(context, attention, query, key, value, sink, list(latents))
+        query, key, value, *latents = tensors[: len(tensors) - _num_weights(attention)]
+        out, lse = attend(context, attention, sink, (query, key, value, *latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
         pair = (key, value) if is_used else (None, None)
-        ctx.save_for_backward(query, *pair, sink, out.transpose(1, 2), lse, *latents)
+        ctx.save_for_backward(sink, out.transpose(1, 2), lse, query, *pair, *latents)
         ctx.context, ctx.attention = context, attention
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Add to the gradients of the prefix; hand out the part's own, which later parts have already completed."""
-        query, key, value, sink, out, lse, *latents = ctx.saved_tensors
+        sink, out, lse, *given = ctx.saved_tensors
         context, attention, grad_out = ctx.context, ctx.attention, gradients[0].transpose(1, 2)
-        given = query, key, value, *latents
         found: list[Tensor | None] = [None] * len(given)
-        of_weights: list[Tensor | None] = [None] * (0 if attention.expand is None else len(attention.expand.weights))
-        of_kept = tuple(range(3, len(given))) if latents else (1, 2)  # which of them pages keep
+        of_weights: list[Tensor | None] = [None] * _num_weights(attention)
+        of_kept = (1, 2) if len(given) == 3 else tuple(range(3, len(given)))  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            grad_rows, queries, out_rows, lse_rows = rows((grad_out, query, out, lse), here)
+            of_queries = rows((grad_out, given[0], out, lse), here)
             places: tuple[int, ...] = (0, 1, 2)
             if tokens.part is None:
-                form = attention.form(context.causal, tokens.borders)
-                keys, values = rows((key, value), here)
-                of_range = attention.kernel.backward(grad_rows, queries, keys, values, out_rows, lse_rows, form)
+                pair, form = rows((given[1], given[2]), here), attention.form(context.causal, tokens.borders)
+                of_range = attention.kernel.backward(*of_queries[:2], *pair, *of_queries[2:], form)
             else:
                 own = rows(tuple(given[place] for place in of_kept), here)
                 request = KVRequest(own, with_gradients=True, takes_own=not attention.borrows)
-                of_queries = grad_rows, queries, out_rows, lse_rows
                 grad_query = _attend_backward(tokens, context, attention, request, of_weights, of_queries)
                 of_range = grad_query, *request.gradients
                 places = (0, *of_kept) if request.gradients else (0,)
@@ -174,11 +154,15 @@ class ChunkAttention(torch.autograd.Function):
         if sink is not None:
             given_to_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [1, heads, num_tokens]
             grad_sink = -((sink[:, None].to(lse.dtype) - lse).exp() * given_to_rows).sum((0, 2)).to(sink.dtype)
-        return *found[:3], grad_sink, None, None, *found[3:], *of_weights
+        return grad_sink, None, None, *found, *of_weights
 
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
 attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
+
+
+def _num_weights(attention: LayerAttention) -> int:
+    return 0 if attention.expand is None else len(attention.expand.weights)
 
 
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:
@@ -192,26 +176,19 @@ def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> 
 
 
 def _attend_to_ranges(
-    context: ChunkContext,
-    attention: LayerAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    latents: Sequence[Tensor],
+    context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """See `attend`. In memory, tokens of out are first too: some models take views."""
-    given = context, attention, query, key, value, latents
     if len(context.ranges) == 1:
-        out, lse = _attend_to_range(context.ranges[0], *given)
+        out, lse = _attend_to_range(context.ranges[0], context, attention, given)
         out = out.transpose(1, 2).contiguous()
     else:
-        _, heads, num_tokens, _ = query.shape
-        out = query.new_empty(1, num_tokens, heads, value.shape[3])
-        lse = query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
+        query, value = given[0], given[2]
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
-            found, lse[:, :, here] = _attend_to_range(tokens, *given)
+            found, lse[:, :, here] = _attend_to_range(tokens, context, attention, given)
             out[:, here] = found.transpose(1, 2)
     if sink is not None:
         without, lse = lse, torch.logaddexp(lse, sink[:, None].to(lse.dtype))
@@ -220,16 +197,10 @@ def _attend_to_ranges(
 
 
 def _attend_to_range(
-    tokens: TokenRange,
-    context: ChunkContext,
-    attention: LayerAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    latents: Sequence[Tensor],
+    tokens: TokenRange, context: ChunkContext, attention: LayerAttention, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """out [1, heads, num_queries, value_dim] and lse [1, heads, num_queries] of a range of the chunk's tokens."""
-    query, key, value, *latents = rows((query, key, value, *latents), slice(tokens.start, tokens.stop))
+    query, key, value, *latents = rows(tuple(given), slice(tokens.start, tokens.stop))
     part = tokens.part
     if part is None:
         return attention.kernel.forward(query, key, value, attention.form(context.causal, tokens.borders))
@@ -266,7 +237,7 @@ def _attend_backward(
     attention: LayerAttention,
     request: KVRequest,
     of_weights: list[Tensor | None],
-    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    of_queries: tuple[Tensor, ...],
 ) -> Tensor:
     """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence.
 
@@ -280,11 +251,11 @@ def _attend_backward(
         with nullcontext(block) if expand is None else expand.expanded(block, of_weights) as pair:
             for queries, keys, form in _visible(block, tokens.runs, attention):
                 grad_rows, query_rows, out_rows, lse_rows = rows(of_queries, queries)
-                block_key, block_value = rows(pair.tensors, keys)
+                key_rows, value_rows = rows(pair.tensors, keys)
                 add_query, *added = attention.kernel.backward(
-                    grad_rows, query_rows, block_key, block_value, out_rows, lse_rows, form
+                    grad_rows, query_rows, key_rows, value_rows, out_rows, lse_rows, form
                 )
-                del block_key, block_value  # before there is another block
+                del key_rows, value_rows  # before there is another block
                 if grad_query is None and add_query.size(2) == query.size(2):
                     grad_query = add_query.to(lse.dtype)
                 else:

@@ -8,7 +8,8 @@ the plan. So windows are those of the model's own code, which not every model ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -73,6 +74,9 @@ def _borders_unless_known(position_ids: Tensor) -> Tensor | None:
     return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
 
 
+masking_utils.find_packed_sequence_indices = _borders_unless_known
+
+
 @contextmanager
 def borders_from_plan() -> Iterator[None]:
     """Within the block transformers looks for no borders of sequences in positions. Other threads are not concerned.
@@ -80,7 +84,6 @@ def borders_from_plan() -> Iterator[None]:
     It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
     part here.
     """
-    masking_utils.find_packed_sequence_indices = _borders_unless_known
     before = _KNOWS_BORDERS.set(True)
     try:
         yield
@@ -103,9 +106,9 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
         elif name == "causal_mask_function":
             causal = True
         elif name == "sliding_window_overlay":
-            window = _enclosed(part)["sliding_window"]
+            window = inspect.getclosurevars(part).nonlocals["sliding_window"]
         elif name == "chunked_overlay":
-            tile = _enclosed(part)["chunk_size"]
+            tile = inspect.getclosurevars(part).nonlocals["chunk_size"]
         elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
             return Mask(unknown=name)
     if not either:
@@ -118,15 +121,10 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
 def _parts(mask_function: Callable[..., Any]) -> Iterator[Any]:
     """A mask function, and all that it is put together from."""
     yield mask_function
-    for enclosed in _enclosed(mask_function).values():
+    for enclosed in inspect.getclosurevars(mask_function).nonlocals.values():
         for each in enclosed if isinstance(enclosed, tuple) else (enclosed,):
             if callable(each):
                 yield from _parts(each)
-
-
-def _enclosed(function: Any) -> Mapping[str, Any]:
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def register_attention() -> None:
@@ -151,39 +149,25 @@ def chunk_attention(
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
     In a compiler's graph it is one node, if the layer has been prepared for that (`prepare_attention`).
-    """
-    how = scaling, sliding_window, softcap
-    if not torch.compiler.is_compiling():
-        return _attend(module, query, key, value, attention_mask, how, s_aux, asked)
-    mask = _PLAIN if attention_mask is None else attention_mask
-    is_plain = isinstance(mask, Mask) and not _refused(module, mask, asked, causal=True)
-    if not is_plain or not hasattr(module, "chunkplan_number"):
-        found: tuple[Tensor, None] = _outside_of_graphs(module, query, key, value, attention_mask, how, s_aux, asked)
-        return found
-    tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
-    return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Mask | None,
-    how: How,
-    s_aux: Tensor | None,
-    asked: dict[str, object],
-) -> tuple[Tensor, None]:
-    """`chunk_attention` here and now.
 
     Raises:
         UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
     """
+    how = scaling, sliding_window, softcap
+    if torch.compiler.is_compiling():
+        mask = _PLAIN if attention_mask is None else attention_mask
+        is_plain = isinstance(mask, Mask) and not _refused(module, mask, asked, causal=True)
+        if not is_plain or not hasattr(module, "chunkplan_number"):
+            given = module, query, key, value, attention_mask, *how, s_aux
+            found: tuple[Tensor, None] = _outside_of_graphs(*given, **asked)
+            return found
+        tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
+        return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
     current: Current | None = getattr(module, "chunkplan", None)
-    chunk_context = None if current is None else current.context
-    if current is None or chunk_context is None:
+    context = None if current is None else current.context
+    if current is None or context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
-    if refused := _refused(module, attention_mask, asked, causal=chunk_context.causal):
+    if refused := _refused(module, attention_mask, asked, causal=context.causal):
         raise UsageError(
             f"the model asks its attention for {', '.join(sorted(refused))}, which chunked execution does not know",
             hint="use a model with plain attention",
@@ -193,12 +177,12 @@ def _attend(
     of_cache: int | None = getattr(current.cache, "layer", None)
     layer: Any = module.layer_idx if of_cache is None else of_cache
     exchange: HeadExchange | None = None
-    if chunk_context.shared is not None and len(chunk_context.shared.heads) > 1:
-        exchange = HeadExchange(chunk_context.store.exchanges, chunk_context.shared, layer)
+    if context.shared is not None and len(context.shared.heads) > 1:
+        exchange = HeadExchange(context.store.exchanges, context.shared, layer)
     latents, expand = latents_of(module, key, value)
-    if exchange is not None or not chunk_context.has_parts:
+    if exchange is not None or not context.has_parts:
         latents, expand = (), None
-    owner = owner_of(layer, key, value) if chunk_context.has_parts and expand is None else layer
+    owner = owner_of(layer, key, value) if context.has_parts and expand is None else layer
     if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
     mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
@@ -207,15 +191,15 @@ def _attend(
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if exchange is None:
         weights = () if expand is None else expand.weights
-        return attention_of(query, key, value, s_aux, chunk_context, attention, *latents, *weights), None
+        return attention_of(s_aux, context, attention, query, key, value, *latents, *weights), None
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
-    out = attention_of(*of_heads, sink, chunk_context, attention)
+    out = attention_of(sink, context, attention, *of_heads)
     return exchange.to_tokens(out[0].transpose(0, 1)).transpose(0, 1)[None], None
 
 
 #: What it does depends on what the chunk holds, so that a compiler would compile it for every chunk.
-_outside_of_graphs: Any = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+_outside_of_graphs: Any = torch.compiler.disable(chunk_attention)  # type: ignore[no-untyped-call]
 
 
 def _layer_attention(
@@ -226,8 +210,8 @@ def _layer_attention(
     Raises:
         UsageError: it asks for a window that its mask has not, or for what no kernel can do.
     """
-    chunk_context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
-    assert chunk_context is not None
+    context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
+    assert context is not None
     if sliding_window not in (None, window):
         raise UsageError(
             f"layer {layer} asks for a sliding window of {sliding_window}, its mask has {window}",
@@ -235,8 +219,8 @@ def _layer_attention(
         )
     head_dims = query.size(-1), value.size(-1)
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
-    form = Form(scale, chunk_context.causal, reach=window, softcap=softcap)
-    kernel = chunk_context.kernels.choose(query.device, query.dtype, head_dims, form)
+    form = Form(scale, context.causal, reach=window, softcap=softcap)
+    kernel = context.kernels.choose(query.device, query.dtype, head_dims, form)
     return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, attended=current.attended)
 
 
@@ -307,17 +291,16 @@ def _forward(
     assert current.context is not None
     attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
-    out, lse = attend(current.context, attention, query, key, value, sink, [])
+    out, lse = attend(current.context, attention, sink, (query, key, value))
     return out.contiguous(), lse.contiguous()
 
 
 def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
     sink, out, lse, number = saved
     module = _modules[int(number)]
-    tensors = query, key, value, sink, out.transpose(1, 2), lse
+    tensors = sink, out.transpose(1, 2), lse, query, key, value
     ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
-    found = ChunkAttention.backward(ctx, gradient)
-    *of_keys, of_sink = found[:4]
+    of_sink, _, _, *of_keys = ChunkAttention.backward(ctx, gradient)
     laid_out = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in of_keys if each is not None]
     return laid_out if of_sink is None else [*laid_out, of_sink]
 

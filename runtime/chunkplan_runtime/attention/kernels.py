@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 
 import torch
 
@@ -13,14 +13,11 @@ from chunkplan.cost.attention_rates import MAKES_PLANS, AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 
-
-def _kernel(module: str, class_name: str) -> AttentionKernel:
-    kernel: AttentionKernel = getattr(import_module(f"chunkplan_runtime.attention.{module}"), class_name)()
-    return kernel
-
-
 #: By name, the preferred one first.
-KERNELS = {name: _kernel(*place.split(".")) for name, place in attention_rates.KERNELS.items()}
+KERNELS: dict[str, AttentionKernel] = {
+    name: pkgutil.resolve_name(f"chunkplan_runtime.attention.{place.replace('.', ':')}")()
+    for name, place in attention_rates.KERNELS.items()
+}
 
 AUTO = "auto"
 
@@ -30,11 +27,10 @@ _SURE = ("torch-cpu", "reference")
 #: A plan is code that is loaded. CUDA loads it when all is done that the device was given, sends to other stages too.
 _PLANS = "it makes plans in a step, for which one of several stages might wait for ever"
 
-#: Of a trial: keys, queries where there are fewer, and where sequences side by side begin and end.
+#: Of a trial: keys, queries where there are fewer, where sequences side by side begin and end, and what keys elsewhere
+#: add to an LSE: gradients are by that of all keys.
 _KEYS, _QUERIES = 512, 300
 _BORDERS = (0, 40, 41, _KEYS)
-
-#: What keys elsewhere add to an LSE: gradients are by that of all keys.
 _ELSEWHERE = 0.7
 
 #: How far results may be from those in float32, as a share. Rounding to bfloat16 makes it 0.005.
@@ -109,36 +105,29 @@ def why_wrong(
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
+
+    def errors(num_queries: int, form: Form) -> list[float]:
+        """How far each result is from plain attention's, as a share of it."""
+        random = torch.Generator(device).manual_seed(0)
+        sizes = ((num_queries, 4, 0), (_KEYS, 2, 0), (_KEYS, 2, 1), (num_queries, 4, 1))
+        query, key, value, grad_out = (
+            torch.randn(1, tokens, heads, head_dims[which], device=device, generator=random).to(dtype).transpose(1, 2)
+            for tokens, heads, which in sizes
+        )
+        plain, exact = KERNELS["reference"], (query.float(), key.float(), value.float())
+        wanted = list(plain.forward(*exact, form))
+        out, lse = wanted[0].to(dtype), wanted[1] + _ELSEWHERE
+        wanted += plain.backward(grad_out.float(), *exact, out.float(), lse, form)
+        found = *kernel.forward(query, key, value, form), *kernel.backward(grad_out, query, key, value, out, lse, form)
+        return [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
+
     reach = None if form.reach is None else min(form.reach, _QUERIES // 2)
     own = Form(head_dims[0] ** -0.5, True, reach, form.softcap)
     queries = _KEYS if kernel.squares_only else _QUERIES
     cases = [(queries, own), (queries, own._replace(causal=False)), (_KEYS, own._replace(borders=_BORDERS))]
     try:
-        worst = max(_error(kernel, device, dtype, head_dims, *case) for case in cases)
+        found = [error for case in cases for error in errors(*case)]
     except Exception as error:  # of a library, a compiler, a driver
         return f"it fails on this device ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    worst = max(error if math.isfinite(error) else math.inf for error in found)
     return None if worst <= _TOLERANCE else f"it is wrong on this device, by {worst:.2g} of the result"
-
-
-def _error(
-    kernel: AttentionKernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    num_queries: int,
-    form: Form,
-) -> float:
-    """How far a forward and a backward are from plain attention's, as a share; infinitely far if that is no number."""
-    random = torch.Generator(device).manual_seed(0)
-    sizes = ((num_queries, 4, 0), (_KEYS, 2, 0), (_KEYS, 2, 1), (num_queries, 4, 1))
-    query, key, value, grad_out = (
-        torch.randn(1, tokens, heads, head_dims[which], device=device, generator=random).to(dtype).transpose(1, 2)
-        for tokens, heads, which in sizes
-    )
-    plain, exact = KERNELS["reference"], (query.float(), key.float(), value.float())
-    wanted = list(plain.forward(*exact, form))
-    out, lse = wanted[0].to(dtype), wanted[1] + _ELSEWHERE
-    wanted += plain.backward(grad_out.float(), *exact, out.float(), lse, form)
-    found = [*kernel.forward(query, key, value, form), *kernel.backward(grad_out, query, key, value, out, lse, form)]
-    errors = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
-    return max(error if math.isfinite(error) else math.inf for error in errors)

@@ -28,9 +28,6 @@ from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
 #: Latents have to save at least this much: keys and values are made again for every chunk that reads them.
 LEAST_SAVING = 2
 
-#: The attribute of keys and values that has the layer which attended with them first, and their version then.
-_OWNER = "chunkplan_owner"
-
 #: (heads, dim) of each of some tensors.
 Shapes = tuple[tuple[int, int], ...]
 
@@ -124,20 +121,18 @@ def latents_of(module: Any, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, .
 
 def owner_of(layer: int, key: Tensor, value: Tensor) -> int:
     """The layer whose pages have these keys and values: the first that attended with them, as they then say."""
-    owners = set()
+    owners: set[int] = set()
     for tensor in (key, value):
-        if not hasattr(tensor, _OWNER):
-            setattr(tensor, _OWNER, (layer, tensor._version))
-        first, version = getattr(tensor, _OWNER)
-        owners.add(first if version == tensor._version else layer)
+        known = vars(tensor).setdefault("chunkplan_owner", (layer, tensor._version))
+        owners.add(known[0] if known[1] == tensor._version else layer)
     return owners.pop() if len(owners) == 1 else layer
 
 
 def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[tuple[Shapes, bool]]:
-    """What pages keep of each attention of a layer, whose keys and values are of `kv_shapes`.
+    """What pages keep of each attention of a layer: (heads, dim) of each tensor, and whether a part has its own page.
 
-    (heads, dim) of each tensor, and whether every part of a sequence has a page of its own. Nothing where it attends
-    with those of another layer. `num_sharing`: so many processes share heads, and expand nothing.
+    Nothing where it attends with those of another layer. Its keys and values are of `kv_shapes`, and `num_sharing`
+    processes share heads, which then expand nothing.
     """
     expanded = tuple((heads // num_sharing, dim) for heads, dim in kv_shapes), False
     found = []

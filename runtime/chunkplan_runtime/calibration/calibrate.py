@@ -1,11 +1,9 @@
 """Calibrates the planner's cost model on the device at hand: from a model's config to a fitted hardware profile.
 
-Timed is what the device does on its own: products, copies, attention alone, layers that have next to nothing to do.
-And chunks of given sizes and prefixes, run by the executor as a plan would have them. Every chunk is run as
-`forward_kv`, `recompute` and `backward`. One without a prefix is standalone: a whole sequence, and again as eight
-packed ones. One with a prefix is a part of a long sequence whose earlier parts ran forward before, and which one more
-part follows, that runs backward before: as it is amid any long sequence. What the earlier parts would still have to do
-is left undone.
+Timed is what the device does on its own (products, copies, attention, layers that have next to nothing to do), and
+chunks of given sizes and prefixes, run by the executor as a plan would have them. One without a prefix is a whole
+sequence, and again eight packed ones. One with a prefix is a part of a long sequence whose earlier parts ran forward
+before, and which one more part follows, that runs backward before: as it is amid any long sequence.
 """
 
 from __future__ import annotations
@@ -87,23 +85,11 @@ _REPEATS = 5
 
 #: Of layers without work: tokens and widths.
 _NARROW_TOKENS = 16
-_NARROW = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 64,
-    "pad_token_id": None,
-}
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_NARROW = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": None}
+_NARROW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
-
-#: The base where neither an option nor the device's name gives one.
-_BASE = "h100"
 
 #: Sequences in a packed chunk.
 PACKED = 8
@@ -118,7 +104,7 @@ class Probe:
 
 
 class _EnoughError(Exception):
-    """What is to be timed has been: the rest of the actions is not done."""
+    """What is to be timed has been: what the other parts would still have to do is left undone."""
 
 
 def calibrate(
@@ -129,9 +115,8 @@ def calibrate(
     """Measure chunks on the device and fit a profile to them: the twin of `chunkplan calibrate`.
 
     Returns the calibration, whose `hardware` a `CostModel` or `TuneOptions` takes as it is and
-    `chunkplan.cost.calibration_file.write_profile` keeps, and the chunks that did not fit the memory. `report` is
-    called with the number of chunks measured and of those to measure, `show` with each one's times as soon as they are
-    there.
+    `chunkplan.cost.calibration_file.write_profile` keeps, and the chunks that did not fit the memory. `report` and
+    `show`: see `measure`.
 
     Raises:
         UsageError: the device or a file is not there, the model is not one that can be run or predicted, or too few
@@ -145,7 +130,7 @@ def calibrate(
         options.chunk_sizes or sizes.chunk_sizes, sizes.prefixes if options.prefixes is None else options.prefixes
     )
     base_name = options.base or shipped_profile(device_name(device))
-    base = load_hardware(base_name or _BASE)
+    base = load_hardware(base_name or "h100")
     shape = read_model_config(options.model_config)
     config = read_config(options.model_config)
     num_layers = options.layers
@@ -164,7 +149,7 @@ def calibrate(
             f"--layers is {num_layers}, {shape.name} has {shape.num_layers}", hint="give no more than it has"
         )
     config = first_layers(config, num_layers)
-    dtype = _DTYPES[precision]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
         rates = measure_device(device, config, dtype, options.attention)
         kernels = Kernels(options.attention, rates.attention)
@@ -213,7 +198,7 @@ def measure_device(device: torch.device, config: Any, dtype: torch.dtype, attent
         ways = (lambda: there.copy_(source, non_blocking=True), lambda: source.copy_(there, non_blocking=True))
         host_seconds = max(_seconds(way, device) for way in ways)
     narrow = copy.deepcopy(config)
-    for name, value in _NARROW.items():
+    for name, value in (_NARROW | _NARROW_HEADS).items():
         setattr(narrow, name, value)
     model = new_model(narrow, dtype, seed=0, device=device, kernels=Kernels(attention))
     overheads = [time_probe(model, Probe((_NARROW_TOKENS,)))[0] for _ in range(1 + _REPEATS)]
@@ -271,23 +256,13 @@ def _of_heads(
     of_query = max(blocks[0] - short[0], _LEAST * blocks[0]) / (many - few)
     ramp = max(blocks[0] / of_query - many, _LEAST * few)
     flops = 2.0 * heads[0] * (dims[0] + dims[1])  # of a query and a key that it sees, forward
-    rates = []
-    for share, block, square in zip((1.0, 2.5), blocks, squares, strict=True):
+    rates: dict[str, float] = {}
+    for name, share, block, square in zip(("forward", "backward"), (1.0, 2.5), blocks, squares, strict=True):
         of_pair = block / num_keys / (many + ramp)
         mask = max(square - of_pair * many * many / 2, 0.0) / many  # of a query, what no block takes
-        in_block = of_pair * (1 + ramp / MEASURED_QUERIES)
-        in_square = of_pair + mask * 2 / MEASURED_QUERIES
-        rates.append((share * flops / in_block, share * flops / in_square))
-    (forward_blocks, forward_squares), (backward_blocks, backward_squares) = rates
-    return AttentionRates(
-        kernel=kernel.name,
-        head_size=(dims[0] + dims[1]) // 2,
-        forward_blocks=forward_blocks,
-        forward_squares=forward_squares,
-        backward_blocks=backward_blocks,
-        backward_squares=backward_squares,
-        ramp_queries=ramp,
-    )
+        rates[f"{name}_blocks"] = share * flops / (of_pair * (1 + ramp / MEASURED_QUERIES))
+        rates[f"{name}_squares"] = share * flops / (of_pair + mask * 2 / MEASURED_QUERIES)
+    return AttentionRates(kernel=kernel.name, head_size=(dims[0] + dims[1]) // 2, ramp_queries=ramp, **rates)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -341,43 +316,37 @@ def measure(
 ) -> tuple[list[ChunkTime], list[Probe]]:
     """Time `probes` `repeats` times each, in turns, so that a device that slows down does so for all of them.
 
-    Before, each runs once unmeasured, where it does not take long: without its prefix. Returns the times in the order
-    of the probes, and the probes that do not fit the memory of a GPU. `report` is called with the runs done and those
-    to do, `show` with each chunk as soon as it is measured.
+    Before, those without a prefix run once unmeasured. Returns the times in the order of the probes, and the probes
+    that do not fit the memory of a GPU. `report` is called with the runs done and those to do, `show` with each chunk
+    as soon as it is measured.
     """
     times: dict[Probe, list[tuple[int, int]]] = {probe: [] for probe in probes}
+    chunks: list[ChunkTime] = []
     left_out: list[Probe] = []
-    rounds = [[probe for probe in probes if not probe.prefix_tokens], *[list(probes)] * repeats]
-    total, done = sum(map(len, rounds)), 0
-    for number, probes_of_round in enumerate(rounds):
-        for probe in probes_of_round:
-            if probe not in left_out:
-                try:
-                    found = time_probe(model, probe, seed)
-                except torch.OutOfMemoryError:
-                    left_out.append(probe)
-            if probe in left_out:
-                torch.cuda.empty_cache()  # now that what the error held on to is let go
-            elif number:
-                times[probe].append(found)
-                if number == repeats:
-                    show(_median(probe, times[probe]))
-            done += 1
-            report(done, total)
-    return [_median(probe, times[probe]) for probe in probes if probe not in left_out], left_out
-
-
-def _median(probe: Probe, times: list[tuple[int, int]]) -> ChunkTime:
-    forward_kv, train = zip(*times, strict=True)
-    middle = float(median(train))
-    spread = median(abs(each - middle) for each in train) / middle
-    return ChunkTime(
-        segments=probe.segments,
-        prefix_tokens=probe.prefix_tokens,
-        forward_kv_ns=float(median(forward_kv)),
-        train_ns=middle,
-        spread=spread,
-    )
+    rounds = [(0, probe) for probe in probes if not probe.prefix_tokens]
+    rounds += [(number, probe) for number in range(1, repeats + 1) for probe in probes]
+    for done, (number, probe) in enumerate(rounds, 1):
+        if probe not in left_out:
+            try:
+                times[probe].append(time_probe(model, probe, seed))
+            except torch.OutOfMemoryError:
+                left_out.append(probe)
+        if probe in left_out:
+            torch.cuda.empty_cache()  # now that what the error held on to is let go
+        elif number == repeats:
+            forward_kv, train = zip(*times[probe][-repeats:], strict=True)
+            chunks.append(
+                ChunkTime(
+                    segments=probe.segments,
+                    prefix_tokens=probe.prefix_tokens,
+                    forward_kv_ns=float(median(forward_kv)),
+                    train_ns=float(median(train)),
+                    spread=median(abs(each - median(train)) for each in train) / median(train),
+                )
+            )
+            show(chunks[-1])
+        report(done, len(rounds))
+    return chunks, left_out
 
 
 def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:

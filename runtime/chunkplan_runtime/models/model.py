@@ -207,46 +207,33 @@ class CausalLM:
         return len(offloaded) * num_tokens * int(self.config.hidden_size) * self.dtype.itemsize
 
 
-def read_config(path: Path, *, router_loss: bool = False) -> Any:
-    """The config in a model's config.json, or its folder; see `check_config`.
+def read_config(source: Path | str, *, router_loss: bool = False) -> Any:
+    """The config of a model: of its config.json or folder, or by its name on the Hugging Face Hub; see `check_config`.
 
-    Raises UsageError where there is no such file or the model is refused, DataError where it is not the config of one.
+    Raises UsageError where it is not there, the hub cannot be reached, or the model is refused, DataError where a file
+    is not the config of a model.
     """
-    path = config_file(path)
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}", hint="give the config.json of a model, or its folder")
+    is_file = isinstance(source, Path) or Path(source).is_dir()
+    if not is_file and str(source).startswith((".", "/", "~")):
+        raise UsageError(f"there is no folder {source}", hint="give the folder of a saved model, or a name on the hub")
+    name = str(config_file(Path(source)) if is_file else source)
+    if is_file and not Path(name).is_file():
+        raise UsageError(f"there is no file {name}", hint="give the config.json of a model, or its folder")
     try:
-        return _checked_config(str(path), router_loss)
+        document, _ = PreTrainedConfig.get_config_dict(name)
+        model_type = document["model_type"]
+        if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
+            raise UsageError(
+                f"transformers {transformers.__version__} has no model type {model_type!r}",
+                where=name,
+                hint="give the config.json of a model that it has, or install the version that brings this one",
+            )
+        return checked_text_config(AutoConfig.for_model(**document), name, router_loss=router_loss)
     except _REFUSALS as error:
-        what = f"not the config of a model: {_first_line(error)}"
-        raise DataError(what, where=str(path), hint=_CONFIG_HINT) from error
-
-
-def read_pretrained_config(name: str, *, router_loss: bool = False) -> Any:
-    """The config of a pretrained model, a folder or a name on the Hugging Face Hub; raises as `read_config`."""
-    if Path(name).is_dir():
-        return read_config(Path(name), router_loss=router_loss)
-    if name.startswith((".", "/", "~")):
-        raise UsageError(f"there is no folder {name}", hint="give the folder of a saved model, or a name on the hub")
-    try:
-        return _checked_config(name, router_loss)
-    except _REFUSALS as error:
+        if is_file:
+            raise DataError(f"not the config of a model: {_words(error)}", where=name, hint=_CONFIG_HINT) from error
         hint = "give the folder of a saved model; a name needs the Hugging Face Hub or its cache"
-        raise UsageError(f"cannot get model {name!r}: {_first_line(error)}", hint=hint) from error
-
-
-def _checked_config(name: str, router_loss: bool) -> Any:
-    document, _ = PreTrainedConfig.get_config_dict(name)
-    model_type = document.get("model_type")
-    if not isinstance(model_type, str):
-        raise DataError("`model_type` is missing", where=name, hint=_CONFIG_HINT)
-    if model_type not in CONFIG_MAPPING:
-        raise UsageError(
-            f"transformers {transformers.__version__} has no model type {model_type!r}",
-            where=name,
-            hint="give the config.json of a model that it has, or install the version that brings this one",
-        )
-    return checked_text_config(AutoConfig.for_model(**document), name, router_loss=router_loss)
+        raise UsageError(f"cannot get model {name!r}: {_words(error)}", hint=hint) from error
 
 
 def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:
@@ -341,7 +328,7 @@ def load_model(
         )
     except _REFUSALS as error:
         hint = "give a saved model whose weights are whole and belong to its config.json"
-        raise UsageError(f"cannot load model {name!r}: {_first_line(error)}", hint=hint) from error
+        raise UsageError(f"cannot load model {name!r}: {_words(error)}", hint=hint) from error
     # To save it under names of a model of text and more cannot be done.
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
@@ -369,5 +356,6 @@ def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device 
     return found
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _words(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {error!s}".splitlines()[0]

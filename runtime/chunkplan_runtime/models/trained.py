@@ -10,7 +10,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -35,42 +35,41 @@ _OF_MLPS = re.compile(r"mlp|feed_forward|ffn|moe|expert|router|gate$")
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraOptions:
-    """Adapters of `rank`, scaled by alpha / rank, on layers whose names end with one of `targets`, drawn by `seed`."""
+def add_lora(
+    model: CausalLM,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    targets: tuple[str, ...] = (ALL_LINEAR,),
+    seed: int = 0,
+    whole: CausalLM | None = None,
+) -> CausalLM:
+    """The model with adapters of `rank`, scaled by alpha / rank, on layers whose names end with one of `targets`.
 
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-    seed: int = 0
-
-
-def add_lora(model: CausalLM, options: LoraOptions, whole: CausalLM | None = None) -> CausalLM:
-    """The model with adapters, in the dtype of its weights, which are frozen; of quantized ones in that of the others.
-
-    `whole`: the model that `model` is a part of, without adapters. Raises UsageError where peft is not installed, no
-    layer has one of the names, or `ALL_LINEAR` is not alone.
+    They are drawn by `seed`, in the dtype of its weights, which are frozen. `whole`: the model that it is a part of,
+    without adapters. Raises UsageError where peft is not installed, no layer has one of the names, or `ALL_LINEAR` is
+    not alone.
     """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise UsageError(f"adapters need peft ({error})", hint=pip_install("lora")) from error
-    if ALL_LINEAR in options.targets and len(options.targets) > 1:
+    if ALL_LINEAR in targets and len(targets) > 1:
         raise UsageError(
-            f"adapters of {','.join(options.targets)}: {ALL_LINEAR} stands for all layers that get one",
+            f"adapters of {','.join(targets)}: {ALL_LINEAR} stands for all layers that get one",
             hint=f"give {ALL_LINEAR} alone, or names alone, such as q_proj,lm_head",
         )
-    targets, excluded = _linear_layers(whole or model) if options.targets == (ALL_LINEAR,) else (options.targets, None)
+    own, excluded = _linear_layers(whole or model) if targets == (ALL_LINEAR,) else (list(targets), None)
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
-        lora_dropout=options.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever number it is
+        lora_dropout=dropout,
+        target_modules=own,
         exclude_modules=excluded,
     )
-    torch.manual_seed(options.seed)
+    torch.manual_seed(seed)
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's, about transformers' names
             adapted = get_peft_model(model.model, config, autocast_adapter_dtype=False)

@@ -27,7 +27,7 @@ from chunkplan.options import options_of
 from chunkplan.planfile.unread_keys import unread_words
 from chunkplan.quantities import ZERO, Pace, left_words
 from chunkplan.visible import one_line
-from chunkplan_runtime.attention.flash import why_not_2, why_not_4
+from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Groups, Job
@@ -212,9 +212,8 @@ def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
     """Say why kernels of attention are left out that one would expect."""
     if config.attention != AUTO or torch.device(config.device).type != "cuda":
         return []
-    packages = {"flash-attn-4": why_not_4(), "flash-attn-2": why_not_2()}
-    found = packages | model.kernels.left_out
-    return [f"          without {name}: {reason}" for name, reason in found.items() if reason]
+    found = broken_packages() | model.kernels.left_out
+    return [f"          without {name}: {reason}" for name, reason in found.items()]
 
 
 def _kernels(config: TrainConfig, model: CausalLM) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
@@ -25,7 +24,7 @@ from chunkplan_runtime.devices import device_name, find_device, is_profile_of, l
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import Block, RankLayout, choose_layout, refuse_other_replicas, used_blocks
+from chunkplan_runtime.layout import Block, RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
@@ -37,7 +36,6 @@ from chunkplan_runtime.models.model import (
     meta_weight,
     new_model,
     read_config,
-    read_pretrained_config,
 )
 from chunkplan_runtime.models.parts import Cut
 from chunkplan_runtime.proof.prove import exact_router_loss
@@ -103,26 +101,18 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
     router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
-    evaluation, folder = None, evaluation_folder(config, plan)
-    if folder is not None:
-        if load_plan(folder).manifest["analysis"]["content_hash"] != analysis.content_hash:
+    evaluation = next(iter(load_plans(config)[1:]), None)
+    if evaluation is not None:
+        if evaluation.manifest["analysis"]["content_hash"] != analysis.content_hash:
             raise UsageError(
-                f"the evaluation plan {folder} is not of the same analysis as {config.plan}",
+                f"the evaluation plan {evaluation.path} is not of the same analysis as {config.plan}",
                 hint="analyze both together, and build with --holdout",
             )
-        evaluation, _ = open_here(folder, analysis.path)
-        if evaluation.config.dp % layout.dp:
-            raise UsageError(
-                f"{layout.dp} pipelines cannot share the {evaluation.config.dp} data-parallel ranks of the evaluation "
-                f"plan {folder} evenly",
-                hint=f"`{how_to_build_like(evaluation, layout.dp, layout.pp)}` builds one for these: give that as "
-                "--eval-plan",
-            )
+        evaluation, _ = open_here(evaluation.path, analysis.path)
         own: Any = {"like": plan} if config.eval_plan is None else {"then": "give that as --eval-plan"}
-        refuse_other_replicas(evaluation, layout.dp, **own)
-        if choose_layout(evaluation, layout.world_size, layout.process) != layout:
+        if choose_layout(evaluation, layout.world_size, layout.process, **own) != layout:
             raise UsageError(
-                f"the evaluation plan {folder} is for other virtual stages than {config.plan}",
+                f"the evaluation plan {evaluation.path} is for other virtual stages than {config.plan}",
                 hint="build both plans with the same --schedule and --virtual-stages",
             )
     elif config.early_stopping or config.keep_best:
@@ -133,21 +123,18 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
     return TrainingData(plan, analysis, evaluation, model_config, router_loss, config.device != "cpu", layout)
 
 
-def evaluation_folder(config: TrainConfig, plan: Plan) -> Path | None:
-    """The plan of held-out sequences: the one that `config` names, or that which was built with `plan`, if it was."""
-    if config.eval_plan is not None:
-        return config.eval_plan
-    held_out = load_held_out(plan)
-    return None if held_out is None else held_out.path
+def load_plans(config: TrainConfig) -> list[Plan]:
+    """The plan, and where there is one that of held-out sequences: given, or built with it."""
+    plan = load_plan(config.plan)
+    held_out = load_held_out(plan) if config.eval_plan is None else load_plan(config.eval_plan)
+    return [plan] if held_out is None else [plan, held_out]
 
 
 def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
     """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending."""
-    plan = load_plan(config.plan)
-    folder = evaluation_folder(config, plan)
-    plans = [plan, *([] if folder is None else [load_plan(folder)])]
-    # One that does not fit is refused when data are opened.
-    return sorted({block for each in plans if each.config.dp == layout.dp for block in used_blocks(each)})
+    # A plan that does not fit is refused when data are opened.
+    plans = [each for each in load_plans(config) if each.config.dp == layout.dp]
+    return sorted({block for each in plans for block in used_blocks(each)})
 
 
 def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
@@ -184,22 +171,16 @@ def dtype_of(config: TrainConfig) -> torch.dtype:
 
 def read_model_config(config: TrainConfig) -> Any:
     """The transformers config of the model to train."""
-    if config.model is not None:
-        return read_pretrained_config(config.model, router_loss=True)
-    return read_config(cast(Path, config.model_config), router_loss=True)
+    return read_config(config.model or cast(Path, config.model_config), router_loss=True)
 
 
 class Built(NamedTuple):
     """A model as one of several processes has it.
 
-    Attributes:
-        own: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
-            sharding brings it there weight by weight.
-        whole: all of it; on several processes its weights have no numbers.
-        identity: a hash that other weights do not have, the same on all processes; None on one alone.
-        note: what to say of how it was loaded, if anything.
-        fused: what of it calls fused kernels.
-        compiled: what of it is compiled.
+    `own`: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
+    sharding brings it there weight by weight. `whole`: all of it; on several processes its weights have no numbers.
+    `identity`: a hash that other weights do not have, the same on all processes; None on one alone. `note`: what to say
+    of how it was loaded. `fused`, `compiled`: what of it calls fused kernels, and what is compiled.
     """
 
     own: CausalLM
@@ -225,9 +206,8 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
     whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
     if config.lora_rank:
         adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
-        options = trained.LoraOptions(**adapters, seed=config.seed)
-        own = trained.add_lora(own, options, None if is_alone else whole)
-        whole = own if is_alone else trained.add_lora(whole, options, whole)
+        own = trained.add_lora(own, **adapters, seed=config.seed, whole=None if is_alone else whole)
+        whole = own if is_alone else trained.add_lora(whole, **adapters, seed=config.seed)
         note = "; ".join(filter(None, (note, trained.without_adapters(whole, config.lora_targets)))) or None
         if not is_alone:
             trained.take_adapters(own, whole)

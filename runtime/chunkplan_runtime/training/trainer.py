@@ -19,7 +19,9 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.options import options_of
 from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
@@ -46,15 +48,8 @@ from chunkplan_runtime.training.run_folder import (
 from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
-#: Options that are as the plan was timed unless they are given, each with its value in plans that do not say it.
-_PLANNED = {
-    "kv_offload": False,
-    "checkpointing": "none",
-    "lora_rank": 0,
-    "optimizer": "adamw",
-    "fused_kernels": "none",
-    "compile": False,
-}
+#: Options that are as the plan was timed unless they are given.
+_PLANNED = ("kv_offload", "checkpointing", "lora_rank", "optimizer", "fused_kernels", "compile")
 
 
 def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
@@ -329,7 +324,8 @@ class TrainingRun:
 def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
     """`config` with what the plan says, or what was found, in place of what was left open; refused if it cannot be."""
     cost = data.plan.manifest["predictions"]["cost_model"]
-    found: Any = {name: cost.get(name, default) for name, default in _PLANNED.items() if getattr(config, name) is None}
+    defaults = {name: options_of(CostModel)[name].default for name in _PLANNED if getattr(config, name) is None}
+    found: Any = {name: cost.get(name, default) for name, default in defaults.items()}
     if found.get("lora_rank") and config.model is None:
         raise UsageError(
             f"the plan is for adapters of rank {found['lora_rank']}, and random weights need to be trained themselves",

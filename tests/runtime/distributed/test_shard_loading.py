@@ -34,7 +34,7 @@ from chunkplan_runtime.models.model import (
     meta_model,
     meta_weight,
     new_model,
-    read_pretrained_config,
+    read_config,
 )
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.training.final import save_parts
@@ -66,7 +66,7 @@ def saved(model_type: str, folder: Path, **changes: Any) -> Any:
     disable_progress_bar()
     document = tiny_document(AutoConfig.for_model(model_type, **changes).to_dict())
     new_model(AutoConfig.for_model(**document), torch.float32, 0).model.save_pretrained(folder)
-    return read_pretrained_config(str(folder))
+    return read_config(str(folder))
 
 
 def part(folder: Path, config: Any, layout: RankLayout, dtype: torch.dtype = torch.float32) -> CausalLM:

@@ -24,7 +24,7 @@ from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import products
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
 from tests.runtime.test_parity import MODELS
 
@@ -177,7 +177,7 @@ def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch:
 )
 def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, checkpointing: bool) -> None:
     """Frozen weights have no half; what adapters drop out is the same in both."""
-    model = add_lora(model_of(SPLIT[name]), LoraOptions(rank=3, alpha=6.0, dropout=0.3))
+    model = add_lora(model_of(SPLIT[name]), rank=3, alpha=6.0, dropout=0.3)
     adapters = [(each, value) for each, value in model.model.named_parameters() if "lora_B" in each]
     for number, (_, value) in enumerate(adapters):  # they begin with zeros
         torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(number))
@@ -279,7 +279,7 @@ def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(
     model = model_of(SPLIT[name], torch.float32)
     cost = CostModel(shape=shape_of_config(model.config.to_dict(), "a test"), precision="fp32", lora_rank=rank)
     if rank:
-        model = add_lora(model, LoraOptions(rank=rank, alpha=8.0))
+        model = add_lora(model, rank=rank, alpha=8.0)
     work = work_of(random_sequences(97), 1)
     executor = run_input_halves(model, work)
     num_tokens = sum(chunk.num_tokens for chunk in work.chunks.values())

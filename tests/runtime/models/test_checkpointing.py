@@ -18,7 +18,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from tests.support.alive import held_bytes
 
@@ -129,7 +129,7 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
 def held(config, dtype, rank, level):
     """Bytes of a token that are held after the forward of a chunk."""
     model = new_model(AutoConfig.for_model(**config), dtype, seed=3)
-    model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
+    model = add_lora(model, rank=rank, alpha=4) if rank else model
     model.set_checkpointing(level)
     return held_bytes(model)
 

@@ -24,7 +24,7 @@ from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.optimizer import TrainedWeights
@@ -72,7 +72,7 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
         model = new_model(AutoConfig.for_model(**config), dtype, seed=1)
         fuse(model.model, "torch", model.device)  # norms of transformers are in float32
         if adapted:
-            model = add_lora(model, LoraOptions(rank=3, alpha=6.0, dropout=0.3))
+            model = add_lora(model, rank=3, alpha=6.0, dropout=0.3)
             for number, (name, value) in enumerate(model.model.named_parameters()):
                 if "lora_B" in name:  # they begin with zeros
                     torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(number))

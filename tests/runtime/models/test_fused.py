@@ -20,7 +20,7 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
 from tests.support.places import ROOT
@@ -168,7 +168,7 @@ def test_a_norm_that_differs_in_one_way_stays_as_it_is(how, is_training):
 def test_gradients_in_chunks_are_exact_with_fused_norms(model, handmade_plan, random_sequences, level, rank):
     made = model("qwen3")
     fuse(made.model, "torch", CPU)
-    made = add_lora(made, LoraOptions(rank=rank, alpha=4)) if rank else made
+    made = add_lora(made, rank=rank, alpha=4) if rank else made
     made.set_checkpointing(level)
     plan, analysis = handmade_plan(random_sequences([23, 4, 9]), [{0: CHUNKS}], k=2)
     assert compare_plan(plan, analysis, made).max_relative_error <= 1e-12

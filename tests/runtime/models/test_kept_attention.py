@@ -21,7 +21,7 @@ from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from tests.support.alive import Alive
 
 LENGTHS = [23, 4, 9]
@@ -148,7 +148,7 @@ def test_gradients_are_the_same_bits_and_no_attention_is_run_in_recomputes(
 @pytest.mark.parametrize("level", CHECKPOINTINGS)
 def test_kept_attention_goes_with_every_level(level: str, works: Any, monkeypatch: Any) -> None:
     """Of what levels hold of attention is none run in backwards: it is what the recompute took."""
-    model = add_lora(new_model(config_of("qwen3_moe"), torch.float64, seed=3), LoraOptions(rank=2, alpha=4))
+    model = add_lora(new_model(config_of("qwen3_moe"), torch.float64, seed=3), rank=2, alpha=4)
     model.set_checkpointing(f"{level}:1,none:{model.config.num_hidden_layers - 1}")
     (plain, ran, _), (found, ran_now, _) = (step(model, work, monkeypatch) for work in works(model.vocab_size))
     assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
@@ -171,7 +171,7 @@ def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list
             gc.collect()
             kept = [each for results in executor.kept_attention.kept.values() for each in results._held]
             held.append(alive.num_bytes() - executor.kept_attention.host.num_bytes)
-            on_host.append(sum(each.home.nbytes for each in kept if each.room is not None))
+            on_host.append(sum(each.home.nbytes for each in kept if each.chunk is not None))
 
         executor.run(work, 20, meet=meet)
     return held[1:], on_host[1:]

@@ -17,7 +17,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import load_model, new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora, in_4bit, num_weights, without_adapters
+from chunkplan_runtime.models.trained import add_lora, in_4bit, num_weights, without_adapters
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.sharing import Span
 
@@ -36,7 +36,7 @@ CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(
 def adapted(tiny_config):
     def make(dropout=0.0, **options):
         model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float64, seed=3)
-        model = add_lora(model, LoraOptions(rank=2, alpha=4, dropout=dropout, **options))
+        model = add_lora(model, rank=2, alpha=4, dropout=dropout, **options)
         torch.manual_seed(1)
         for name, parameter in model.model.named_parameters():
             if "lora_B" in name:  # peft starts them at zero, where the gradients of their partners vanish
@@ -67,7 +67,7 @@ def test_gradients_of_adapters_on_weights_in_4_bits_are_those_of_whole_sequences
     config = AutoConfig.for_model(**tiny_config("llama", hidden_size=64, intermediate_size=128))
     new_model(config, torch.float32, seed=3).model.save_pretrained(tmp_path)
     how = in_4bit(torch.float32, torch.device("cpu"))
-    model = add_lora(load_model(str(tmp_path), config, torch.float32, **how), LoraOptions(rank=2, alpha=4))
+    model = add_lora(load_model(str(tmp_path), config, torch.float32, **how), rank=2, alpha=4)
     for name, parameter in model.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
@@ -112,7 +112,7 @@ def test_with_dropout_gradients_are_the_same_bits_whatever_k(adapted, handmade_p
 def activations(config, dtype, rank):
     """Bytes that the forward of a chunk of 23 tokens keeps for its backward, of each token: of tensors, each once."""
     model = new_model(AutoConfig.for_model(**config), dtype, seed=3)
-    model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
+    model = add_lora(model, rank=rank, alpha=4) if rank else model
     weights = {parameter.untyped_storage()._cdata for parameter in model.model.parameters()}
     kept = {}
 
@@ -174,7 +174,7 @@ def test_the_planner_predicts_what_layers_keep_for_a_backward_with_adapters_and_
 def test_the_planner_counts_the_adapters_that_the_trainer_makes(tiny_config, changes, tolerance):
     """Exactly where queries are grouped and projected one by one. With experts there are only those of attention."""
     config = AutoConfig.for_model(**tiny_config(**changes))
-    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4))
+    model = add_lora(new_model(config, torch.float32, seed=3), rank=3, alpha=4)
     made = sum(parameter.numel() for parameter in model.model.parameters() if parameter.requires_grad)
     cost = CostModel(shape=shape_of_config(config.to_dict(), "a test"), lora_rank=3)
     assert cost.shape.total(cost.adapters.trained_parameters) == pytest.approx(made, rel=tolerance, abs=0)
@@ -185,7 +185,7 @@ def test_experts_of_a_config_that_names_them_elsewhere_get_no_adapters():
     experts = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
     attention = {"kv_n_heads": 2, "rope_theta": 1e4}
     config = AutoConfig.for_model("dbrx", **sizes, attn_config=attention, ffn_config=experts)
-    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4))
+    model = add_lora(new_model(config, torch.float32, seed=3), rank=3, alpha=4)
     adapted = [name for name, weight in model.model.named_parameters() if weight.requires_grad]
     assert adapted and all(".attn." in name for name in adapted)
 
@@ -195,7 +195,7 @@ def test_layers_that_are_named_and_get_no_adapter_are_said(tiny_config):
     config = AutoConfig.for_model(**tiny_config("qwen3_moe", **EXPERTS, mlp_only_layers=[0]))
 
     def said(*targets):
-        model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=3, alpha=4, targets=targets))
+        model = add_lora(new_model(config, torch.float32, seed=3), rank=3, alpha=4, targets=targets)
         return without_adapters(model, targets)
 
     assert said("all-linear") is None and said("q_proj", "lm_head") is None

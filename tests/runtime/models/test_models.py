@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.models.model import load_model, new_model, read_config, read_pretrained_config
+from chunkplan_runtime.models.model import load_model, new_model, read_config
 from chunkplan_runtime.parity import parity
 
 
@@ -126,22 +126,22 @@ def test_a_missing_config_and_a_folder_without_one_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"there is no file .*nothing\.json"):
         read_config(tmp_path / "nothing.json")
     with pytest.raises(UsageError, match=r"there is no file .*config\.json"):
-        read_pretrained_config(str(tmp_path))
+        read_config(str(tmp_path))
     with pytest.raises(UsageError, match=r"there is no folder .*nothing"):
-        read_pretrained_config(str(tmp_path / "nothing"))
+        read_config(str(tmp_path / "nothing"))
 
 
 def test_a_model_that_is_not_here_and_cannot_be_fetched_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="cannot get model 'no-such-organisation/no-such-model'") as raised:
-        read_pretrained_config("no-such-organisation/no-such-model")
+        read_config("no-such-organisation/no-such-model")
     assert "folder" in raised.value.hint
 
 
 def test_saved_weights_come_back_and_missing_ones_are_refused(tmp_path, config_file):
     model = new_model(read_config(config_file(model_type="qwen2")), torch.float32, seed=5).model
     model.save_pretrained(tmp_path / "saved")
-    config = read_pretrained_config(str(tmp_path / "saved"))
+    config = read_config(str(tmp_path / "saved"))
     loaded = load_model(str(tmp_path / "saved"), config, torch.float32).model
     assert all(torch.equal(mine, saved) for mine, saved in zip(loaded.parameters(), model.parameters(), strict=True))
     weights = load_file(tmp_path / "saved" / "model.safetensors")

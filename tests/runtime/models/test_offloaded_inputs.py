@@ -19,7 +19,7 @@ from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.sharing import Span
 from tests.support.alive import Alive
@@ -93,7 +93,7 @@ def chunk_of(num_tokens: int) -> ChunkTensors:
 
 def model_of(config: dict[str, Any], rank: int, level: str) -> CausalLM:
     model = new_model(AutoConfig.for_model(**config), torch.bfloat16, seed=3)
-    model = add_lora(model, LoraOptions(rank=rank, alpha=4)) if rank else model
+    model = add_lora(model, rank=rank, alpha=4) if rank else model
     model.set_checkpointing(level)
     return model
 

@@ -19,7 +19,7 @@ from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed, sum_gradients
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, at_the_end, check_same
@@ -44,7 +44,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
     def make(name: str, dtype: torch.dtype, *, adapted: bool = False) -> CausalLM:
         model = new_model(AutoConfig.for_model(**tiny_config(**SPLIT[name])), dtype, seed=1)
-        return add_lora(model, LoraOptions(rank=3, alpha=6.0)) if adapted else model
+        return add_lora(model, rank=3, alpha=6.0) if adapted else model
 
     return make
 

@@ -19,7 +19,7 @@ from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import (
     relative_errors,
     spread_weights,
@@ -122,7 +122,7 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
 @pytest.mark.parametrize("scope", OF_WHOLE_SEQUENCES)
 def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step) -> None:
     work, sequences = step(1)
-    run = add_lora(model(), LoraOptions(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj")))
+    run = add_lora(model(), rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj"))
     spread_weights(run.model)
     with evaluate_in_float64(run.model):
         whole = run_whole(run, sequences, OF_WHOLE_SEQUENCES[scope])

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.models.checks import check_config
-from chunkplan_runtime.models.model import load_model, read_pretrained_config
+from chunkplan_runtime.models.model import load_model, read_config
 from chunkplan_runtime.models.parts import decoder_of
 from chunkplan_runtime.models.tiny import tiny_document
 
@@ -35,7 +35,7 @@ def whole_model(model_type: str) -> Any:
 def test_the_language_model_has_the_weights_that_it_has_in_the_whole(model_type: str, tmp_path: Path) -> None:
     whole = whole_model(model_type)
     whole.save_pretrained(tmp_path / "whole")
-    config = read_pretrained_config(str(tmp_path / "whole"))
+    config = read_config(str(tmp_path / "whole"))
     assert config.model_type == whole.config.text_config.model_type
     model = load_model(str(tmp_path / "whole"), config, torch.float32)
     expected = {name.removeprefix("model."): weight for name, weight in decoder_of(whole).named_parameters()}
@@ -55,7 +55,7 @@ def test_weights_of_the_language_model_that_would_be_left_out_are_an_error(tmp_p
     whole_model("gemma3").save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     save_file(load_file(file) | {"language_model.model.layers.0.more.weight": torch.ones(2)}, file, {"format": "pt"})
-    config = read_pretrained_config(str(tmp_path / "whole"))
+    config = read_config(str(tmp_path / "whole"))
     with pytest.raises(DataError, match=r"1 weights have no place in the model, the first is .*more.weight"):
         load_model(str(tmp_path / "whole"), config, torch.float32)
 

@@ -29,7 +29,7 @@ from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import run_whole, write_random_analysis
 from chunkplan_runtime.proof.prove import (
     TOLERANCE,
@@ -125,7 +125,7 @@ def run_case(model_type: str, case: Case, folder: Path) -> float:
     model = new_model(config_of(model_type), torch.float64, seed=1)
     model.model.double()
     if case.lora:
-        model = add_lora(model, LoraOptions(rank=2, alpha=4))
+        model = add_lora(model, rank=2, alpha=4)
     spread_weights(model.model)
     (folder / "analysis").mkdir()
     analysis = write_random_analysis(folder / "analysis", case.lengths, model.vocab_size, seed=0)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.final import check_mergeable, merge_adapters
 from tests.runtime.distributed.test_train import all_well
@@ -109,7 +109,7 @@ def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config,
     config = AutoConfig.for_model(**tiny_config(kind, **more))
     of_experts = ("q_proj", "gate_proj", "up_proj", "down_proj")
     targets = of_experts if kind == "qwen3_moe" else ("all-linear",)
-    model = add_lora(new_model(config, torch.float64, seed=3), LoraOptions(rank=2, alpha=3.0, targets=targets))
+    model = add_lora(new_model(config, torch.float64, seed=3), rank=2, alpha=3.0, targets=targets)
     torch.manual_seed(1)
     for name, weight in model.model.named_parameters():
         if "lora_B" in name:
@@ -134,7 +134,7 @@ def test_a_model_of_any_form_is_merged_and_written_in_several_files(tiny_config,
 
 def test_an_adapter_of_a_weight_that_others_use_is_refused(tiny_config):
     config = AutoConfig.for_model(**tiny_config("qwen2", tie_word_embeddings=True))
-    model = add_lora(new_model(config, torch.float32, seed=3), LoraOptions(rank=2, alpha=3.0, targets=("lm_head",)))
+    model = add_lora(new_model(config, torch.float32, seed=3), rank=2, alpha=3.0, targets=("lm_head",))
     with pytest.raises(UsageError, match=r"lm_head.weight has an adapter, and another layer has the same weight"):
         check_mergeable(model.model)
 

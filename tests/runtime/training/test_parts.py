@@ -16,7 +16,7 @@ from chunkplan_runtime.distributed.sharding import clip, gradient_norm
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.trained import LoraOptions, add_lora
+from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
 from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
@@ -191,7 +191,7 @@ def test_frozen_weights_count_four_flops_and_adapters_six(tiny_config, handmade_
     whole = flops(model, [40], handmade_plan, random_sequences)
     weights = 40 * (2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 48) + 32 * 97)
     adapters = 40 * 2 * 4 * (64 + 48 + 48 + 64 + 3 * 80)
-    adapted = flops(add_lora(model, LoraOptions(rank=4, alpha=8)), [40], handmade_plan, random_sequences)
+    adapted = flops(add_lora(model, rank=4, alpha=8), [40], handmade_plan, random_sequences)
     assert adapted == whole - 2 * weights + 6 * adapters
 
 

@@ -49,9 +49,9 @@ def analysis(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callabl
     return write_analysis(tmp_path_factory.mktemp("timeline"), random_sequences(LENGTHS, seed=3))
 
 
-@pytest.fixture
-def plan(analysis: Path, tmp_path: Path) -> Plan:
-    return build_plan(analysis, tmp_path / "plan", dp=2, pp=4)
+@pytest.fixture(scope="module")
+def plan(analysis: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return build_plan(analysis, tmp_path_factory.mktemp("plan") / "plan", dp=2, pp=4)
 
 
 def build_plan(analysis: Path, folder: Path, **changes: Any) -> Plan:
@@ -349,8 +349,8 @@ def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: An
         read_measured(tmp_path / "none.json")
 
 
-def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(plan: Plan, tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
+def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(analysis: Path, tmp_path: Path) -> None:
+    path, plan = tmp_path / "measured.json", build_plan(analysis, tmp_path / "plan", dp=2, pp=4)
     write_measured(path, plan, planned_times(plan, RankLayout(dp=2, pp=4)), 2, planned=True)
     plan.path.rename(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"measured\.json: .*plan") as refused:
