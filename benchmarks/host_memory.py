@@ -93,11 +93,13 @@ def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
     run = RunFolder(config.output.with_suffix(".run"))
     what = {"state": {}, "keep_last": 1, "best": None, "device": _CPU, "job": job}
     checkpoint.write_checkpoint(run, 0, **step.tensors(), **what)
+    job.barrier()
     step.restore(run.checkpoint(0))  # makes the states of the optimizer
     for phase in ("written", "read"):
         before = _forget_peak()
         if phase == "written":
             checkpoint.write_checkpoint(run, 1, **step.tensors(), **what)
+            job.barrier()
         else:
             step.restore(run.checkpoint(1))
         found[phase] = _memory("VmHWM") - before
