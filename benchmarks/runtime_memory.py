@@ -53,7 +53,12 @@ def _measure(
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    with Allocations(lambda: executor.stores[0].num_bytes()) as allocations:
+
+    def page_bytes() -> int:
+        layers = [pages for sequence in executor.stores[0]._sequences.values() for pages in sequence.layers.values()]
+        return sum(each.nbytes for pages in layers for page in pages for each in page.tensors + page.gradients)
+
+    with Allocations(page_bytes) as allocations:
         executor.run(batch.work.ranks[0], batch.work.step.num_target_tokens)
     if verbose:
         print(f"\nK {k}, {'host' if kv_offload else 'device'}, {length:,} tokens")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,6 @@ from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
-from chunkplan_runtime.proof.prove import (
-    UnprovedError,
-    draws_noise,
-    exact_router_loss,
-    proof_of,
-    relative_errors,
-    take_gradients,
-    train_whole,
-    vanishing_gradients,
-)
 from chunkplan_runtime.training.executor import Executor
 
 #: What rounding in float64 leaves far below and any mistake far above, in models that divide by nothing small. For
@@ -44,7 +33,6 @@ TOLERANCE = 1e-12
 
 #: The reference runs sequences whole, with all their logits.
 _LONGEST = 1_000_000
-
 
 #: A larger model is not run itself: its weights in float64, and their gradients, take 5 GB.
 _MOST_WEIGHTS = 300_000_000
@@ -66,10 +54,10 @@ class StageProof:
 class ParityReport:
     """How far chunked gradients are from whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
 
-    Where g_ref is zero but for rounding, its norm is replaced by that of all parameters together. `chunks` counts the
-    plan's chunks by kind: standalone, dependent, mixed, zero_loss. `vanishing` names the parameters
-    whose g_ref is zero. `proofs`: of a model that was given, what a small one of its class shows. `ran_small`: the
-    sequences were run on that too, as the model itself is too large to run whole.
+    Of those in `vanishing`, whose g_ref is zero but for rounding, its norm is replaced by that of all parameters
+    together. `chunks` counts the plan's chunks by kind: standalone, dependent, mixed, zero_loss. `proofs`: of a model
+    that was given, what a small one of its class shows. `ran_small`: the sequences were run on that too, as the model
+    itself is too large to run whole.
     """
 
     max_relative_error: float
@@ -99,8 +87,7 @@ def parity(
 
     The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
     without it the model is a small one of the Qwen2 kind, and one that is too large to run whole is run as a small one
-    of its class. `seed`: of weights and tokens. The rest is how the chunks are run: with which attention kernel, with
-    KV in host memory, with which activation checkpointing inside of a chunk.
+    of its class. `seed`: of weights and tokens. The rest is how the chunks are run.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused, by
@@ -113,20 +100,21 @@ def parity(
     if not 0 <= seed < 2**63:
         raise UsageError(f"the seed is {seed}", hint="give a whole number from 0")
     if not lengths or min(lengths) < 1 or max(lengths) < 2:
-        raise UsageError(
-            "parity needs sequences of at least one token, and one of at least two", hint="--lengths 700,130,90"
-        )
+        message = "parity needs sequences of at least one token, and one of at least two"
+        raise UsageError(message, hint="--lengths 700,130,90")
     if max(lengths) > _LONGEST:
-        raise UsageError(
-            f"a length of {max(lengths):,} tokens", hint=f"parity runs sequences whole: at most {_LONGEST:,} tokens"
-        )
+        hint = f"parity runs sequences whole: at most {_LONGEST:,} tokens"
+        raise UsageError(f"a length of {max(lengths):,} tokens", hint=hint)
     proofs: tuple[StageProof, ...] = ()
     ran_small = False
     if model_config is None:
-        config = small_config(max_positions=max(lengths))
+        # What can go wrong: grouped heads, biases, two layers.
+        heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        sizes: Any = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+        config: Any = Qwen2Config(**sizes, **heads, max_position_embeddings=max(lengths))
     else:
         config = read_config(model_config, router_loss=True)
-        exact_router_loss(config, None, str(model_config))
+        prove.exact_router_loss(config, None, str(model_config))
         proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))
@@ -143,23 +131,10 @@ def parity(
 
 def _stage_proof(config: Any, num_stages: int) -> StageProof:
     try:
-        proof = proof_of(config, num_stages)
-    except UnprovedError as error:
+        proof = prove.proof_of(config, num_stages)
+    except prove.UnprovedError as error:
         return StageProof(num_stages, None, str(error))
     return StageProof(num_stages, proof.error, proof.where)
-
-
-def small_config(max_positions: int) -> Any:
-    """A model that has what can go wrong (grouped heads, biases, two layers) and runs in moments."""
-    return Qwen2Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-    )
 
 
 def write_random_analysis(folder: Path, lengths: Sequence[int], vocab_size: int, seed: int) -> Analysis:
@@ -185,61 +160,43 @@ def compare_plan(plan: Path, analysis: Path, model: CausalLM, *, kv_offload: boo
     """
     executor = Executor(model, kv_offload=kv_offload)
     work = next(iter(executor.stream(plan, analysis)))
-    with evaluate_in_float64(model.model), _without_noise(model):
+    with evaluate_in_float64(model.model):
+        # Whole sequences would draw other noise; what chunks draw that run again is for the model's proof to compare.
+        is_noisy = prove.draws_noise(model, torch.zeros(2, dtype=torch.int64, device=model.device))
+        if is_noisy:
+            model.model.eval()
         loss = executor.step(work)
-        gradients = take_gradients(model)
+        gradients = prove.take_gradients(model)
         chunks = [chunk for rank in work.ranks for chunk in rank.chunks.values()]
         # A sequence counts as often as it occurs: every occurrence has one segment that starts it.
         sequences = sorted(segment.sequence_id for chunk in chunks for segment in chunk.segments if segment.start == 0)
         reference_loss = run_whole(model, load_analysis(analysis), sequences)
-        reference = take_gradients(model)
-    vanishing = vanishing_gradients(reference)
-    errors = relative_errors(gradients, reference, vanishing)
+        reference = prove.take_gradients(model)
+        if is_noisy:
+            model.model.train()
+    vanishing = prove.vanishing_gradients(reference)
+    errors = prove.relative_errors(gradients, reference, vanishing)
     worst = float(np.max(list(errors.values())))  # unlike max(), never skips NaN
     if not math.isfinite(worst):
-        raise ChunkplanError(
-            "gradients are not finite", hint="with random weights this model overflows; use another config"
-        )
+        hint = "with random weights this model overflows; use another config"
+        raise ChunkplanError("gradients are not finite", hint=hint)
     tolerance = TOLERANCE if model.config.model_type in MODEL_TYPES else prove.TOLERANCE
-    return ParityReport(
-        max_relative_error=worst,
-        relative_errors=errors,
-        loss=loss,
-        reference_loss=reference_loss,
-        chunks=dict(Counter(chunk.kind.replace("-", "_") for chunk in chunks)),
-        vanishing=vanishing,
-        tolerance=tolerance,
-        passed=worst <= tolerance,
-    )
-
-
-@contextmanager
-def _without_noise(model: CausalLM) -> Iterator[None]:
-    """Within the block a model that draws noise in training, which whole sequences would draw otherwise, is evaluated.
-
-    What it draws when a chunk runs again is for its proof to compare.
-    """
-    if not draws_noise(model, torch.zeros(2, dtype=torch.int64, device=model.device)):
-        yield
-        return
-    model.model.eval()
-    yield
-    model.model.train()
+    kinds = dict(Counter(chunk.kind.replace("-", "_") for chunk in chunks))
+    return ParityReport(worst, errors, loss, reference_loss, kinds, vanishing, tolerance, worst <= tolerance)
 
 
 def run_whole(model: CausalLM, analysis: Analysis, sequences: Sequence[int]) -> float:
     """Plain full-sequence training of one step: nothing here is shared with chunked execution but the weights."""
-    attention = model.config._attn_implementation
+    attention, softcap = model.config._attn_implementation, getattr(model.config, "attn_logit_softcapping", None)
     # transformers' fused attention leaves a softcap out, and takes the causal mask for granted, without a word; of some
     # models there is none.
-    is_plain = getattr(model.config, "attn_logit_softcapping", None) or not model.is_causal
-    plain = is_plain or model.config.model_type not in MODEL_TYPES
-    model.model.set_attn_implementation("eager" if plain else "sdpa")
+    is_fused = not softcap and model.is_causal and model.config.model_type in MODEL_TYPES
+    model.model.set_attn_implementation("sdpa" if is_fused else "eager")
     tokens = analysis.tokens()
     num_targets = sum(int(tokens(sequence)[1].sum()) for sequence in sequences)
     total = 0.0
     for sequence in sequences:
         input_ids, target = (torch.from_numpy(array.copy()).to(model.device) for array in tokens(sequence))
-        total += train_whole(model, input_ids, target, num_targets)
+        total += prove.train_whole(model, input_ids, target, num_targets)
     model.model.set_attn_implementation(attention)
     return total

@@ -84,3 +84,9 @@ def held_bytes(model: CausalLM, num_tokens: int = 64) -> float:
         found = alive.num_bytes() - model.current.host_inputs.num_bytes
         del hidden
     return found / num_tokens
+
+
+def store_bytes(store: StateStore) -> int:
+    """The bytes of all pages that a store holds."""
+    pages = [page for sequence in store._sequences.values() for own in sequence.layers.values() for page in own]
+    return sum(tensor.nbytes for page in pages for tensor in page.tensors + page.gradients)

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.heads import HeadExchange
-from chunkplan_runtime.execution.executor import ChunkKey, RankExecutor
+from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.kv import pages
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.products import ChunkKey
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 
 
@@ -108,7 +109,8 @@ def exchange_peaks(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -
     """The most bytes that exchanging heads, or pages, in a layer holds at once in the first step of `plan`."""
     opened, analysis = open_for_its_stages(plan)
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
-    made, blocks = _Made(), GatheredMemory.blocks
+    made, fetch = _Made(), GatheredMemory.fetch
+    held: list[Any] = []
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def do(*given: Any) -> Any:
@@ -119,21 +121,22 @@ def exchange_peaks(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -
 
         return do
 
-    def counted_blocks(*given: Any) -> Iterator[Any]:
-        coming, held = blocks(*given), []
-        while True:
+    def counted_fetch(*given: Any) -> Iterator[Any]:
+        coming = fetch(*given)
+        held[:] = [each for each in held if not each[0].expired()]
+        for _ in range(2):  # it is on its way; it is there
             with made.within("pages", held):
-                block = next(coming, None)
-            if block is None:
-                return
+                block = next(coming)
             yield block
             del block
+        with made.within("pages", held):
+            next(coming, None)
 
     (work,) = stage.work(0).ranks
     with (
         patch.object(HeadExchange, "scatter_heads", counted(HeadExchange.scatter_heads)),
         patch.object(HeadExchange, "gather_heads", counted(HeadExchange.gather_heads)),
-        patch.object(GatheredMemory, "blocks", counted_blocks),
+        patch.object(GatheredMemory, "fetch", counted_fetch),
         made,
     ):
         stage.executor.run(work, 1)

@@ -41,11 +41,9 @@ Meet = Callable[[Action | None], None]
 
 #: By op, what must have happened to a chunk before.
 _AFTER = {
-    "forward": ("nothing",),
-    "forward_kv": ("nothing",),
+    **dict.fromkeys(FORWARDS, ("nothing",)),
     "recompute": ("forward_kv",),
-    "backward": ("forward", "recompute"),
-    "backward_input": ("forward", "recompute"),
+    **dict.fromkeys(BACKWARDS, ("forward", "recompute")),
     "backward_weight": ("backward_input",),
 }
 
@@ -57,13 +55,10 @@ def meet_nobody(action: Action | None) -> None:
 class RankExecutor:
     """Runs chunks through a model, or through one pipeline stage of it. Gradients are added to `.grad`.
 
-    A stage may have several virtual stages, each with links, a store and chunks in flight of its own.
-
     `seed`: of dropout, which a chunk draws alike whenever it runs forward. `kv_offload`: keys, values and their
-    gradients of split sequences lie in host memory. `links`: to the stages before and after this one; what a stage
-    needs to recompute a chunk is its own input, which it keeps. `exchanges`: with the processes that share sequences.
-    `router_loss`: what the load-balancing loss is over whose gradient is added, once its step has begun (see
-    `router_loss_scope`). `loss`: what is trained on; an evaluation is of cross-entropy.
+    gradients of split sequences lie in host memory. `links`: to the stages before and after this one. `exchanges`: with
+    the processes that share sequences. `router_loss`: what the load-balancing loss is over whose gradient is added,
+    once its step has begun (see `router_loss_scope`). `loss`: what is trained on; an evaluation is of cross-entropy.
     """
 
     def __init__(
@@ -83,16 +78,14 @@ class RankExecutor:
         self._loss = loss or cross_entropy()
         self._exchanges = exchanges or Exchanges()
         self._seed = seed
-        self._links: Any = links  # None where there is one stage
+        self._links: Any = links
         self._kv_offload = kv_offload
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
-        #: By virtual stage.
-        self.stores = [StateStore(page_tokens=1) for _ in self._parts]
+        self.stores = [StateStore(page_tokens=1) for _ in self._parts]  # by virtual stage
         self.halves = WeightHalves()
-        #: What attention gave in chunks that run forward twice.
         self.kept_attention = KeptAttention()
-        #: What it does or waits for, in words that begin with the step; and these words, with rank and virtual stage.
+        #: What it does or waits for, in words; and those that these begin with: the step, rank and virtual stage.
         self.doing = self._at = ""
         #: Of chunks in flight: what came from the model stage before [num_tokens, hidden_size]; and what their backward
         #: begins with, beside what attention and layers with states know of them.
@@ -129,74 +122,59 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
             for action in work.actions:
-                place = _checked(action, done, where)
+                key = _checked(action, done, where)
                 self._meet(where, action, meet)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
                     with around(action):
-                        self.halves.weight_half(place)
+                        self.halves.weight_half(key)
                 elif action.op in BACKWARDS:
                     before = before_last if action is last_of[action.virtual_stage] else None
-                    found = self._backward(work, action, 1 / max(num_target_tokens, 1), around, before)
-                    if found is not None:
-                        losses[action.chunk_id] = found
+                    losses |= self._backward(work, action, 1 / max(num_target_tokens, 1), around, before)
                 else:
                     self._forward(work, action, action.op, around)
-                done[place] = action.op
+                done[key] = action.op
             self.doing = f"{where}, meeting other processes after its last action"
             meet(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
-        for place, op in done.items():
+        for key, op in done.items():
             if op not in ("backward", "backward_weight"):
                 missing = "backward_weight" if op == "backward_input" else "backward"
-                raise broken_plan(f"no {missing} of {_named(place)}", where)
+                raise broken_plan(f"no {missing} of {_named(key)}", where)
         if not all(store.is_empty for store in self.stores):
             raise broken_plan("a sequence is left without the backward of its first part", where)
         return rank_loss(work, losses, num_target_tokens)
 
-    def evaluate(self, work: RankWork, num_target_tokens: int, meet: Meet = meet_nobody) -> RankLoss:
+    def evaluate(
+        self, work: RankWork, num_target_tokens: int | None = None, meet: Meet = meet_nobody, what: str = "evaluation"
+    ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
+
+        Without a number of target tokens no losses are computed. `what` it is for is said where it waits.
 
         Raises:
             DataError: the forwards are not in the order of the sequences, or do not run every chunk.
-        """
-        losses: dict[int, Tensor] = {}
-
-        def find_losses(chunk_id: int, hidden: Tensor) -> None:
-            labels, weights = work.tensors[chunk_id].labels, hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
-            losses[chunk_id], _ = cross_entropy()(self.model.head, hidden, labels, weights)
-
-        self.forward_only(work, "evaluation", find_losses, meet)
-        return rank_loss(work, losses, num_target_tokens)
-
-    def forward_only(
-        self,
-        work: RankWork,
-        what: str,
-        at_end: Callable[[int, Tensor], None] = lambda chunk_id, hidden: None,
-        meet: Meet = meet_nobody,
-    ) -> None:
-        """Run all chunks forward as `evaluate`, and call `at_end` with each one's final hidden states.
-
-        `what` it is for is said where it waits.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
         places = {(action.virtual_stage, action.chunk_id) for action in forwards}
         if places != {*product(range(len(self._parts)), work.chunks)}:
             raise broken_plan("a chunk has no forward", where)
+        losses: dict[int, Tensor] = {}
         with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
                 self._meet(f"{what}, {where}", action, meet)
-                hidden = self._forward(work, action, "evaluate", nullcontext)
-                if self._parts[action.virtual_stage].is_last:
-                    at_end(action.chunk_id, hidden)
-                for span in work.tensors[action.chunk_id].parts:
+                hidden, tensors = self._forward(work, action, "evaluate", nullcontext), work.tensors[action.chunk_id]
+                if self._parts[action.virtual_stage].is_last and num_target_tokens is not None:
+                    weights = hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
+                    losses[action.chunk_id], _ = cross_entropy()(self.model.head, hidden, tensors.labels, weights)
+                for span in tensors.parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
             meet(None)
         self.model.current.context = None
+        return rank_loss(work, losses, num_target_tokens or 0)
 
     def _meet(self, where: str, action: Action, meet: Meet) -> None:
         """Begin an action by what is done with other processes before it."""
@@ -207,7 +185,7 @@ class RankExecutor:
     def _say(self, words: str) -> None:
         self.doing = f"{self._at}, {words}"
 
-    def _opened(self, work: RankWork, *, with_gradients: bool) -> AbstractContextManager[object]:
+    def _opened(self, work: RankWork, *, with_gradients: bool) -> Any:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
@@ -222,21 +200,20 @@ class RankExecutor:
             self.kept_attention.begin(self._parts, work)
         if isinstance(self.memory, HostMemory):
             reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
-        opened: AbstractContextManager[object] = self._links.open() if self._links else nullcontext()
-        return opened
+        return nullcontext() if self._links is None else self._links.open()
 
     def _forward(self, work: RankWork, action: Action, op: str, around: Around) -> Tensor:
-        """Wait for the input of a chunk, run it through a virtual stage, and send the output to the next model stage.
+        """Run a chunk through a virtual stage, from the model stage before to the next one.
 
         `op` is that of the action, or "evaluate". Returns hidden states [num_tokens, hidden_size].
         """
-        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
+        key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         device = self.model.device
         self._say(f"waiting for chunk {chunk_id} from the stage before")
         if op != "recompute" and not part.is_first:
-            received = self._links.receive_input(*place, len(tensors.labels))
-            self.inputs[place] = received.requires_grad_(op != "evaluate")
+            received = self._links.receive("inputs", *key, len(tensors.labels))
+            self.inputs[key] = received.requires_grad_(op != "evaluate")
         self._say(f"in the {'forward' if op == 'evaluate' else op} of chunk {chunk_id}")
         seed = mixed_seed(self._seed, work.step, work.dp_rank, chunk_id)
         with around(action), torch.set_grad_enabled(op in ("forward", "recompute")):
@@ -244,39 +221,39 @@ class RankExecutor:
                 store.start_forward(span, tensors.shared)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_seed(seed)
-                with self.halves.splitting(), self.kept_attention.of(part, work, place, op):
-                    hidden = part.hidden_states(tensors, store, self.inputs.get(place), seed)
+                with self.halves.splitting(), self.kept_attention.of(part, work, key, op):
+                    hidden = part.hidden_states(tensors, store, self.inputs.get(key), seed)
         if op in ("forward", "recompute"):
             begin: Tensor | GradientEdge | None = hidden
-            if not part.is_last:  # only the place of hidden states in the graph
+            if not part.is_last:  # only where hidden states are in the graph
                 begin = get_gradient_edge(hidden) if hidden.requires_grad else None
-            self.in_flight[place] = begin, self.model.current.context, self.model.current.borders
+            self.in_flight[key] = begin, self.model.current.context, self.model.current.borders
         elif op == "evaluate":
-            self.inputs.pop(place, None)
+            self.inputs.pop(key, None)
         if op != "recompute" and not part.is_last:
-            self._links.send_output(*place, hidden.detach())
+            self._links.send("inputs", *key, hidden.detach())
         return hidden
 
     def _backward(
         self, work: RankWork, action: Action, scale: float, around: Around, before: Callable[[int], None] | None
-    ) -> Tensor | None:
-        """Run a chunk backward; returns its losses [num_tokens] on the last model stage, which computes them only now.
+    ) -> dict[int, Tensor]:
+        """Run a chunk backward; gives its losses [num_tokens] on the last model stage, which computes them only now.
 
         `scale`: the weight of a token's loss. `before` is called before it goes through the layers.
         """
-        place = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
+        key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
         part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
-        gradient = None if part.is_last else self._links.receive_gradient(*place, len(tensors.labels))
+        gradient = None if part.is_last else self._links.receive("gradients", *key, len(tensors.labels))
         self._say(f"in the {action.op} of chunk {chunk_id}")
-        losses = None
-        with around(action), self.halves.input_half(place) if action.op == "backward_input" else nullcontext():
+        losses = {}
+        with around(action), self.halves.input_half(key) if action.op == "backward_input" else nullcontext():
             for span in tensors.parts:
                 store.start_backward(span)
-            begin, self.model.current.context, borders = self.in_flight.pop(place)
+            begin, self.model.current.context, borders = self.in_flight.pop(key)
             if isinstance(begin, Tensor):
                 weights = begin.new_full((len(begin),), scale, dtype=wide(begin.dtype))
-                losses, gradient = self._loss(self.model.head, begin, tensors.labels, weights)
+                losses[chunk_id], gradient = self._loss(self.model.head, begin, tensors.labels, weights)
                 if not any(chunk.num_target_tokens for chunk in work.chunks.values()):
                     use_head(self._loss, self.model.head, begin)
                 if not begin.requires_grad:  # all that is trained is the head
@@ -297,20 +274,20 @@ class RankExecutor:
             for span in tensors.parts:
                 store.finish_backward(span)
             if not part.is_first:
-                self._links.send_input_gradient(*place, self.inputs.pop(place).grad)
+                self._links.send("gradients", *key, self.inputs.pop(key).grad)
         return losses
 
 
 def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
     """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
-    place = action.virtual_stage, action.chunk_id
-    if place not in done:
-        raise broken_plan(f"{action.op} of {_named(place)}, which does not exist", where)
-    if done[place] not in _AFTER[action.op]:
-        raise broken_plan(f"{action.op} of {_named(place)} after {done[place]}", where)
-    return place
+    key = action.virtual_stage, action.chunk_id
+    if key not in done:
+        raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
+    if done[key] not in _AFTER[action.op]:
+        raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
+    return key
 
 
-def _named(place: ChunkKey) -> str:
-    virtual_stage, chunk_id = place
+def _named(key: ChunkKey) -> str:
+    virtual_stage, chunk_id = key
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")

@@ -3,11 +3,8 @@
 What comes in which order is known from the plan. A receive is posted when it is waited for, and nobody waits for a send
 before the links are closed, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each
 link has a group of its two processes for each direction, as on a GPU what a group does runs in the order in which it
-was issued.
-
-On a GPU no receive is posted ahead: it would be a kernel that waits there, and whatever waits for the device would wait
-for this process's own next action. Nothing is lost by it, as the host runs ahead of the device. What would wait for the
-device is refused while links are open (`devices.py`).
+was issued. No receive is posted ahead: on a GPU it would be a kernel that waits there, and whatever waits for the
+device would wait for this process's own next action. That is refused while links are open (`devices.py`).
 """
 
 from __future__ import annotations
@@ -46,67 +43,53 @@ class Link:
 class Links:
     """Links of `model_stages`, those of this process by virtual stage, to the ones before and after each.
 
-    `links`: to other processes, by border: m is that between the model stages m and m + 1. Where both are here, what
-    one sends the other one receives without any process group.
+    `links`: to other processes, by border: m is that between the model stages m and m + 1.
 
-    Each is used once at the beginning, in which NCCL connects two processes, so that they wait for each other. All
-    processes take their borders in ascending order, of each first the way down and then the way up: in one order that
-    is the same for all, so that nobody waits in a circle.
+    Each is used once at the beginning, in which NCCL connects two processes, so that they wait for each other: all take
+    borders in ascending order, of each first the way down and then the way up, so that nobody waits in a circle.
     """
 
     def __init__(self, wire: Wire, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:
-        self._inputs: dict[int, _Channel] = {}  # by virtual stage, as all of these
-        self._outputs: dict[int, _Channel] = {}
-        self._gradients: dict[int, _Channel] = {}
-        self._input_gradients: dict[int, _Channel] = {}
+        #: By what goes over it, "inputs" or "gradients", and the virtual stage that sends or receives it.
+        self._outgoing: dict[tuple[str, int], _Channel] = {}
+        self._incoming: dict[tuple[str, int], _Channel] = {}
         greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)  # [1, hidden_size]
         virtual_stages = {model_stage: place for place, model_stage in enumerate(model_stages)}
         for border in sorted({*links} | {each for each in virtual_stages if each + 1 in virtual_stages}):
             above, below = virtual_stages.get(border), virtual_stages.get(border + 1)
-            down, up = _Channel(), _Channel()
-            if above is None or below is None:
-                link = links[border]
-                down, up = _Remote(wire, link.process, link.down), _Remote(wire, link.process, link.up)
-            if above is not None:
-                self._outputs[above], self._gradients[above] = down, up
-            if below is not None:
-                self._inputs[below], self._input_gradients[below] = down, up
-            for channel, is_sent in ((down, above is not None), (up, below is not None)):
-                if is_sent:
+            for what, sender, receiver in (("inputs", above, below), ("gradients", below, above)):
+                channel = _Channel()
+                if sender is None or receiver is None:
+                    link = links[border]
+                    channel = _Remote(wire, link.process, link.down if what == "inputs" else link.up)
+                if sender is not None:
+                    self._outgoing[what, sender] = channel
                     channel.send(0, greeting)
                     channel.wait()
-                else:
+                if receiver is not None:
+                    self._incoming[what, receiver] = channel
                     channel.receive(0, 1)
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Within the block chunks are sent and received; at its end all that was sent has arrived."""
-        channels = [*self._outputs.values(), *self._input_gradients.values()]
-        for channel in channels:
+        for channel in self._outgoing.values():
             channel.begin()
         with no_device_waits():
             yield
-            for channel in channels:
+            for channel in self._outgoing.values():
                 channel.wait()
 
-    def receive_input(self, virtual_stage: int, chunk_id: int, num_tokens: int) -> Tensor:
-        """Wait for the hidden states [num_tokens, hidden_size] of a chunk after the model stage before."""
-        return self._inputs[virtual_stage].receive(chunk_id, num_tokens)
+    def receive(self, what: str, virtual_stage: int, chunk_id: int, num_tokens: int) -> Tensor:
+        """Wait for [num_tokens, hidden_size] of a chunk: "inputs" of a virtual stage, or "gradients" of its output."""
+        return self._incoming[what, virtual_stage].receive(chunk_id, num_tokens)
 
-    def receive_gradient(self, virtual_stage: int, chunk_id: int, num_tokens: int) -> Tensor:
-        """Wait for the gradient [num_tokens, hidden_size] of what a virtual stage here sent on of a chunk."""
-        return self._gradients[virtual_stage].receive(chunk_id, num_tokens)
-
-    def send_output(self, virtual_stage: int, chunk_id: int, hidden: Tensor) -> None:
-        """Send hidden states [num_tokens, hidden_size] on, without waiting.
+    def send(self, what: str, virtual_stage: int, chunk_id: int, tensor: Tensor) -> None:
+        """Send [num_tokens, hidden_size] without waiting: "inputs" of the stage after, "gradients" to that before.
 
         They are kept until they have arrived; with gloo, until the links are closed.
         """
-        self._outputs[virtual_stage].send(chunk_id, hidden)
-
-    def send_input_gradient(self, virtual_stage: int, chunk_id: int, gradient: Tensor) -> None:
-        """Send the gradient [num_tokens, hidden_size] of what the model stage before sent back, without waiting."""
-        self._input_gradients[virtual_stage].send(chunk_id, gradient)
+        self._outgoing[what, virtual_stage].send(chunk_id, tensor)
 
 
 class _Channel:

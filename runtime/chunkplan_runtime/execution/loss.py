@@ -1,20 +1,18 @@
 """Losses of chunks, and what a rank lost in a step, by sequence.
 
-A loss is a `ChunkLoss`: of the hidden states of a chunk it gives the losses of its tokens and the gradient of their
-weighted sum. Cross-entropy is one, with or without label smoothing, and the load-balancing loss of routers
-(`models.router_loss`) another. What a token's loss is of its logits alone is a `LogitLoss`, which never holds the
-logits of a chunk: loss and gradient are computed together, a block of positions at a time, when the chunk runs
-backward, so that what a chunk in flight keeps of its loss is its final hidden states. How many positions a block has is
-for `chunkplan.cost.sums` to say, which counts their logits: the gradient of all of the head is made, and added to its
-sum, for every block.
+Cross-entropy, with or without label smoothing, is a `ChunkLoss`, and the load-balancing loss of routers
+(`models.router_loss`) another. A `LogitLoss` never holds the logits of a chunk: loss and gradient are computed
+together, a block of positions at a time, when the chunk runs backward, so that what a chunk in flight keeps of its loss
+is its final hidden states. How many positions a block has is for `chunkplan.cost.sums` to say, which counts their
+logits: the gradient of all of the head is made, and added to its sum, for every block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,30 +24,27 @@ from chunkplan_runtime.feed.stream import NO_TARGET, RankWork
 from chunkplan_runtime.models.compiled import Refusable
 from chunkplan_runtime.models.model import Head
 
+#: `loss(head, hidden, labels, weights)` -> the losses [num_tokens] of a chunk, and the gradient of their sum, each by
+#: its weight, for `hidden`; zero where gradients are switched off. `head` makes of hidden states [num_tokens, ...] what
+#: the loss is of; gradients of its parameters are added to their `.grad`. `labels` and `weights` [num_tokens] say what
+#: each token is to be, and how much its loss counts.
+ChunkLoss = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-class ChunkLoss(Protocol):
-    """A loss of the tokens of a chunk."""
-
-    def __call__(self, head: Any, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses [num_tokens], and the gradient of their sum, each by its weight, for `hidden`.
-
-        `head` makes of hidden states [num_tokens, ...] what the loss is of; gradients of its parameters are added to
-        their `.grad`. `labels` and `weights` [num_tokens] say what each token is to be, and how much its loss counts.
-        Where gradients are switched off there is none: it is zero.
-        """
+#: Of logits [rows, vocab_size], targets [rows] and weights [rows] the losses [rows] in at least float32, and the
+#: gradient of their weighted sum for the logits.
+_OfLogits = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class LogitLoss:
     """A loss of the logits of target tokens, whose labels lie on the CPU, so that nobody waits for a GPU to count them.
 
-    `with_gradient`: of logits [rows, vocab_size], targets [rows] and weights [rows] the losses [rows] in at least
-    float32, and the gradient of their weighted sum for the logits; `compiled`: gives the same, made by a compiler as
-    one kernel that reads logits three times, or None where there is no compiler.
+    `compiled`: gives the same as `with_gradient`, made by a compiler as one kernel that reads logits three times, or
+    None where there is no compiler.
     """
 
-    with_gradient: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    compiled: Callable[[], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None] | None = None
+    with_gradient: _OfLogits
+    compiled: Callable[[], _OfLogits | None] | None = None
 
     def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChunkLoss`; a position without a target has no loss."""
@@ -57,7 +52,11 @@ class LogitLoss:
         gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
         compiled = self.compiled() if self.compiled and head.compiles and torch.is_grad_enabled() else None
         logit_bytes = LOGIT_BYTES if compiled is None else 2 * hidden.itemsize
-        for rows, targets in _blocks(labels, head.vocab_size, hidden.device, logit_bytes):
+        all_rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
+        at_once = tokens_at_once(head.vocab_size, logit_bytes)
+        for on_host in torch.split(all_rows, at_once) if len(all_rows) else ():
+            rows = on_host.to(hidden.device, non_blocking=True)
+            targets = labels[on_host].long().to(hidden.device, non_blocking=True)
             block = hidden[rows].detach().requires_grad_(torch.is_grad_enabled())  # [rows, hidden_size]
             logits = head(block)  # [rows, vocab_size]
             compute = self.with_gradient if compiled is None or len(targets) == 1 else compiled
@@ -78,25 +77,17 @@ def cross_entropy(label_smoothing: float = 0.0) -> LogitLoss:
 def use_head(loss: ChunkLoss, head: Head, hidden: Tensor) -> None:
     """Give the head's parameters a gradient of zero, where no chunk of a step has a target that would give them one.
 
-    A weight without a gradient is left out of its process's reduction, which then is not that of the others. `hidden`
-    are hidden states like those that the head gets.
+    A weight without a gradient is left out of its process's reduction, which then is not that of the others.
     """
     row = torch.zeros_like(hidden[:1])
     loss(head, row, torch.zeros(1, dtype=torch.int32), row.new_zeros(1, dtype=wide(row.dtype)))
 
 
-def _blocks(labels: Tensor, vocab_size: int, device: torch.device, logit_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Positions with a target and their labels, on `device`, as many at once as their logits allow."""
-    rows = torch.nonzero(labels != NO_TARGET).flatten()  # [num_target_tokens]
-    for block in torch.split(rows, tokens_at_once(vocab_size, logit_bytes)) if len(rows) else ():
-        yield block.to(device, non_blocking=True), labels[block].long().to(device, non_blocking=True)
-
-
 def _entropy(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Losses [rows], and the gradient of their weighted sum: the softmax less each entry's share of the target.
 
-    It is made in the place of the exponentials, as autograd would not do: beside the logits there is no more than
-    these, and the gradient where its dtype is narrower. Exponentials are over the largest of a row, and so finite.
+    It is made in the place of the exponentials, as autograd would not do. These are over the largest of a row, and so
+    finite.
     """
     values = logits.to(wide(logits.dtype), copy=True)
     values -= values.amax(1, keepdim=True)
@@ -117,7 +108,7 @@ def _entropy(smoothing: float, logits: Tensor, targets: Tensor, weights: Tensor)
     return losses, gradient
 
 
-def _compiled_entropy(smoothing: float) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _compiled_entropy(smoothing: float) -> _OfLogits | None:
     refusable, compiled = _compiled()
     return partial(compiled, smoothing) if refusable.why_not is None else None
 
@@ -176,7 +167,5 @@ def rank_loss(work: RankWork, losses: dict[int, Tensor], num_target_tokens: int)
     sequence_ids, which = np.unique([span.sequence_id for span in spans], return_inverse=True)
     sums = np.bincount(which, np.add.reduceat(by_token, starts))
     counts = np.bincount(which, np.add.reduceat(is_target.astype(np.int64), starts)).astype(np.int64)
-    sequences = [
-        SequenceLoss(*values) for values in zip(sequence_ids.tolist(), sums.tolist(), counts.tolist(), strict=True)
-    ]
+    sequences = [*map(SequenceLoss, sequence_ids.tolist(), sums.tolist(), counts.tolist())]
     return RankLoss(float(by_token.sum()) / max(num_target_tokens, 1), sequences)

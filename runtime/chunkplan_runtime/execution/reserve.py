@@ -21,8 +21,8 @@ from chunkplan_runtime.attention.context import KeptResults
 from chunkplan_runtime.attention.latents import page_shapes
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors
-from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageSlice
+from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, Kind
+from chunkplan_runtime.kv.pages import Page
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
@@ -41,12 +41,13 @@ def reserve_pages(
     split: dict[int, dict[int, ChunkTensors]] = {}  # chunks by how many processes share heads of them
     for chunk_id, tensors in work.tensors.items():
         split.setdefault(len(tensors.shared.heads) if tensors.shared else 1, {})[chunk_id] = tensors
-    counts: Counter[Any] = Counter()
+    counts: Counter[Kind] = Counter()
     largest = []
     for virtual_stage, part in enumerate(parts):
-        actions = [action for action in work.actions if action.virtual_stage == virtual_stage]
+        own = [each for each in work.actions if each.virtual_stage == virtual_stage and each.op != "backward_weight"]
         of_all, attends = windows(part.config), keeps_kv(part.config)
         for num_sharing, chunks in split.items():
+            actions = [(action.op, chunks[action.chunk_id]) for action in own if action.chunk_id in chunks]
             layers: Counter[Any] = Counter()  # by what pages keep of them, and their windows
             for index, layer in part.own_layers.items():
                 if attends[index]:
@@ -55,37 +56,33 @@ def reserve_pages(
             for (shapes, by_parts, window), num_layers in layers.items():
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
-                request = KVRequest(like, with_gradients)
-                _do(actions, chunks, StateStore(1 if by_parts else page_tokens, pages), request, window)
+                _do(actions, StateStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
                 largest.append(pages.largest)
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
 
 
 def _do(
-    actions: Sequence[Action],
-    chunks: dict[int, ChunkTensors],
+    actions: list[tuple[str, ChunkTensors]],
     store: StateStore,
-    request: KVRequest,
+    like: tuple[Tensor, ...],
     window: int | None,
+    with_gradients: bool,
 ) -> None:
-    """Do with pages what a layer with this sliding window does; None is full attention.
+    """Do with pages what a layer with this sliding window does, or with full attention; they keep tensors `like` these.
 
     Without gradients a sequence is dropped after the forward of its last part.
     """
-    for action in actions:
-        if action.op == "backward_weight" or action.chunk_id not in chunks:
-            continue
-        tensors = chunks[action.chunk_id]
+    for op, tensors in actions:
         for span in tensors.parts:
-            if action.op in BACKWARDS:
+            if op in BACKWARDS:
                 store.start_backward(span)
-                list(store.blocks(span, 0, span.first_seen(window), request))
+                store.add_gradients(span, 0, span.first_seen(window))
                 store.finish_backward(span)
             else:
                 store.start_forward(span, tensors.shared)
-                store.write(span, 0, request.tensors)
-                if not request.with_gradients and span.stop == span.length:
+                store.write(span, 0, like)
+                if not with_gradients and span.stop == span.length:
                     store.drop(span)
 
 
@@ -104,11 +101,6 @@ class _DryRun(HostMemory):
 
     def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
         pass
-
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        for page_slice in slices if request.with_gradients else ():
-            self.add_gradients(page_slice.page)
-        return iter(())
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -134,15 +126,15 @@ class KeptAttention:
             self.host.reserve(_most_at_once(own, ("forward_kv",), ("recompute",)), num_bytes, parts[0].device)
 
     @contextmanager
-    def of(self, part: CausalLM, work: RankWork, place: ChunkKey, op: str) -> Iterator[None]:
+    def of(self, part: CausalLM, work: RankWork, key: ChunkKey, op: str) -> Iterator[None]:
         """Within the block a chunk is run for an op: what attention gives is kept, or was, where the plan says so."""
-        where = work.chunks[place[1]].kept_attention if op == "forward_kv" else ""
-        kept = self.kept.pop(place, None) if op == "recompute" else None
+        where = work.chunks[key[1]].kept_attention if op == "forward_kv" else ""
+        kept = self.kept.pop(key, None) if op == "recompute" else None
         if kept is not None:
             kept.take()
         elif where:
-            kept = self.kept[place] = KeptResults(self.host)
-        num_bytes = attention_bytes(part, work.tensors[place[1]]) if where == "host" else 0
+            kept = self.kept[key] = KeptResults(self.host)
+        num_bytes = attention_bytes(part, work.tensors[key[1]]) if where == "host" else 0
         part.current.kept = kept
         try:
             with self.host.of_chunk(num_bytes, part.device) if num_bytes else nullcontext():

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
-from chunkplan.planfile.analysis import Analysis
+from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
@@ -41,7 +41,7 @@ _END: Any = object()
 def shifted_labels(input_ids: Int32Array, target: npt.NDArray[np.bool_]) -> Int32Array:
     """The label of every position of a sequence: the next token where that is a target, else `NO_TARGET`.
 
-    The last position has none. For a segment, give one token more than it has: the target across its border counts.
+    For a segment, give one token more than it has: the target across its border counts.
     """
     labels = np.full(len(input_ids), NO_TARGET, np.int32)
     np.copyto(labels[:-1], input_ids[1:], where=target[1:])
@@ -107,88 +107,6 @@ class StepWork:
         return next((work for work in reversed(self.ranks) if self.reduces_early and work.actions), None)
 
 
-class ChunkReader:
-    """Reads the tokens of chunks: numpy passes over all of a rank's, and next to nothing done for each segment."""
-
-    def __init__(self, plan: Plan, analysis: Analysis, vocab_size: int) -> None:
-        self._plan = plan
-        self._analysis = analysis
-        self._vocab_size = vocab_size
-        self._reader = analysis.tokens()
-
-    def read(self, chunks: Sequence[Chunk]) -> dict[int, ChunkTensors]:
-        """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
-
-        Raises:
-            DataError: the analysis has no such tokens, or not as many targets as the plan counted.
-            UsageError: a token is not in the model's vocabulary.
-        """
-        tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
-        chunks = [chunk for chunk in chunks if chunk.segments]
-        if not chunks:
-            return tensors
-        segments = [segment for chunk in chunks for segment in chunk.segments]
-        sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
-        starts = np.array([segment.start for segment in segments])
-        stops = np.array([segment.end for segment in segments])
-        lengths = self._lengths(sequence_ids, starts, stops)
-        sizes = stops - starts
-        read_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is read
-        read_starts = read_stops - sizes
-        input_ids, target = self._reader.gather(sequence_ids, starts, stops)
-        if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
-            wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= self._vocab_size))[0])
-            segment = int(np.searchsorted(read_stops, wrong, side="right"))
-            raise UsageError(
-                f"token {starts[segment] + wrong - read_starts[segment]} of sequence {sequence_ids[segment]} is id "
-                f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
-                hint="analyze with the tokenizer that belongs to the model",
-            )
-        labels = shifted_labels(input_ids, target)
-        # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
-        labels[read_stops - 1] = NO_TARGET
-        cut = np.flatnonzero(stops < lengths)
-        next_ids, next_target = self._reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
-        labels[read_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
-        num_segments = [len(chunk.segments) for chunk in chunks]
-        edges = np.concatenate([[0], read_stops])[np.cumsum([0, *num_segments])]  # [num_chunks + 1]
-        self._check_counts(chunks, edges, labels)
-        chunk_starts = read_starts - np.repeat(edges[:-1], num_segments)
-        groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
-        columns = (column.tolist() for column in (sequence_ids, starts, stops, lengths, chunk_starts))
-        spans = map(Span, *columns, groups)
-        positions = (np.arange(len(input_ids)) + np.repeat(starts - read_starts, sizes)).astype(np.int32)
-        of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
-        by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
-        for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
-            tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
-        return tensors
-
-    def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
-        """How many tokens the sequences have, after a check that they are there and have what is asked for."""
-        wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
-        if wrong.size:
-            raise _outdated(f"there is no sequence {sequence_ids[wrong[0]]}", self._analysis.path)
-        lengths = self._analysis.num_tokens[sequence_ids].astype(np.int64)
-        for first in np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))[:1]:
-            raise _outdated(
-                f"sequence {sequence_ids[first]} has {lengths[first]} tokens; "
-                f"the plan asks for {starts[first]} to {stops[first]}",
-                self._analysis.path,
-            )
-        return lengths
-
-    def _check_counts(self, chunks: Sequence[Chunk], edges: Int64Array, labels: Int32Array) -> None:
-        targets = np.add.reduceat((labels != NO_TARGET).astype(np.int64), edges[:-1])
-        for chunk, num_tokens, found in zip(chunks, np.diff(edges).tolist(), targets.tolist(), strict=True):
-            if found != chunk.num_target_tokens or num_tokens != chunk.num_tokens:
-                raise _outdated(
-                    f"chunk {chunk.chunk_id} has {num_tokens} tokens with {found} targets; "
-                    f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
-                    self._plan.path,
-                )
-
-
 def _outdated(message: str, path: Path) -> DataError:
     return DataError(message, where=str(path), hint="build the plan again")
 
@@ -206,20 +124,8 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
             pool.shutdown(cancel_futures=True)
 
 
-class StreamPosition(TypedDict):
-    """Where a stream is: what decides the samples of its steps (`samples_of`), and the step that comes next."""
-
-    samples: Mapping[str, Any]
-    step: int
-
-
 def open_plan(
-    plan: str | Path,
-    analysis: str | Path | None = None,
-    *,
-    dp: int = 1,
-    pp: int = 1,
-    option: str = "analysis=",
+    plan: str | Path, analysis: str | Path | None = None, *, dp: int = 1, pp: int = 1, option: str = "analysis="
 ) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
 
@@ -244,12 +150,10 @@ def open_plan(
 class PlanStream(IterableDataset[StepWork]):
     """The steps of a plan with their tokens: iterate over it, or give it to a `DataLoader(stream, batch_size=None)`.
 
-    An iteration begins at the stream's position and moves it: `state_dict` is for a checkpoint, `load_state_dict` goes
-    on from there, after the last step there is nothing more. A thread makes up to `prefetch` steps ahead; with 0 there
+    An iteration begins at the stream's position and moves it. A thread makes up to `prefetch` steps ahead; with 0 there
     is none. With `pin_memory` tensors lie in page-locked memory where there is CUDA. In a DataLoader with workers one
-    of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`.
-
-    `layout`: of several processes each has a stream of its own, of the work of its stage and data-parallel ranks.
+    of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`. `layout`: of
+    several processes each has a stream of its own, of the work of its stage and data-parallel ranks.
 
     Raises:
         UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
@@ -270,7 +174,7 @@ class PlanStream(IterableDataset[StepWork]):
         if prefetch < 0:
             raise UsageError(f"prefetch is {prefetch}", hint="give a number of steps, 0 for no thread")
         _check_fits(analysis, vocab_size, max_positions)
-        self._layout = one_pipeline(plan) if layout is None else layout
+        self._layout = layout or one_pipeline(plan)
         refuse_other_replicas(plan, self._layout.dp, then="open that, which goes on from a position in this one")
         self._plan = plan
         self._analysis = analysis
@@ -289,7 +193,7 @@ class PlanStream(IterableDataset[StepWork]):
         """How many steps are left, of `num_steps`."""
         return self.num_steps - self._next
 
-    def state_dict(self) -> StreamPosition:
+    def state_dict(self) -> dict[str, Any]:
         """The position: which samples the plan's steps have, and the step after the last one that was handed out."""
         return {"samples": samples_of(self._plan.manifest), "step": self._next}
 
@@ -334,30 +238,26 @@ class PlanStream(IterableDataset[StepWork]):
                 yield work
 
     def _read(self) -> Generator[StepWork, None, None]:
-        reader = ChunkReader(self._plan, self._analysis, self._vocab_size)
+        reader = self._analysis.tokens()
         dp_ranks = self._layout.dp_ranks(self._plan.config.dp)
         for step in self._plan.iter_steps(self._next):
             for dp_rank in dp_ranks:
                 _check_words(step, dp_rank)
                 check_sharing(step, dp_rank)
                 _check_links(step, dp_rank, self._layout)
-            ranks = [_with_tensors(work, reader) for work in self._work_of(step, dp_ranks)]
+            ranks = [self._with_tensors(work, reader) for work in self._work_of(step, dp_ranks)]
             reduces_early = self._plan.config.cp == "off" or may_reduce(self._last_chunks(step))
             yield StepWork(step, ranks, self._plan, reduces_early)
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
         """What the process of these ranks does in a step on this stage, without tensors."""
-        return [
-            RankWork(
-                step.step,
-                dp_rank,
-                step.actions.get((dp_rank, self._layout.stage), []),
-                {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])},
-                {},
-            )
-            for dp_rank in dp_ranks
-            if dp_rank in step.chunks or (dp_rank, 0) in step.actions
-        ]
+        works = []
+        for dp_rank in dp_ranks:
+            if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
+                chunks = {chunk.chunk_id: chunk for chunk in step.chunks.get(dp_rank, [])}
+                actions = step.actions.get((dp_rank, self._layout.stage), [])
+                works.append(RankWork(step.step, dp_rank, actions, chunks, {}))
+        return works
 
     def _last_chunks(self, step: PlanStep) -> list[Chunk | None]:
         """The chunk that each process of this stage runs backward last."""
@@ -365,30 +265,91 @@ class PlanStream(IterableDataset[StepWork]):
         works = [[work for work in self._work_of(step, row) if work.actions] for row in rows]
         return [each[-1].chunks.get(each[-1].actions[-1].chunk_id) if each else None for each in works]
 
+    def _with_tensors(self, work: RankWork, reader: TokenReader) -> RankWork:
+        tensors = self._tensors_of([*work.chunks.values()], reader)
+        shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
+        parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
+        for chunk in shared:
+            parts.setdefault(chunk.group_id, []).append((chunk.prefix_tokens, chunk.prefix_tokens + chunk.cp_tokens))
+        for chunk in shared:
+            part = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
+            tensors[chunk.chunk_id] = replace(tensors[chunk.chunk_id], shared=part)
+        return replace(work, tensors=tensors)
 
-def _with_tensors(work: RankWork, reader: ChunkReader) -> RankWork:
-    tensors = reader.read([*work.chunks.values()])
-    shared = [chunk for chunk in work.chunks.values() if chunk.cp_size > 1]
-    parts: dict[int | None, list[Run]] = {}  # by its group, where each chunk of a shared sequence lies in it
-    for chunk in shared:
-        parts.setdefault(chunk.group_id, []).append((chunk.prefix_tokens, chunk.prefix_tokens + chunk.cp_tokens))
-    for chunk in shared:
-        part = shared_part(chunk, parts[chunk.group_id], work.dp_rank)
-        tensors[chunk.chunk_id] = replace(tensors[chunk.chunk_id], shared=part)
-    return replace(work, tensors=tensors)
+    def _tensors_of(self, chunks: Sequence[Chunk], reader: TokenReader) -> dict[int, ChunkTensors]:
+        """The tensors of chunks by chunk_id, of those with segments views of one for all of them.
+
+        In numpy passes over all of a rank's, with next to nothing done for each segment.
+        """
+        tensors = {chunk.chunk_id: padding_tensors() for chunk in chunks if not chunk.segments}
+        chunks = [chunk for chunk in chunks if chunk.segments]
+        if not chunks:
+            return tensors
+        segments = [segment for chunk in chunks for segment in chunk.segments]
+        sequence_ids = np.array([segment.sequence_id for segment in segments])  # [num_segments], as all below
+        starts = np.array([segment.start for segment in segments])
+        stops = np.array([segment.end for segment in segments])
+        lengths = self._lengths(sequence_ids, starts, stops)
+        sizes = stops - starts
+        read_stops = np.cumsum(sizes)  # [num_segments]: where each lies in what is read
+        read_starts = read_stops - sizes
+        input_ids, target = reader.gather(sequence_ids, starts, stops)
+        if input_ids.min() < 0 or input_ids.max() >= self._vocab_size:
+            wrong = int(np.flatnonzero((input_ids < 0) | (input_ids >= self._vocab_size))[0])
+            segment = int(np.searchsorted(read_stops, wrong, side="right"))
+            raise UsageError(
+                f"token {starts[segment] + wrong - read_starts[segment]} of sequence {sequence_ids[segment]} is id "
+                f"{input_ids[wrong]}, the model's vocabulary has {self._vocab_size:,}",
+                hint="analyze with the tokenizer that belongs to the model",
+            )
+        labels = shifted_labels(input_ids, target)
+        # A segment's last token predicts what its own sequence goes on with, in this chunk or not.
+        labels[read_stops - 1] = NO_TARGET
+        cut = np.flatnonzero(stops < lengths)
+        next_ids, next_target = reader.gather(sequence_ids[cut], stops[cut], stops[cut] + 1)
+        labels[read_stops[cut] - 1] = np.where(next_target, next_ids, NO_TARGET)
+        num_segments = [len(chunk.segments) for chunk in chunks]
+        edges = np.concatenate([[0], read_stops])[np.cumsum([0, *num_segments])]  # [num_chunks + 1]
+        targets = np.add.reduceat((labels != NO_TARGET).astype(np.int64), edges[:-1])
+        for chunk, num_tokens, found in zip(chunks, np.diff(edges).tolist(), targets.tolist(), strict=True):
+            if found != chunk.num_target_tokens or num_tokens != chunk.num_tokens:
+                raise _outdated(
+                    f"chunk {chunk.chunk_id} has {num_tokens} tokens with {found} targets; "
+                    f"the plan counted {chunk.num_tokens} with {chunk.num_target_tokens}",
+                    self._plan.path,
+                )
+        chunk_starts = read_starts - np.repeat(edges[:-1], num_segments)
+        groups = [chunk.group_id for chunk in chunks for _ in chunk.segments]
+        columns = (column.tolist() for column in (sequence_ids, starts, stops, lengths, chunk_starts))
+        spans = map(Span, *columns, groups)
+        positions = (np.arange(len(input_ids)) + np.repeat(starts - read_starts, sizes)).astype(np.int32)
+        of_all = torch.from_numpy(input_ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(labels)
+        by_chunk = [torch.split(tensor, np.diff(edges).tolist(), -1) for tensor in of_all]
+        for chunk, ids, places, targets in zip(chunks, *by_chunk, strict=True):
+            tensors[chunk.chunk_id] = ChunkTensors(ids, places, targets, tuple(islice(spans, len(chunk.segments))))
+        return tensors
+
+    def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """How many tokens the sequences have, after a check that they are there and have what is asked for."""
+        wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
+        if wrong.size:
+            raise _outdated(f"there is no sequence {sequence_ids[wrong[0]]}", self._analysis.path)
+        lengths = self._analysis.num_tokens[sequence_ids].astype(np.int64)
+        for first in np.flatnonzero((starts < 0) | (starts >= stops) | (stops > lengths))[:1]:
+            raise _outdated(
+                f"sequence {sequence_ids[first]} has {lengths[first]} tokens; "
+                f"the plan asks for {starts[first]} to {stops[first]}",
+                self._analysis.path,
+            )
+        return lengths
 
 
 def _pinned(work: RankWork) -> RankWork:
     """`work` with its tensors in page-locked memory."""
-    tensors = {
-        chunk_id: replace(
-            each,
-            input_ids=pinned(each.input_ids),
-            position_ids=pinned(each.position_ids),
-            labels=pinned(each.labels),
-        )
-        for chunk_id, each in work.tensors.items()
-    }
+    tensors = {}
+    for chunk_id, each in work.tensors.items():
+        input_ids, position_ids, labels = map(pinned, (each.input_ids, each.position_ids, each.labels))
+        tensors[chunk_id] = ChunkTensors(input_ids, position_ids, labels, each.spans, each.shared)
     return replace(work, tensors=tensors)
 
 
@@ -435,11 +396,14 @@ def broken_plan(message: str, where: str) -> DataError:
 
 def _check_words(step: PlanStep, dp_rank: int) -> None:
     """Refuse values of `kept_attention` and `op` that are not known here, naming the first chunk that has one."""
-    words: list[tuple[str, Sequence[str], str, int]] = []
-    for chunk in step.chunks.get(dp_rank, []):
-        words.append(("kept_attention", KEPT_ATTENTION, chunk.kept_attention, chunk.chunk_id))
-    for (rank, _), actions in step.actions.items():
-        words += [("op", OPS, action.op, action.chunk_id) for action in actions if rank == dp_rank]
+    actions = [each for (rank, _), own in step.actions.items() if rank == dp_rank for each in own]
+    words = [
+        *(
+            ("kept_attention", KEPT_ATTENTION, each.kept_attention, each.chunk_id)
+            for each in step.chunks.get(dp_rank, [])
+        ),
+        *(("op", OPS, each.op, each.chunk_id) for each in actions),
+    ]
     for name, known, word, chunk_id in words:
         if word not in known:
             expected = ", ".join(f'"{each}"' for each in known)
@@ -468,9 +432,8 @@ def may_reduce(last: Sequence[Chunk | None]) -> bool:
     """Whether the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
 
     `last`: the chunk that each of them runs backward last; None where it has no chunk. They may if no last backward is
-    of a chunk that another process shares without having it last: docs/context-parallel.md proves that nobody waits in
-    a circle then. Otherwise a process that is done would reduce a layer that another one reaches only after it has met
-    the first one in the layers below, so that all reduce after their last backwards.
+    of a chunk that another process shares without having it last (docs/context-parallel.md). Otherwise one that is done
+    would reduce a layer that another one reaches only after it has met the first one in the layers below.
     """
     named = [None if chunk is None else (chunk.group_id, chunk.group_index) for chunk in last]  # as all ranks name it
     blocks = [block_of(chunk) for chunk in last if chunk is not None]

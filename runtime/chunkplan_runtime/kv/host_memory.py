@@ -28,6 +28,9 @@ from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, Pag
 #: Tensors of a chunk's layers that are on the device at once: at work, and on its way.
 _ON_DEVICE = 2
 
+#: Shape [tokens, heads, dim] and dtype of a tensor of a page.
+Kind = tuple[tuple[int, ...], torch.dtype]
+
 
 class Queue:
     """A CUDA stream, or nothing where copies are done when they are asked for."""
@@ -54,7 +57,7 @@ class Queue:
         return None if self._stream is None else self._stream.record_event()
 
     def keep(self, tensor: Tensor) -> None:
-        """Let the memory of a tensor on the device be used again only when all is done that it was given until now."""
+        """Let the memory of a tensor on the device be used again only when it is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
@@ -68,18 +71,20 @@ def queues_of(device: torch.device) -> tuple[Queue, Queue]:
 
 
 def _copy_to_host(
-    homes: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device
-) -> tuple[Queue, torch.cuda.Event | None]:
-    """Start to copy tensors to the host, after what was asked of the device until now; the queue, and when it is done.
+    homes: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device, *, keep: bool
+) -> torch.cuda.Event | None:
+    """Start to copy tensors to the host, after what was asked of the device until now; returns when it is done.
 
-    Their memory must not be used again before.
+    `keep`: let the memory of the tensors be used again only then.
     """
     queue, _ = queues_of(device)
     queue.wait(Queue.current(device).record())
     with queue.use():
         for home, tensor in zip(homes, tensors, strict=True):
             home.copy_(tensor, non_blocking=True)
-    return queue, queue.record()
+            if keep:
+                queue.keep(tensor)
+    return queue.record()
 
 
 @dataclass
@@ -97,7 +102,6 @@ class _Buffer:
 
     tensors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None = None
     free: torch.cuda.Event | None = None
 
 
@@ -105,26 +109,19 @@ class HostMemory(PageMemory):
     """Pages in host memory, see `pages.PageMemory`.
 
     A block is fetched into one of two buffers while the kernels work on the other; gradients are read, added to on the
-    device, and written back. Only what a part did not bring along is fetched: its own KV is copied on the device. A
-    fetch waits for the buffer to be free and for the page to be written; kernels wait for the fetch; writing back waits
-    for the kernels.
+    device, and written back. Only what a part did not bring along is fetched: its own KV is copied on the device.
     """
 
-    keeps_blocks = False
+    on_device = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: deque[_Buffer] = deque()  # two, of which the first has its turn
-        #: Host memory that nobody uses, by its shape [tokens, heads, dim] and dtype.
-        self.unused: defaultdict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        #: Host memory that nobody uses.
+        self.unused: defaultdict[Kind, list[Tensor]] = defaultdict(list)
 
-    def reserve(
-        self, counts: Mapping[tuple[tuple[int, ...], torch.dtype], int], largest: Sequence[tuple[Tensor, ...]]
-    ) -> None:
-        """Take the memory for all pages of a step, before there are any, and buffers for the `largest` pages.
-
-        `counts`: of tensors, by shape [tokens, heads, dim] and dtype. `largest`: tensors of pages, of any device.
-        """
+    def reserve(self, counts: Mapping[Kind, int], largest: Sequence[tuple[Tensor, ...]]) -> None:
+        """Take the memory for all pages of a step before there are any, and buffers for tensors like the `largest`."""
         for kind, count in counts.items():
             self.unused[kind] += [self._new(*kind) for _ in range(count - len(self.unused[kind]))]
         for tensors in largest:
@@ -144,11 +141,11 @@ class HostMemory(PageMemory):
         page.memory = []
 
     def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `pages.PageMemory.hold`. While links are open, when no memory is taken, it stays on the device."""
+        """See `pages.PageMemory.hold`; while links are open, when no memory is taken, it stays on the device."""
         if not may_wait():
             return lambda: tensor
         home = self._new(tensor.shape, tensor.dtype)
-        arrived = self._write_back([home], [tensor])
+        arrived = _copy_to_host([home], [tensor], self._device, keep=True)
 
         def fetch() -> Tensor:
             Queue.current(self._device).wait(arrived)
@@ -159,86 +156,67 @@ class HostMemory(PageMemory):
     def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
         """See `pages.PageMemory.write`."""
         sent = [tensor.detach()[0].transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
-        homes = [home[start - page.start :][: len(rows)] for home, rows in zip(page.tensors, sent, strict=True)]
+        homes = [home[start - page.start :][: len(sent[0])] for home in page.tensors]
         page.written_before = page.written
-        page.written = self._write_back(homes, sent)
+        page.written = _copy_to_host(homes, sent, self._device, keep=True)
 
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        """See `pages.PageMemory.blocks`."""
+    def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
+        """See `pages.PageMemory.fetch`."""
+        page, start, stop, own_start = page_slice
+        num_tokens, num_fetched, tokens = stop - start, min(own_start, stop) - start, page_slice.tokens
+        buffer = self._next_buffer(page.tensors)
+        tensors, gradients = [held[:num_tokens] for held in buffer.tensors], []
+        _, reading = queues_of(self._device)
+        reading.wait(buffer.free)
+        reading.wait(page.written if num_fetched == num_tokens else page.written_before)
+        if request.with_gradients:
+            self.add_gradients(page)
+            gradients = [held[:num_tokens] for held in buffer.gradients]
+            reading.wait(page.added)
+        # Of so many tokens no gradient is known; to those after them later parts have added some.
+        num_new = min(max(page.added_from, start), stop) - start
+        with reading.use():
+            for held, home in zip(tensors, page.tensors, strict=True):
+                held[:num_fetched].copy_(home[tokens][:num_fetched], non_blocking=True)
+            for held, home in zip(gradients, page.gradients, strict=False):
+                held[num_new:].copy_(home[tokens][num_new:], non_blocking=True)
+        ready = reading.record()
+        yield None
         current = Queue.current(self._device)
-        coming = self._fetch(slices[0], request.with_gradients)
-        for index, page_slice in enumerate(slices):
-            buffer, page = coming, page_slice.page
-            if index + 1 < len(slices):
-                coming = self._fetch(slices[index + 1], request.with_gradients)
-            current.wait(buffer.ready)
-            num_tokens, num_fetched = page_slice.stop - page_slice.start, page_slice.num_before_own
-            if num_fetched < num_tokens:
-                for held, tensor in zip(buffer.tensors, request.tensors, strict=True):
-                    held[num_fetched:num_tokens] = tensor[0].transpose(0, 1)
-            gradients = buffer.gradients if request.with_gradients else ()
-            if num_new := _first_added(page_slice) - page_slice.start:
-                for held in gradients:
-                    held[:num_new].zero_()
-            views = (
-                tuple(each[:num_tokens].transpose(0, 1)[None] for each in held) for held in (buffer.tensors, gradients)
-            )
-            block = KVBlock(page_slice.start, page_slice.stop, *views)
-            yield block
-            request.take_own(block, page_slice.own_start)
-            if not request.with_gradients:
-                buffer.free = current.record()
-                continue
-            # What the part itself was sent is not needed again once it has been taken.
-            num_left = num_fetched if request.takes_own else num_tokens
-            tokens = slice(page_slice.tokens.start, page_slice.tokens.start + num_left)
-            page.added_from = min(page.added_from, page_slice.start)
-            homes = [home[tokens] for home in page.gradients]
-            buffer.free = page.added = self._write_back(homes, [held[:num_left] for held in gradients])
+        current.wait(ready)
+        if num_fetched < num_tokens:
+            for held, tensor in zip(tensors, request.tensors, strict=True):
+                held[num_fetched:] = tensor[0].transpose(0, 1)
+        for held in gradients if num_new else ():
+            held[:num_new].zero_()
+        views = (tuple([each.transpose(0, 1)[None] for each in held]) for held in (tensors, gradients))
+        block = KVBlock(start, stop, *views)
+        yield block
+        request.take_own(block, own_start)
+        if not request.with_gradients:
+            buffer.free = current.record()
+            return
+        # What the part itself was sent is not needed again once it has been taken.
+        num_left = num_fetched if request.takes_own else num_tokens
+        page.added_from = min(page.added_from, start)
+        homes, sent = [home[tokens][:num_left] for home in page.gradients], [held[:num_left] for held in gradients]
+        buffer.free = page.added = _copy_to_host(homes, sent, self._device, keep=True)
 
     def add_gradients(self, page: Any) -> None:
-        """Take the memory for the gradients of a page, if it has none."""
+        """See `pages.PageMemory.add_gradients`: of what later parts have not added to nothing is known."""
         if not page.gradients:
             memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory
             page.gradients = tuple(tensor[: page.capacity] for tensor in memory)
 
-    def _fetch(self, page_slice: PageSlice, with_gradients: bool) -> _Buffer:
-        """Start filling a buffer with what the requesting part did not bring along."""
-        page, tokens, num_fetched = page_slice.page, page_slice.tokens, page_slice.num_before_own
-        buffer = self._next_buffer(page.tensors)
-        _, reading = queues_of(self._device)
-        reading.wait(buffer.free)
-        reading.wait(page.written if num_fetched == page_slice.stop - page_slice.start else page.written_before)
-        if with_gradients:
-            reading.wait(page.added)
-            self.add_gradients(page)
-        with reading.use():
-            for held, home in zip(buffer.tensors, page.tensors, strict=True):
-                held[:num_fetched].copy_(home[tokens.start : tokens.start + num_fetched], non_blocking=True)
-            added = _first_added(page_slice)  # from there on later parts have added some
-            for held, home in zip(buffer.gradients if with_gradients else (), page.gradients, strict=False):
-                here = held[added - page_slice.start : page_slice.stop - page_slice.start]
-                here.copy_(home[added - page.start : tokens.stop], non_blocking=True)
-        buffer.ready = reading.record()
-        return buffer
-
-    def _write_back(self, homes: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Start copying tensors to their homes on the host, whoever lets go of them."""
-        queue, done = _copy_to_host(homes, tensors, self._device)
-        for tensor in tensors:
-            queue.keep(tensor)
-        return done
-
     def _next_buffer(self, tensors: tuple[Tensor, ...]) -> _Buffer:
         """The buffer whose turn it is, with room for a page as large as this one, [capacity, heads, dim] each."""
-        buffer = self._buffers.popleft() if len(self._buffers) == 2 else None
-        pairs = [] if buffer is None else [*zip(buffer.tensors, tensors, strict=False)]
-        has_room = len(pairs) == len(tensors) and all(
+        buffer = self._buffers.popleft() if len(self._buffers) == 2 else _Buffer((), ())
+        has_room = len(buffer.tensors) == len(tensors) and all(
             len(held) >= len(other) and held.shape[1:] == other.shape[1:] and held.dtype == other.dtype
-            for held, other in pairs
+            for held, other in zip(buffer.tensors, tensors, strict=True)
         )
-        if buffer is None or not has_room:
+        if not has_room:
             # The kernels that use the old one's memory come before those that may get it next, in the same stream.
             held = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in tensors)
             gradients = tuple(torch.empty_like(each, dtype=wide(each.dtype)) for each in held)
@@ -254,12 +232,6 @@ class HostMemory(PageMemory):
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return new_host_memory(shape, dtype, self._device)
-
-
-def _first_added(page_slice: PageSlice) -> int:
-    """The token of a slice from which on later parts have added gradients; of those before it none is known."""
-    added_from: int = page_slice.page.added_from
-    return min(max(added_from, page_slice.start), page_slice.stop)
 
 
 @dataclass(eq=False)
@@ -310,10 +282,9 @@ class HostTensors:
     """What lies in host memory of all chunks in flight: inputs of layers, and results of attention.
 
     A tensor is copied to the host while kernels go on, and comes back while those before the ones that need it are at
-    work. On the device there are two of them at most, of the layer at work and of the next one: before a third one
-    leaves, kernels wait until the first has arrived. (Memory that is merely marked as in use by another stream is free
-    again only when the host sees that the copy is done; the host is far ahead, and layers would take as much as
-    without.) The memory of a chunk is used again when all of its tensors are gone.
+    work. On the device there are two at most, of the layer at work and of the next one: before a third one leaves,
+    kernels wait until the first has arrived. (Memory that is merely kept for another stream is free again only when the
+    host sees that the copy is done; it is far ahead.) The memory of a chunk is used again when its tensors are gone.
     """
 
     def __init__(self) -> None:
@@ -346,10 +317,7 @@ class HostTensors:
             self._chunk = None
 
     def of_layer(self, hidden: Tensor) -> AbstractContextManager[object]:
-        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory, if it has room.
-
-        There may be none for what models pass on beside hidden states.
-        """
+        """Within the block what autograd saves of `hidden`, the input of a layer, lies in host memory, if that fits."""
         address, shape = hidden.data_ptr(), hidden.shape  # not the tensor: the graph keeps what packs
         is_sent = False
 
@@ -375,7 +343,7 @@ class HostTensors:
         # As it lies on the device, so that it is one copy.
         home = flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
         chunk.used += tensor.nbytes
-        _, ready = _copy_to_host([home], [tensor], chunk.device)
+        ready = _copy_to_host([home], [tensor], chunk.device, keep=False)
         chunk.last = HostTensor(tensor, home, chunk, chunk.last, ready)
         self._leaving.append(chunk.last)
         while len(self._leaving) > _ON_DEVICE:

@@ -7,7 +7,7 @@ tensors, of any number of heads and any width each: what a layer's attention kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,17 +30,11 @@ class Page:
     tensors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...] = ()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors + self.gradients)
-
 
 class KVBlock(NamedTuple):
     """Tokens [start, stop) of a sequence, on the device, for one kernel call: [1, heads, stop - start, dim] each.
 
-    The gradients, where they were asked for, are there to be added to, in at least float32. Good until the next block
-    is asked for.
+    The gradients, where they were asked for, are there to be added to, in at least float32.
     """
 
     start: int
@@ -86,19 +80,11 @@ class PageSlice(NamedTuple):
         """Where these tokens lie in the page."""
         return slice(self.start - self.page.start, self.stop - self.page.start)
 
-    @property
-    def num_before_own(self) -> int:
-        """How many of them are not the requesting part's own."""
-        return min(self.own_start, self.stop) - self.start
-
 
 class PageMemory:
-    """Holds pages and hands out blocks of them: here on the device, where blocks are views of pages.
+    """Holds pages and hands out blocks of them: here on the device, where blocks are views of pages."""
 
-    `keeps_blocks`: whether a block stays good, and its gradients may be added to, after others were asked for.
-    """
-
-    keeps_blocks = True
+    on_device = True
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
         """Make an empty page for tensors like these, [1, heads, num_tokens, dim] each."""
@@ -110,16 +96,20 @@ class PageMemory:
         for home, tensor in zip(page.tensors, tensors, strict=True):
             home.narrow(2, start - page.start, tensor.size(2)).copy_(tensor)
 
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        """Yield a block for every slice; a block is given back by asking for the next one."""
-        for page_slice in slices:
-            page, tokens = page_slice.page, page_slice.tokens
-            if request.with_gradients and not page.gradients:
-                page.gradients = tuple(zeros_wide(tensor) for tensor in page.tensors)
-            gradients = page.gradients if request.with_gradients else ()
-            block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
-            yield block
-            request.take_own(block, page_slice.own_start)
+    def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
+        """Yield twice: None when a block is on its way, and the block; it is given back by going on."""
+        yield None
+        page, tokens = page_slice.page, page_slice.tokens
+        if request.with_gradients:
+            self.add_gradients(page)
+        gradients = page.gradients if request.with_gradients else ()
+        block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
+        yield block
+        request.take_own(block, page_slice.own_start)
+
+    def add_gradients(self, page: Any) -> None:
+        """Let a page have gradients, if it has none."""
+        page.gradients = page.gradients or tuple(zeros_wide(tensor) for tensor in page.tensors)
 
     def give_back(self, page: Any) -> None:
         """Take back the memory of a page, which nobody will ask for again; on the device nobody holds it then."""

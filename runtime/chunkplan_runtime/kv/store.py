@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +54,11 @@ class StateStore:
         """Whether no sequence is in flight."""
         return not self._sequences
 
-    def num_bytes(self) -> int:
-        """Bytes of all pages that are held."""
-        layers = (pages for sequence in self._sequences.values() for pages in sequence.layers.values())
-        return sum(page.num_bytes for pages in layers for page in pages)
-
     def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
-        """Say that a part is about to run forward; `shared` says how processes share it.
+        """Begin the forward of a part; `shared` says how processes share it.
 
         Raises:
-            DataError: an earlier part has not.
+            DataError: an earlier part has had none.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None:
@@ -80,10 +75,10 @@ class StateStore:
         sequence.forwarded = max(sequence.forwarded, span.stop)
 
     def start_backward(self, span: Span) -> None:
-        """Say that a part is about to run backward.
+        """Begin the backward of a part.
 
         Raises:
-            DataError: a later part has not, or this one has already.
+            DataError: a later part has had none, or this one has.
         """
         sequence = self._sequences.get(span.occurrence)
         if sequence is None or span.stop != sequence.complete_from:
@@ -91,7 +86,7 @@ class StateStore:
         sequence.complete_from = span.start
 
     def finish_backward(self, span: Span) -> None:
-        """Say that a part has run backward; pages that no earlier part is in are given back."""
+        """End the backward of a part: pages that no earlier part is in are given back."""
         sequence = self._sequences[span.occurrence]
         for pages in sequence.layers.values():
             while pages and pages[-1].start >= span.start:
@@ -123,8 +118,30 @@ class StateStore:
     def blocks(self, span: Span, layer: int, start: int, request: KVRequest) -> Iterator[KVBlock]:
         """The tokens [start, span.stop) that a part attends to, in blocks: the part's own first, then all before it.
 
-        `request` has the tensors of the part, as they were written.
+        `request` has the tensors of the part, as they were written. A block is given back by asking for the next one,
+        which is on its way by then.
         """
+        memory, slices = self._slices(span, layer, start)
+        coming = memory.fetch(slices[0], request)
+        next(coming)
+        for following in (*slices[1:], None):
+            now = coming
+            if following is not None:
+                coming = memory.fetch(following, request)
+                next(coming)
+            block = next(now)
+            assert block is not None
+            yield block
+            del block
+            next(now, None)
+
+    def add_gradients(self, span: Span, layer: int, start: int) -> None:
+        """Let the pages of these tokens have gradients, as `blocks` does where these are asked for."""
+        memory, slices = self._slices(span, layer, start)
+        for page_slice in slices:
+            memory.add_gradients(page_slice.page)
+
+    def _slices(self, span: Span, layer: int, start: int) -> tuple[PageMemory, list[PageSlice]]:
         sequence = self._sequences[span.occurrence]
         pages = sequence.layers[layer]
         stops = [*(page.start for page in pages[1:]), span.length]
@@ -133,7 +150,7 @@ class StateStore:
             for page, stop in zip(pages, stops, strict=True)
             if page.start < span.stop and stop > start
         ]
-        return sequence.memory.blocks([slices[-1], *slices[:-1]], request)
+        return sequence.memory, [slices[-1], *slices[:-1]]
 
     def keep_states(self, span: Span, states: dict[Any, Tensor]) -> None:
         """Keep the states that recurrent layers have at the end of a part."""
@@ -168,32 +185,14 @@ class _SharedPage(Page):
 
     own: Page | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return self.own.num_bytes if self.own else 0
-
-
-class _Gathered(NamedTuple):
-    """What this process has of a block, and where tokens of the sequence are in the rows of all processes.
-
-    `pieces`: [first, stop) of the sequence and the first of their rows, ascending. `most`: rows of each process.
-    """
-
-    own: KVBlock
-    pieces: list[tuple[int, int, int]]
-    most: int
-
 
 class GatheredMemory(PageMemory):
     """Pages that several processes share, of the sequence that `part` is of; `inner` holds this process's own tokens.
 
-    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients, in at
-    least float32, go back to those whose tokens they are of, and are summed there. One exchange carries all tensors of
-    a page, which have one dtype. All processes ask for the same blocks in the same order, also one of whose queries
-    none sees any of it. Where it costs no more than memory, the next block is on its way while one is attended to.
+    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients go back
+    to those whose tokens they are of, and are summed there. One exchange carries all tensors of a page, which have one
+    dtype. All processes ask for the same blocks in the same order, also one of whose queries none sees any of it.
     """
-
-    keeps_blocks = False
 
     def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:
         self._inner = inner
@@ -215,65 +214,58 @@ class GatheredMemory(PageMemory):
         """See `pages.PageMemory.give_back`."""
         self._inner.give_back(page.own)
 
-    def blocks(self, slices: Sequence[PageSlice], request: KVRequest) -> Iterator[KVBlock]:
-        """See `pages.PageMemory.blocks`."""
-        own_slices = [PageSlice(each.page.own, *map(self._own.before, each[1:])) for each in slices]
-        if self._inner.keeps_blocks:
-            sources = [self._inner.blocks([each], request) for each in own_slices]
-        else:
-            sources = [self._inner.blocks(own_slices, request)] * len(slices)
-        # The inner memory takes back gradients when it is asked for the next block: unless it keeps blocks, they have
-        # to be there by then.
-        is_ahead = self._inner.keeps_blocks or not request.with_gradients
-        following = [*zip(slices[1:], sources[1:], strict=True), None]
-        coming = self._launch(slices[0], sources[0])
-        for page_slice, source, after in zip(slices, sources, following, strict=True):
-            if coming is None:  # memory that counts and holds nothing
-                return
-            (block, pending), coming = coming, self._launch(*after) if is_ahead and after else None
-            with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
-                rows = pending.wait()  # [processes x most tokens, width]
-            # In the order of the sequence: [num_tokens, width].
-            in_order = torch.cat([rows[row : row + stop - first] for first, stop, row in block.pieces])
-            del pending, rows
-            gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if request.with_gradients else None
-            like = block.own.tensors
-            views = () if gradients is None else _views(gradients, like)
-            yield KVBlock(page_slice.start, page_slice.stop, _views(in_order, like), views)
-            if gradients is not None:
-                self._send_back(page_slice, block, gradients)
-            del in_order, gradients, views  # before there is another one
-            if self._inner.keeps_blocks or after is None:
-                next(source, None)  # which is done with it
-            if not is_ahead and after:
-                coming = self._launch(*after)
+    def add_gradients(self, page: Any) -> None:
+        """See `pages.PageMemory.add_gradients`."""
+        self._inner.add_gradients(page.own)
 
-    def _launch(self, page_slice: PageSlice, source: Iterator[KVBlock]) -> tuple[_Gathered, Pending] | None:
-        """Start to fetch a block: this process's tokens of it, and the rows of all on their way."""
-        own = next(source, None)
-        if own is None:
-            return None
-        start, stop, holdings = page_slice.start, page_slice.stop, self._part.holdings
-        most = max(holding.before(stop) - holding.before(start) for holding in holdings)  # all send as many
+    def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
+        """See `pages.PageMemory.fetch`."""
+        page, start, stop, own_start = page_slice
+        source = self._inner.fetch(PageSlice(page.own, *map(self._own.before, (start, stop, own_start))), request)
+        next(source)
+        # Gradients of a block from host memory leave no room for another one that is gathered.
+        is_ahead = self._inner.on_device or not request.with_gradients
+        if not is_ahead:
+            yield None
+        own = next(source)
+        assert own is not None
+        most, pieces = self._pieces(start, stop)
+        pending = self._launch(own.tensors, most)
+        if is_ahead:
+            yield None
+        with self._exchanges.waiting(self._words("fetching", page_slice, "from"), self._part.pages):
+            gathered = pending.wait()  # [processes x most, width]
+        in_order = torch.cat([gathered[row : row + last - first] for first, last, row in pieces])  # [num_tokens, width]
+        del pending, gathered
+        gradients = torch.zeros_like(in_order, dtype=wide(in_order.dtype)) if request.with_gradients else None
+        views = () if gradients is None else _views(gradients, own.tensors)
+        yield KVBlock(start, stop, _views(in_order, own.tensors), views)
+        if gradients is not None:
+            sent = gradients.new_zeros(len(self._part.pages) * most, gradients.shape[1])
+            for first, last, row in pieces:
+                sent[row : row + last - first] = gradients[first - start : last - start]
+            with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
+                summed = self._exchanges.reduce(sent, self._part.pages)[: own.stop - own.start]  # [own tokens, width]
+            for home, added in zip(own.gradients, _views(summed, own.tensors), strict=True):
+                home.add_(added)
+        next(source, None)
+
+    def _pieces(self, start: int, stop: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """How many rows each process sends of tokens [start, stop); and by tokens [first, last) the first of theirs."""
+        holdings = self._part.holdings
+        most = max(holding.before(stop) - holding.before(start) for holding in holdings)
         pieces = []
         for place, holding in enumerate(holdings):
             runs = holding.within(start, stop)
             pieces += [(*run, place * most + holding.before(run[0]) - holding.before(start)) for run in runs]
-        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in own.tensors], 1)  # [own tokens, width]
+        return most, sorted(pieces)
+
+    def _launch(self, tensors: Sequence[Tensor], most: int) -> Pending:
+        """Start to gather `most` rows of all processes, of this one what it has of a block."""
+        rows = torch.cat([tensor[0].transpose(0, 1).flatten(1) for tensor in tensors], 1)  # [own tokens, width]
         if missing := most - len(rows):
             rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
-        return _Gathered(own, sorted(pieces), most), self._exchanges.gather(rows, self._part.pages)
-
-    def _send_back(self, page_slice: PageSlice, block: _Gathered, gradients: Tensor) -> None:
-        """Give the gradients [num_tokens, width] of a block to those whose tokens they are of, and take one's own."""
-        rows = gradients.new_zeros(len(self._part.pages) * block.most, gradients.shape[1])
-        for first, stop, row in block.pieces:
-            rows[row : row + stop - first] = gradients[first - page_slice.start : stop - page_slice.start]
-        with self._exchanges.waiting(self._words("adding up gradients of", page_slice, "with"), self._part.pages):
-            summed = self._exchanges.reduce(rows, self._part.pages)  # [most tokens, width]
-        own = block.own
-        for home, added in zip(own.gradients, _views(summed[: own.stop - own.start], own.tensors), strict=True):
-            home.add_(added)
+        return self._exchanges.gather(rows, self._part.pages)
 
     def _words(self, what: str, page_slice: PageSlice, whom: str) -> str:
         sequence = self._part.span.sequence_id

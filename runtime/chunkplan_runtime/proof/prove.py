@@ -13,10 +13,10 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partialmethod
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
+from chunkplan_runtime.execution.links import Links, Wire
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import MODEL_TYPES
@@ -150,9 +151,10 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
     """The same in chunks, on all stages that the model has."""
     work = work_of(sequences, k, len(model.parts))
-    executor = RankExecutor(model, links=_LinksWithin(), router_loss=scope)  # type: ignore[arg-type]
+    links = Links(Wire(1, torch.float64, torch.device("cpu")), range(len(model.parts)), {})
+    executor = RankExecutor(model, links=links, router_loss=scope)
     num_tokens = sum(len(each.tokens) for each in sequences)
-    executor.router_loss.begin_step(num_tokens, lambda: executor.forward_only(work, "counting"))
+    executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"))
     loss = executor.run(work, num_targets).loss + executor.router_loss.value
     gradients: dict[str, Tensor] = {}
     for part in model.parts:
@@ -169,27 +171,6 @@ def _two_stages(model: CausalLM) -> CausalLM:
     first, last = (cut_stage(own, layers, RankLayout(pp=2, process=stage)) for stage, own in enumerate(copies))
     vars(last)["parts"] = [first, last]  # which run as if they were virtual stages of one process
     return last
-
-
-class _LinksWithin:
-    """Links between two stages in one process, in the place of `execution.links.Links`."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int, int], Tensor] = {}
-
-    def open(self, *_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _send(self, what: str, step: int, stage: int, chunk_id: int, tensor: Tensor) -> None:
-        self._held[what, stage + step, chunk_id] = tensor
-
-    def _receive(self, what: str, stage: int, chunk_id: int, _: int) -> Tensor:
-        return self._held.pop((what, stage, chunk_id))
-
-    send_output = partialmethod(_send, "input", 1)
-    send_input_gradient = partialmethod(_send, "gradient", -1)
-    receive_input = partialmethod(_receive, "input")
-    receive_gradient = partialmethod(_receive, "gradient")
 
 
 def random_sequences(vocab_size: int) -> list[Sequence]:

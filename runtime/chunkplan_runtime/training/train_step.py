@@ -81,7 +81,7 @@ class StepExecutor:
         shards, losses = self._shards, []
         if shards:
             shards.begin_step()
-        count = partial(self._run_forwards, work, partial(self.ranks.forward_only, what="counting"))
+        count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
         meet = shards.meeting(work, self._job.layout) if shards else meet_nobody
         for rank in work.ranks:

@@ -22,6 +22,7 @@ from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.sharing import Span
+from tests.support.alive import store_bytes
 
 
 def plain(query, key, value, form):
@@ -110,7 +111,7 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
         given = [leaf[None, :, part.start : end] for leaf in leaves]
         out = ChunkAttention.apply(None, ChunkContext(spans, store, Kernels()), layer, *given)
         results.append(out[0].transpose(0, 1))
-    peak = store.num_bytes()
+    peak = store_bytes(store)
     ends = [*cuts[:-1], query.shape[1]]
     for part, end, result in reversed(list(zip(parts, ends, results, strict=True))):
         store.start_backward(part)
@@ -171,11 +172,11 @@ def test_pages_are_given_back_as_their_parts_run_backward():
         store.write(part, 0, (kv, kv))
     for part in reversed(parts):
         store.start_backward(part)
-        held.append(store.num_bytes())
+        held.append(store_bytes(store))
         store.finish_backward(part)
     page = 2 * 2 * 8 * 8 * 4
     assert held == [3 * page, 3 * page, 2 * page, 2 * page, page, page]
-    assert store.num_bytes() == 0
+    assert store_bytes(store) == 0
 
 
 def test_what_lies_on_the_device_with_kv_on_the_host_does_not_grow_with_the_sequence():

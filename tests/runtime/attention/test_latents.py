@@ -34,6 +34,7 @@ from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
 from chunkplan_runtime.sharing import Span
 from tests.runtime.attention.test_attention import plain
+from tests.support.alive import store_bytes
 from tests.support.mixed_chunks import LENGTHS, MIXED
 
 #: Types with latents, and what their default configs leave out.
@@ -188,7 +189,7 @@ def most_bytes(model: CausalLM, work: RankWork) -> int:
     executor, held, finish = RankExecutor(model), [], StateStore.finish_backward
 
     def watched(self: StateStore, span: Span) -> None:
-        held.append(self.num_bytes())
+        held.append(store_bytes(self))
         finish(self, span)
 
     with patch.object(StateStore, "finish_backward", watched):

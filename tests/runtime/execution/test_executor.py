@@ -19,6 +19,7 @@ from chunkplan_runtime.kv.pages import KVRequest
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import Head, new_model
 from chunkplan_runtime.sharing import Span
+from tests.support.alive import store_bytes
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -55,11 +56,11 @@ def test_gradients_are_the_same_bits_whatever_k(run_step):
 
 def test_nothing_stays_in_the_store_after_a_step(run_step):
     seen = []
-    _, _, executor = run_step(k=2, watch=lambda executor: seen.append(executor.stores[0].num_bytes()))
+    _, _, executor = run_step(k=2, watch=lambda executor: seen.append(store_bytes(executor.stores[0])))
     # KV of 23 tokens, 2 layers, 2 KV heads of 8; the gradients as much again.
     assert max(seen) == 2 * 23 * 2 * 2 * 8 * 4 * 2
     assert seen[-1] == 0  # the last chunk, standalone, runs after the group has given everything back
-    assert executor.stores[0].num_bytes() == 0
+    assert store_bytes(executor.stores[0]) == 0
     assert executor.stores[0].is_empty
 
 

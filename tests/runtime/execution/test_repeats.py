@@ -15,6 +15,7 @@ from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.sharing import Span
+from tests.support.alive import store_bytes
 
 LENGTHS = [23, 4, 9]
 
@@ -58,7 +59,7 @@ def run(model):
         executor, held = RankExecutor(model), []
 
         def around(action):
-            held.append(executor.stores[0].num_bytes())
+            held.append(store_bytes(executor.stores[0]))
             return nullcontext()
 
         loss = executor.run(work.ranks[0], work.step.num_target_tokens, around).loss

@@ -14,7 +14,6 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
 from chunkplan_runtime.models.model import new_model
 
@@ -32,20 +31,20 @@ def test_no_more_tokens_have_gradients_than_the_planner_counts(
     plan = handmade_plan(random_sequences([NUM_CHUNKS * CHUNK]), [{0: chunks}], k=k)
     stores: list[StateStore] = []
     counts: list[int] = []
-    make, blocks = StateStore.__init__, PageMemory.blocks
+    make, blocks = StateStore.__init__, StateStore.blocks
 
     def made(store: StateStore, *args: Any, **options: Any) -> None:
         make(store, *args, **options)
         stores.append(store)
 
-    def counted(memory: PageMemory, *args: Any) -> Iterator[Any]:
-        for block in blocks(memory, *args):
+    def counted(own: StateStore, *args: Any) -> Iterator[Any]:
+        for block in blocks(own, *args):
             layers = [pages for store in stores for each in store._sequences.values() for pages in each.layers.values()]
             counts.append(max(sum(page.capacity for page in pages if page.gradients) for pages in layers))
             yield block
 
     monkeypatch.setattr(StateStore, "__init__", made)
-    monkeypatch.setattr(PageMemory, "blocks", counted)
+    monkeypatch.setattr(StateStore, "blocks", counted)
     model = new_model(AutoConfig.for_model(**config), torch.float64, seed=3)
     work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256)))
     RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)

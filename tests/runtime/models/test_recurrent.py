@@ -25,6 +25,7 @@ from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
 from chunkplan_runtime.sharing import Span
+from tests.support.alive import store_bytes
 from tests.support.mixed_chunks import LENGTHS
 from tests.support.mixed_chunks import MIXED as WITH_ONE_TOKEN
 from tests.support.shared_plans import given_blocks
@@ -158,7 +159,7 @@ def test_memory_is_flat_in_the_length_of_a_sequence(model: Any) -> None:
         states.append(sum(state.nbytes for state in store.states_before(part._replace(start=part.stop)).values()))
     assert len({*saved[1:]}) == 1 and saved[0] <= saved[1]
     assert len({*states}) == 1 and states[0] > 0
-    assert store.num_bytes() == 0
+    assert store_bytes(store) == 0
 
 
 def test_without_the_gradients_of_states_it_would_not_be_exact(

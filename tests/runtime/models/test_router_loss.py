@@ -76,7 +76,7 @@ def step(handmade_plan, random_sequences):
 def run_chunks(model: CausalLM, work: StepWork, scope: str | None, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
     executor = RankExecutor(model, seed=seed, router_loss=scope or "none")
     [rank] = work.ranks
-    executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
+    executor.router_loss.begin_step(work.step.num_tokens, partial(executor.evaluate, rank, what="counting"))
     loss = executor.run(rank, work.step.num_target_tokens).loss
     return loss + executor.router_loss.value, take_gradients(model)
 
@@ -152,7 +152,7 @@ def test_an_evaluation_between_two_steps_changes_nothing(model, step) -> None:
         [rank] = work.ranks
         for _ in range(2):
             executor.evaluate(rank, work.step.num_target_tokens)
-            executor.router_loss.begin_step(work.step.num_tokens, partial(executor.forward_only, rank, "counting"))
+            executor.router_loss.begin_step(work.step.num_tokens, partial(executor.evaluate, rank, what="counting"))
             loss = executor.run(rank, work.step.num_target_tokens).loss + executor.router_loss.value
             assert_same((loss, take_gradients(run)), whole)
 

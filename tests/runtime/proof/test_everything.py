@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partialmethod
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -95,19 +95,14 @@ class ThreadLinks:
     def open(self, *_: Any) -> Iterator[None]:
         yield
 
-    def _send(self, name: str, _: int, chunk_id: int, tensor: Tensor) -> None:
+    def send(self, name: str, virtual_stage: int, chunk_id: int, tensor: Tensor) -> None:
         self._queues[name].put(tensor)
 
-    def _take(self, name: str, *_: int) -> Tensor:
+    def receive(self, name: str, *_: int) -> Tensor:
         tensor: Tensor | None = self._queues[name].get()
         if tensor is None:
             raise RuntimeError("the other stage failed")
         return tensor
-
-    receive_input = partialmethod(_take, "inputs")
-    receive_gradient = partialmethod(_take, "gradients")
-    send_output = partialmethod(_send, "inputs")
-    send_input_gradient = partialmethod(_send, "gradients")
 
     def close(self) -> None:
         for queue in self._queues.values():
