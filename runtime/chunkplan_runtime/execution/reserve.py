@@ -141,7 +141,7 @@ class KeptAttention:
                 yield
         finally:
             part.current.kept = None
-        assert where or kept is None or not kept.num_held, "a recompute attends as often as the forward before it"
+        assert where or kept is None or not kept.held, "a recompute attends as often as the forward before it"
 
 
 def attention_bytes(part: CausalLM, tensors: ChunkTensors) -> int:

@@ -212,10 +212,8 @@ class ChunkTrainer(Trainer):
         That is the mean over its target tokens, and with it the load-balancing loss of routers, where there is one.
         """
         if not inputs:
-            raise UsageError(
-                "a callback stopped an epoch early, and a plan is run in its order",
-                hint="set control.should_training_stop, or build a plan with fewer steps an epoch",
-            )
+            hint = "set control.should_training_stop, or build a plan with fewer steps an epoch"
+            raise UsageError("a callback stopped an epoch early, and a plan is run in its order", hint=hint)
         work: StepWork = inputs["work"]
         self._switch("train")
         with self.accelerator.autocast():
@@ -270,10 +268,8 @@ def _check_settings(args: TrainingArguments) -> None:
         if value and value != _NEUTRAL.get(name):
             raise UsageError(f"{name}={value!r} cannot be done with a plan", hint=hint)
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
-        raise UsageError(
-            "accelerator_config with gradient_accumulation_kwargs cannot be done with a plan",
-            hint=REFUSED_SETTINGS["gradient_accumulation_steps"],
-        )
+        hint = REFUSED_SETTINGS["gradient_accumulation_steps"]
+        raise UsageError("accelerator_config with gradient_accumulation_kwargs cannot be done with a plan", hint=hint)
     if args.mixed_precision not in ("no", "bf16"):
         raise UsageError(
             f"mixed precision {args.mixed_precision!r} needs loss scaling, which this runtime has not",
@@ -281,15 +277,11 @@ def _check_settings(args: TrainingArguments) -> None:
         )
     optimizer = OptimizerNames(args.optim).value
     if any(part in optimizer for part in _STEPPING_IN_BACKWARD):
-        raise UsageError(
-            f"optim={optimizer!r} steps in every backward, of which a step has one a chunk",
-            hint='use an optimizer that steps once a step, such as optim="adamw_torch"',
-        )
+        hint = 'use an optimizer that steps once a step, such as optim="adamw_torch"'
+        raise UsageError(f"optim={optimizer!r} steps in every backward, of which a step has one a chunk", hint=hint)
     if args.world_size > 1:
-        raise UsageError(
-            f"this runtime runs on one process, found {args.world_size}",
-            hint="start it with python; a plan for several data-parallel ranks runs on one process too",
-        )
+        hint = "start it with python; a plan for several data-parallel ranks runs on one process too"
+        raise UsageError(f"this runtime runs on one process, found {args.world_size}", hint=hint)
 
 
 def _settings_of_plan(
@@ -302,15 +294,11 @@ def _settings_of_plan(
     defaults = {field.name: field.default for field in fields(TrainingArguments)}
     epochs, num_steps = plan.manifest["epochs"], plan.manifest["totals"]["num_steps"]
     if args.max_steps > num_steps:
-        raise UsageError(
-            f"max_steps={args.max_steps:,}, the plan has {num_steps:,} steps",
-            hint="build the plan with more --epochs, or leave max_steps out",
-        )
+        hint = "build the plan with more --epochs, or leave max_steps out"
+        raise UsageError(f"max_steps={args.max_steps:,}, the plan has {num_steps:,} steps", hint=hint)
     if args.max_steps <= 0 and args.num_train_epochs not in (epochs, defaults["num_train_epochs"]):
-        raise UsageError(
-            f"num_train_epochs={args.num_train_epochs:g}, the plan has {epochs}",
-            hint="build the plan with other --epochs, or stop earlier with max_steps",
-        )
+        hint = "build the plan with other --epochs, or stop earlier with max_steps"
+        raise UsageError(f"num_train_epochs={args.num_train_epochs:g}, the plan has {epochs}", hint=hint)
     decided = {
         "num_train_epochs": epochs,
         "per_device_train_batch_size": train_data.batch_size,

@@ -194,23 +194,17 @@ class TrainConfig(Options):
             )
         if self.optimizer in ("sgd", "adafactor"):
             for flag in self._changed("beta1", "beta2", "eps"):
-                raise UsageError(
-                    f"{flag} with --optimizer {self.optimizer} would do nothing",
-                    hint=f"leave {flag} out, or use --optimizer adamw",
-                )
+                hint = f"leave {flag} out, or use --optimizer adamw"
+                raise UsageError(f"{flag} with --optimizer {self.optimizer} would do nothing", hint=hint)
         for flag, given in (("--early-stopping", self.early_stopping), ("--keep-best", self.keep_best)):
             if given and not self.eval_every:
-                raise UsageError(
-                    f"{flag} without --eval-every: there is one evaluation, at the end",
-                    hint="for example --eval-every 100",
-                )
+                hint = "for example --eval-every 100"
+                raise UsageError(f"{flag} without --eval-every: there is one evaluation, at the end", hint=hint)
 
     def _check_adapters(self) -> None:
         if self.lora_rank and self.model is None:
-            raise UsageError(
-                "--lora-rank with --model-config: random weights that nothing keeps",
-                hint="adapters need a saved model: give --model",
-            )
+            hint = "adapters need a saved model: give --model"
+            raise UsageError("--lora-rank with --model-config: random weights that nothing keeps", hint=hint)
         if self.lora_rank == 0:  # None: as planned, which is not known yet
             for flag in self._changed("lora_alpha", "lora_dropout", "lora_targets", "load_in_4bit", "merge_adapters"):
                 raise UsageError(f"{flag} without --lora-rank would do nothing", hint="give --lora-rank too")

@@ -158,10 +158,8 @@ class Executor:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             if dtype == torch.float16:
-                raise UsageError(
-                    "autocast in float16 needs loss scaling, which this runtime has not",
-                    hint=f'use torch.autocast("{device}", dtype=torch.bfloat16)',
-                )
+                hint = f'use torch.autocast("{device}", dtype=torch.bfloat16)'
+                raise UsageError("autocast in float16 needs loss scaling, which this runtime has not", hint=hint)
             self._autocast = partial(torch.autocast, device, dtype=dtype)
         attention = config._attn_implementation
         # Not through `set_attn_implementation`, which would fetch a kernel of the Hub anew whenever it is put back.
