@@ -195,7 +195,7 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
 
 def test_the_line_about_groups_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4, pp=2), {(0, 1): None, (0, 2): None})
-    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", "all", exchanges, 0.0512)
+    groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", exchanges, 0.0512)
     assert group_lines(groups) == [GROUPS.strip()]
 
 
