@@ -30,12 +30,8 @@ _MODULES = {
 
 #: What is set where there are several processes. A GPU waits in sends and receives for other processes. By default CUDA
 #: loads a kernel when it is first asked for, and waits for the device to do so; and it has 8 queues, so that what is in
-#: a ninth stream may come behind a receive that waits. transformers has threads read all tensors of a checkpoint ahead.
-_OF_SEVERAL = {
-    "CUDA_MODULE_LOADING": "EAGER",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",
-}
+#: a ninth stream may come behind a receive that waits.
+_OF_SEVERAL = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 #: How torch takes memory on a GPU, under both of its names: a chunk takes what others of other sizes have given back.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -12,12 +12,11 @@ import pyarrow as pa
 
 from chunkplan.errors import UsageError
 from chunkplan.layers import STRAIGHT, StagePlacement, model_stage_of, stage_of
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.likeness import how_to_build_like
 from chunkplan.planfile.measured import ranks_of
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.planfile.schema import SHARED_CHUNKS
-from chunkplan.planfile.tables import conform, open_parquet
+from chunkplan.planfile.tables import read_table
 from chunkplan.quantities import counted
 
 
@@ -59,11 +58,10 @@ def used_blocks(plan: Plan) -> list[Block]:
 
 @lru_cache(maxsize=8)
 def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
-    schema = pa.schema([SHARED_CHUNKS.field(name) for name in ("cp_first_rank", "cp_size", "cp_heads")])
-    with open_parquet(path) as file:
-        table = conform(file.read(schema.names), schema, path)
-    columns = (to_numpy(column.combine_chunks()).tolist() for column in table.columns)
-    return tuple(sorted(block for block in {Block(*row) for row in zip(*columns, strict=True)} if block.size > 1))
+    names = ["cp_first_rank", "cp_size", "cp_heads"]
+    chunks = read_table(path, pa.schema(map(SHARED_CHUNKS.field, names)))
+    blocks = (Block(*(row[name] for name in names)) for row in chunks.group_by(names).aggregate([]).to_pylist())
+    return tuple(sorted(block for block in blocks if block.size > 1))
 
 
 @dataclass(frozen=True)

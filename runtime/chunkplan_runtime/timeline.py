@@ -28,14 +28,12 @@ class ActionClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._step = 0
-        self._zero: _Mark = 0
         self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
-        self._reductions: list[tuple[_Mark, _Mark]] = []
 
     def start(self, step: int) -> None:
         """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
-        self._step, self._actions, self._reductions = step, [], []
+        self._step, self._actions = step, []
+        self._reductions: list[tuple[_Mark, _Mark]] = []
         synchronize(self._device)
         self._zero = self._mark()
 

@@ -27,7 +27,6 @@ from chunkplan_runtime.distributed.sharding import (
     Shards,
     _weights,
     gradient_norm,
-    sum_tied_gradients,
     tied_weight,
 )
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
@@ -96,7 +95,7 @@ class StageProcess:
             self.shards.begin_step()
             around = self.shards.around(around)
         meet = self._meeting(work)
-        before = self.shards.reduce_in_backward if self.shards and self.sharding == "optimizer" else None
+        before = self.shards.reduce_in_backward if self.shards else None
         num_target_tokens = work.step.num_target_tokens
         loss = 0.0
         for each in work.ranks:
@@ -115,7 +114,6 @@ class StageProcess:
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
         tied = tied_weight(self.model, self.groups)
-        sum_tied_gradients(weights, tied, self.groups)
         norm = gradient_norm(weights, tied, self.groups)
         return {name: _whole(value) for name, value in weights.items()}, norm.item()
 

@@ -29,37 +29,32 @@ class KeptResults:
     """Out and log-sum-exp of each attention of a chunk, in the order of its layers; on the device, or in host memory.
 
     They are of its forward for keys and values alone, and stand in for attention in its recompute, which holds them as
-    it would hold what attention gives. A layer's are let go of as the recompute's layer takes them.
+    it would hold what attention gives. A layer's are no longer `held` as the recompute's layer takes them.
     """
 
     def __init__(self, host: HostTensors) -> None:
         self._host = host
-        self._held: deque[HostTensor] = deque()
+        self.held: deque[HostTensor] = deque()
         self._is_taken = False
-
-    @property
-    def num_held(self) -> int:
-        """How many tensors there are."""
-        return len(self._held)
 
     def take(self) -> None:
         """Hand them out from now on; those of the first layer are on their way."""
         self._is_taken = True
-        for each in islice(self._held, 2):
+        for each in islice(self.held, 2):
             each.start_fetch()
 
     def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
         """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
-        if self._held and self._is_taken:
+        if self.held and self._is_taken:
             return self._next(), self._next()
         out, lse = attend(*given)
         if not self._is_taken:
-            self._held += self._host.sent(out), self._host.sent(lse)
+            self.held += self._host.sent(out), self._host.sent(lse)
         return out, lse
 
     def _next(self) -> Tensor:
-        first = self._held.popleft()
-        return self._host.fetched(first, *islice(self._held, 2))
+        first = self.held.popleft()
+        return self._host.fetched(first, *islice(self.held, 2))
 
 
 @dataclass(frozen=True)

@@ -349,10 +349,7 @@ def _bounds(query: Tensor, key: Tensor, form: Form) -> Bounds:
 
 @lru_cache(maxsize=64)
 def _on(borders: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """Borders on the device, int32 [num_runs + 1], and the longest run: once for all layers of a chunk.
-
-    They are sent, and nobody waits for them.
-    """
+    """Borders on the device, int32 [num_runs + 1], and the longest run, once for all layers; nobody waits."""
     if len(borders) == 2:  # one run, as of a page: the device can count that far by itself
         return torch.arange(0, borders[1] + 1, borders[1], dtype=torch.int32, device=device), borders[1]
     longest = max(stop - start for start, stop in pairwise(borders))
@@ -361,5 +358,5 @@ def _on(borders: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
 
 @cache
 def _no_dropout(device: torch.device) -> Tensor:
-    """The state of random numbers that nothing is drawn by. To make it is a kernel, so that it is made once."""
+    """The state of random numbers that nothing is drawn by, made once: to make it is a kernel."""
     return torch.zeros(2, dtype=torch.uint64, device=device)

@@ -237,12 +237,9 @@ def _attend_backward(
     attention: LayerAttention,
     request: KVRequest,
     of_weights: list[Tensor | None],
-    of_queries: tuple[Tensor, ...],
+    of_queries: tuple[Tensor, ...],  # the gradient of out, the queries, out and lse
 ) -> Tensor:
-    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence.
-
-    `of_queries`: the gradient of out, the queries, out and lse.
-    """
+    """Gradients of a part's queries. `request` gets those of what pages keep of it, from all parts of the sequence."""
     part, expand, (_, query, _, lse) = tokens.part, attention.expand, of_queries
     assert part is not None
     grad_query: Tensor | None = None  # [1, heads, num_queries, head_dim]

@@ -38,8 +38,12 @@ How = tuple[float | None, int | None, float | None]
 #: Arguments that say nothing about the result, as positions are in the rotary embedding, or that are looked at alone.
 _IGNORED = {"position_ids", "use_cache", "output_router_logits", "is_causal"}
 
-#: Functions of `masking_utils` that say nothing new: borders of sequences, which the plan knows too.
-_KNOWN = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks")
+#: Functions of `masking_utils` that say nothing new: of borders of sequences, which the plan knows too, and of padding.
+#: Chunks have no padding, and where there is one, the model made it itself.
+_KNOWN = (
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks"),
+    *("bidirectional_mask_function", "padding_mask_function"),
+)
 
 #: Whether this thread is in a block of `borders_from_plan`.
 _KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
@@ -81,8 +85,7 @@ masking_utils.find_packed_sequence_indices = _borders_unless_known
 def borders_from_plan() -> Iterator[None]:
     """Within the block transformers looks for no borders of sequences in positions. Other threads are not concerned.
 
-    It looks whether there are any, which waits for the device once for each kind of mask, and what it finds plays no
-    part here.
+    To look waits for the device once for each kind of mask, and what it finds plays no part here.
     """
     before = _KNOWS_BORDERS.set(True)
     try:
@@ -92,10 +95,7 @@ def borders_from_plan() -> Iterator[None]:
 
 
 def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
-    """The mask that a function of transformers describes.
-
-    A mask of padding is not looked at: chunks have no padding, and where there is one, the model made it itself.
-    """
+    """The mask that a function of transformers describes."""
     window, tile, causal, either = None, None, False, False
     for part in _parts(mask_function):
         name, _, _ = part.__qualname__.partition(".<locals>")
@@ -109,7 +109,7 @@ def mask_of(*, mask_function: Callable[..., Any], **_: Any) -> Mask:
             window = inspect.getclosurevars(part).nonlocals["sliding_window"]
         elif name == "chunked_overlay":
             tile = inspect.getclosurevars(part).nonlocals["chunk_size"]
-        elif name not in (*_KNOWN, "bidirectional_mask_function", "padding_mask_function"):
+        elif name not in _KNOWN:
             return Mask(unknown=name)
     if not either:
         return Mask(window, causal, tile)
@@ -227,9 +227,8 @@ def _layer_attention(
 def _cast(*tensors: Tensor) -> Sequence[Tensor]:
     """Tensors in the dtype of the autocast around, if there is one."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tensors if dtype is None else [each.to(dtype) for each in tensors]
 
 
 def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: bool) -> list[str]:
@@ -316,10 +315,6 @@ def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, 
     return found if sink is None else [*found, torch.empty_like(sink)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output, inputs[4])
-
-
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     found = torch.ops.chunkplan.attend_of_backward(gradient, *ctx.saved_tensors)
     return *found, *[None] * (10 - len(found))
@@ -329,4 +324,9 @@ _library.impl("attend_of", _forward, "CompositeExplicitAutograd")
 _library.impl("attend_of_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("chunkplan::attend_of", _fake_forward, lib=_library)
 torch.library.register_fake("chunkplan::attend_of_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("chunkplan::attend_of", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "chunkplan::attend_of",
+    _gradients,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4], *output, inputs[4]),
+    lib=_library,
+)

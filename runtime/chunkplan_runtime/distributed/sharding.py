@@ -35,7 +35,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
 from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.distributed.job import Groups
-from chunkplan_runtime.distributed.stages import own_head, rows_kept, trains_before_layers
+from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
 from chunkplan_runtime.execution.executor import Around, Meet, meet_nobody
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.layout import RankLayout
@@ -55,8 +55,7 @@ def paddings_of(
 ) -> list[list[Padding]]:
     """What the process of `layout` takes part in before each of its actions in a step, and after its last one.
 
-    Raises:
-        DataError: actions have no slots, or not such that processes can walk through them.
+    Raises DataError where actions have no slots, or not such that processes can walk through them.
     """
     step, ops, stage = work.step, MEETINGS[sharding], layout.stage
 
@@ -93,27 +92,23 @@ class Shards:
     """The weights of `model`, from now on sharded over `replicas`; use `self.model` in its place.
 
     `master_weights`: trained weights become float32 and are used in the model's dtype. `sharding`: what is shared
-    beside optimizer states, see above.
-
-    Raises:
-        UsageError: gradients or weights are to be shared, of a model that runs a chunk in several pieces.
+    beside optimizer states; UsageError: more is, of a model that runs a chunk in several pieces.
     """
 
     def __init__(
         self, model: CausalLM, replicas: DeviceMesh, *, master_weights: bool, sharding: Sharding = "optimizer"
     ) -> None:
         self._sharding: Sharding = sharding
-        #: Whether all backwards reduce, and not the last ones alone; whether layers are sharded again after each use.
-        self.reduces_always, self._reshards = sharding in ("gradients", "weights"), sharding == "weights"
-        if self.reduces_always and model.is_recurrent:
+        # Whether all backwards reduce, and not the last ones alone; whether layers are sharded again after each use.
+        self._reduces_always, self._reshards = sharding in ("gradients", "weights"), sharding == "weights"
+        if self._reduces_always and model.is_recurrent:
             raise UsageError(
                 f"--sharding {sharding} of a {model.config.model_type} model, whose layers keep a state and run once "
                 "for each sequence of a chunk",
                 hint="use --sharding optimizer",
             )
         dtype = model.dtype
-        #: Whether gradients are summed here in another dtype than their own.
-        self._is_narrow = dtype.itemsize < torch.float32.itemsize
+        self._is_narrow = dtype.itemsize < torch.float32.itemsize  # gradients are summed in another dtype
         reduce_dtype = torch.float32 if self._is_narrow else None
         policy = MixedPrecisionPolicy(dtype if master_weights else None, reduce_dtype, None, False)
         #: What is sharded by itself: layers by virtual stage, a head that is not the embeddings, and all the rest.
@@ -132,7 +127,7 @@ class Shards:
         #: By virtual stage the layers that a backward comes to, in its order.
         self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
         # FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
-        self._reductions: Any = Reductions(waits=self.reduces_always or (self._is_narrow and not master_weights))
+        self._reductions: Any = Reductions(waits=self._reduces_always or (self._is_narrow and not master_weights))
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
@@ -152,22 +147,21 @@ class Shards:
         """From now on gradients are summed here, and what is gathered once a step stays gathered."""
         self.begin_forwards()
         # Where backwards reduce layers, embeddings and head are still summed until the end of a step.
-        self._sum_in_float32(self._ends if self.reduces_always else self._modules)
+        self._sum_in_float32(self._ends if self._reduces_always else self._modules)
         # Where gradients are shared, all processes take part in every backward, and so reduce in it.
-        self._reduced = {*range(len(self._layers))} if self.reduces_always else set()
+        self._reduced = {*range(len(self._layers))} if self._reduces_always else set()
         self._root.set_is_last_backward(False)
         for module in self._modules:
             module.set_requires_gradient_sync(False, recurse=False)
 
     def _sum_in_float32(self, modules: Iterable[Any]) -> None:
         """Sum gradients of modules in float32 for good, as FSDP2 gathers into the same parameters ever after."""
-        new = [module for module in modules if module not in self._summed] if self._is_narrow else []
-        if not new:
-            return
-        self.end_forwards()
+        new = {module for module in modules if self._is_narrow and module not in self._summed}
+        if new:
+            self.end_forwards()
         for weight in itertools.chain.from_iterable(map(_weights, new)):
             sum_gradients(weight.unsharded_param, weight, "unsharded_accumulated_grad")
-        self._summed.update(new)
+        self._summed |= new
 
     def begin_forwards(self) -> None:
         """Gather embeddings and head, unless they are gathered, as some processes may have nothing to do with them."""
@@ -183,11 +177,7 @@ class Shards:
                 layer.unshard()
 
     def meeting(self, work: StepWork, layout: RankLayout, *, only_forwards: bool = False) -> Meet:
-        """Takes part in what other processes do before an action, the next one of a step, or with None at its end.
-
-        A process that has sent something does so before it waits until that has arrived, as others may be unable to
-        receive it before.
-        """
+        """Takes part in what other processes do before an action, the next one of a step, or with None at its end."""
         if self._sharding == "optimizer" or (only_forwards and self._sharding != "weights"):
             return meet_nobody
         paddings = deque(paddings_of(work, layout, self._sharding, only_forwards=only_forwards))
@@ -236,7 +226,7 @@ class Shards:
         That is all that a weight half leaves. What an input half leaves is reduced with whatever comes next: summed in
         float32, as whole backwards would else reduce it with gradients of another dtype.
         """
-        if not self.reduces_always:
+        if not self._reduces_always:
             return inner
 
         @contextmanager
@@ -287,8 +277,6 @@ class Shards:
         One without a gradient would be left out of its process's reduction.
         """
         group = layer._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            return
         _sum_up(layer)
         layer.set_requires_gradient_sync(True, recurse=False)
         with group.use_training_state(group._training_state):
@@ -344,11 +332,9 @@ def _in_backward(part: CausalLM, layers: list[Any]) -> list[Any]:
 
     What comes from another stage, or from embeddings that are trained, always has a gradient.
     """
-    first = 0
-    if part.is_first and not trains_before_layers(part.model):
-        trained = [any(weight.requires_grad for weight in layer.parameters()) for layer in layers]
-        first = trained.index(True) if any(trained) else len(layers)
-    return layers[first:][::-1]
+    while layers and part.is_first and not trains_before_layers(part.model) and not is_trained(layers[0]):
+        layers = layers[1:]
+    return layers[::-1]
 
 
 def _weights(module: Any) -> list[Any]:
@@ -375,21 +361,16 @@ def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
     return next((name for name, value in named if value is weight and value.requires_grad), None)
 
 
-def sum_tied_gradients(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> None:
-    """Give both ends of a pipeline the gradient of both uses of a tied weight."""
-    if tied is not None and groups is not None:
-        weight = weights[tied]
-        if weight.grad is None:  # the head's, in a step without targets
-            weight.grad = torch.zeros_like(weight)
-        [gradient] = _local_gradients([weight])
-        dist.all_reduce(gradient, group=groups.ends)
-
-
 def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> Tensor:
-    """The norm of the gradients of the whole model, that of a tied weight once: the same number on all processes.
+    """The norm of the gradients of the whole model: the same number on all processes.
 
-    Its sums are float64: of a million float32 squares torch on a CPU loses the fifth digit.
+    Before, both ends of a pipeline are given the gradient of both uses of a `tied` weight, which counts once. Sums are
+    float64: of a million float32 squares torch on a CPU loses the fifth digit.
     """
+    if tied is not None and groups is not None:
+        if weights[tied].grad is None:  # the head's, in a step without targets
+            weights[tied].grad = torch.zeros_like(weights[tied])
+        dist.all_reduce(_local_gradients([weights[tied]])[0], group=groups.ends)
     counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
     device = groups.device if groups is not None else next(iter(weights.values())).device
     squares = torch.zeros((), dtype=torch.float64, device=device)

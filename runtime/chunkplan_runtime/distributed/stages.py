@@ -14,6 +14,7 @@ them before. All other weights have no numbers (`meta_weight`) until the stage i
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,15 +47,11 @@ _FINAL_NORMS = (
 
 _HINT = "the checkpoint is incomplete, or its config.json is not its own"
 
-#: How many numbers in the middle of each tensor tell a checkpoint from another one.
-_SAMPLE = 1024
-
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
     """Which layers each model stage has: `given` many, or those that the planner counts with.
 
-    Raises:
-        UsageError: there are more stages than layers, or `given` is not what the model has.
+    Raises UsageError of more stages than layers, and where `given` is not what the model has.
     """
     num_stages, is_virtual = pp * virtual_stages, virtual_stages > 1
     if num_layers < num_stages:
@@ -80,51 +77,38 @@ def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> C
     Tied embeddings stay with the first and with the last model stage.
     """
     whole, decoder, all_layers = model.model, decoder_of(model.model), layers_of(model.model)
-    returned = returned_by_layers(model.config)
-    own = [layers[model_stage] for model_stage in layout.model_stages()]
-    others = _beside_layers(whole)
-    cuts = tuple(_cut(whole, each, others, returned) for each in own)
+    own, returned = [layers[model_stage] for model_stage in layout.model_stages()], returned_by_layers(model.config)
+    cuts = tuple(_cut(whole, each, returned) for each in own)
     for index in range(len(all_layers)):
         if not any(index in each for each in own):
             all_layers[index] = _Elsewhere(all_layers[index], returned)
-    for name in others:
-        if all(name in cut.modules for cut in cuts):
-            setattr(decoder, name, cuts[0].modules[name])
+    for name, module in cuts[0].modules.items():
+        if module is not cuts[0].layers and all(name in cut.modules for cut in cuts):
+            setattr(decoder, name, module)
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
     return replace(model, cuts=cuts)
 
 
-def _beside_layers(whole: Any) -> dict[str, tuple[bool, bool]]:
-    """Modules with weights beside the layers of a decoder, by name: whether the first and the last model stage have it.
+def _cut(whole: Any, own: range, returned: int | None) -> Cut:
+    """The model stage that has the layers `own`, and of what has weights beside layers that at its end of the model.
 
-    Those that lie behind the layers are the last one's, all others the first one's.
+    Norms behind the layers are the last one's, all else is the first one's.
     """
-    decoder, embeddings, found = decoder_of(whole), whole.get_input_embeddings(), {}
-    is_tied = getattr(whole.get_output_embeddings(), "weight", None) is embeddings.weight
-    for name, module in decoder.named_children():
-        if module is not layers_of(whole) and next(module.parameters(), None) is not None:
-            is_norm = name in _FINAL_NORMS
-            found[name] = not is_norm, is_norm or (module is embeddings and is_tied)
-    return found
-
-
-def _cut(whole: Any, own: range, others: dict[str, tuple[bool, bool]], returned: int | None) -> Cut:
-    """The model stage that has the layers `own` of a model, and of `others` those of its end of it."""
-    decoder, all_layers = decoder_of(whole), layers_of(whole)
+    decoder, all_layers, embeddings = decoder_of(whole), layers_of(whole), whole.get_input_embeddings()
     is_first, is_last = own.start == 0, own.stop == len(all_layers)
+    is_tied = getattr(whole.get_output_embeddings(), "weight", None) is embeddings.weight
     layers = [layer if index in own else _Elsewhere(layer, returned) for index, layer in enumerate(all_layers)]
     if not is_first:
         layers[0] = _Elsewhere(all_layers[0], returned, gives_inputs=True)
     if not is_last:
         layers[own.stop] = _Elsewhere(all_layers[own.stop], returned, takes_output=True)
-    own_layers = nn.ModuleList(layers)
-    modules: dict[str, nn.Module] = {
-        name: own_layers for name, module in decoder.named_children() if module is all_layers
-    }
-    for name, (of_first, of_last) in others.items():
-        if not (is_first and of_first) and not (is_last and of_last):
-            module = getattr(decoder, name)
+    own_layers, modules = nn.ModuleList(layers), dict[str, nn.Module]()
+    for name, module in decoder.named_children():
+        is_here = is_last if name in _FINAL_NORMS else is_first or (is_last and is_tied and module is embeddings)
+        if module is all_layers:
+            modules[name] = own_layers
+        elif not is_here and next(module.parameters(), None) is not None:
             modules[name] = _NoEmbeddings() if isinstance(module, nn.Embedding) else nn.Identity()
     return Cut(is_first, is_last, own_layers, modules)
 
@@ -141,7 +125,12 @@ def trains_before_layers(model: Any) -> bool:
     """Whether anything is trained of what makes the inputs of the first layer."""
     children = decoder_of(model).named_children()
     before = [module for name, module in children if module is not layers_of(model) and name not in _FINAL_NORMS]
-    return any(weight.requires_grad for module in before for weight in module.parameters())
+    return any(map(is_trained, before))
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether anything in it is trained."""
+    return any(weight.requires_grad for weight in module.parameters())
 
 
 class _NoEmbeddings(nn.Module):
@@ -198,20 +187,19 @@ def load_shard(
     *,
     kernels: Kernels,
     device: torch.device,
+    held: torch.dtype | None = None,
 ) -> tuple[CausalLM, str]:
-    """What the process of `layout` has of a saved model whose model stages have `layers`, to run on `device`.
+    """What the process of `layout` has of a saved model whose model stages have `layers`, and a hash of all of that.
 
-    Its weights are there. With data-parallel processes they have no numbers, and their rows are in `rows`, on the CPU.
-    Also a hash of the whole checkpoint.
-
-    Raises:
-        WholeOnlyError: it can be loaded as a whole only.
-        UsageError, DataError: as `load_model`; also for a weight of another shape.
+    Its weights are on `device`; with data-parallel processes they have no numbers, and their rows are in `rows`, on the
+    CPU, as `held` if they are kept in another dtype than they are loaded in. Raises WholeOnlyError if it can be loaded
+    as a whole only, otherwise what `load_model` does.
     """
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # else threads of transformers read all tensors ahead
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
     stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
-    part = _Part(name, {*stage.model.state_dict()}, layout)
+    part = _Part(name, {*stage.model.state_dict()}, layout, held)
     load = staticmethod(partial(part.load, kind._load_pretrained_model))
     loader: Any = type(kind.__name__, (kind,), {"_load_pretrained_model": load, "__module__": kind.__module__})
     model = load_model(name, config, dtype, kernels=kernels, runs_on=device, loader=loader)
@@ -242,7 +230,7 @@ class StoredTensor:
 
 
 def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of several safetensors files, by name; raises DataError of one that is torn."""
+    """All tensors of several safetensors files, by name; DataError: one is torn."""
     found: dict[str, StoredTensor] = {}
     for path in paths:
         try:
@@ -256,10 +244,10 @@ def open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 class _Part:
     """Loads the weights `names` of a model, of each the rows that the process of `layout` has: see `load_shard`."""
 
-    def __init__(self, model: str, names: set[str], layout: RankLayout) -> None:
+    def __init__(self, model: str, names: set[str], layout: RankLayout, held: torch.dtype | None) -> None:
         self.rows: dict[nn.Parameter, Tensor] = {}
         self.identity = ""
-        self._model, self._names, self._layout = model, names, layout
+        self._model, self._names, self._layout, self._held = model, names, layout, held
 
     def load(self, load_tensors: Any, model: Any, _: Any, files: Sequence[str], how: Any, *__: Any) -> Any:
         """Load in the place of `load_tensors` of transformers, and by it, which sees the weights of this part alone."""
@@ -284,7 +272,7 @@ class _Part:
         for name in whole.keys() - own:
             module, last = _place(model, name)
             if (weight := module._parameters.get(last)) is not None:
-                module._parameters[last] = _initialized(meta_weight(weight))
+                _leave_shape(module, last, weight)
         return report, rest
 
     @contextmanager
@@ -304,8 +292,8 @@ class _Part:
             if weight is None or self._layout.dp == 1:
                 set_tensor(model, name, value, report, *more)
                 return
-            module._parameters[last] = standing = _initialized(meta_weight(weight.to(value.dtype)))
-            self.rows[standing] = value
+            shape = _leave_shape(module, last, weight.to(value.dtype))
+            self.rows[shape] = value.to(self._held or value.dtype)
             report.missing_keys.discard(name)
 
         loading.set_param_for_module = keep_rows
@@ -321,10 +309,11 @@ def _place(model: Any, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), last
 
 
-def _initialized(weight: nn.Parameter) -> nn.Parameter:
-    """A weight that transformers does not draw, as it takes it for one that was loaded."""
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
-    return weight
+def _leave_shape(module: nn.Module, name: str, weight: Tensor) -> nn.Parameter:
+    """Put a weight without numbers in the place of one, which transformers does not draw."""
+    module._parameters[name] = shape = meta_weight(weight)
+    shape._is_hf_initialized = True  # type: ignore[attr-defined]
+    return shape
 
 
 def _identity(stored: Mapping[str, StoredTensor]) -> str:
@@ -333,7 +322,7 @@ def _identity(stored: Mapping[str, StoredTensor]) -> str:
     for name, tensor in sorted(stored.items()):
         middle = tensor.shape[0] // 2 if tensor.shape else 0
         sample = tensor[middle : middle + 1] if tensor.shape else tensor[...]
-        sample = sample.reshape(-1)[:_SAMPLE].view(torch.uint8)
+        sample = sample.reshape(-1)[:1024].view(torch.uint8)
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 
@@ -358,8 +347,8 @@ def rows_kept(model: CausalLM, replicas: DeviceMesh, *, master_weights: bool) ->
         own = model.rows.pop(weight, None)
         if own is None:
             own = weight.data[rows_of(len(weight), layout)].clone()
-        if master_weights and weight.requires_grad:
-            own = own.float()
+        if master_weights:  # as which frozen ones may be held
+            own = own.float() if weight.requires_grad else own.to(weight.dtype)
         shape = nn.Parameter(own.new_empty(weight.shape, device="meta"), requires_grad=weight.requires_grad)
         rows[shape] = own.to(replicas.device_type)
         return shape

@@ -231,7 +231,8 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
         model = new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
     else:
         if job.groups is not None:
-            how: Any = {"kernels": kernels, "device": device}
+            held = torch.float32 if config.precision == "bf16" and not config.lora_rank else None  # master weights
+            how: Any = {"kernels": kernels, "device": device, "held": held}
             try:
                 return *load_shard(config.model, model_config, dtype, layers, layout, **how), None
             except WholeOnlyError as error:

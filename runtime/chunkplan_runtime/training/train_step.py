@@ -19,7 +19,7 @@ from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, sum_tied_gradients, tied_weight
+from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, tied_weight
 from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
@@ -88,8 +88,7 @@ class StepExecutor:
             around, reduce = timed(rank.dp_rank), None
             if shards:
                 around = shards.around(around)
-                # Gradients are reduced in last backwards, where that is not done in all of them.
-                reduce = shards.reduce_in_backward if rank is work.last and not shards.reduces_always else None
+                reduce = shards.reduce_in_backward if rank is work.last else None
             losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, meet))
         meet(None)
         return losses
@@ -151,7 +150,6 @@ class TrainStep:
             with clock.reducing():
                 if self._shards:
                     self._shards.reduce_gradients()
-                sum_tied_gradients(weights, self._tied, job.groups)
                 norm = gradient_norm(weights, self._tied, job.groups)
             clip(weights.values(), norm, self._config.clip or math.inf)
             self.executor.doing = f"{step}, waiting for its device to finish it"

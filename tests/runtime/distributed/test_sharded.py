@@ -68,45 +68,28 @@ def test_whatever_is_shared_gradients_are_those_of_one_process(
     [
         {"dp": 4, "k": 2},
         {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"},
+        pytest.param({"dp": 4, "k": 1}, marks=pytest.mark.soak),
         pytest.param({"dp": 2, "pp": 2, "schedule": "interleaved"}, marks=pytest.mark.soak),
     ],
 )
 def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(
-    pool: ProcessPool, made: Any, sharding: str, plan: dict[str, Any]
+    pool: ProcessPool, made: Any, sharding: Sharding, plan: dict[str, Any]
 ) -> None:
-    """Of the same sizes; also a replica that has less to do than others."""
-    settings = {"lengths": UNEVEN, **plan}
-    found = pool.run(4, count_of_slots, **made(**settings), sharding=sharding)
-    for process in found:
-        assert (process.gathers, process.reductions) == (process.expected_gathers, process.expected_reductions)
-    replicas = plan["dp"]
-    for first in range(0, 4, replicas):
-        launched = [process.launched for process in found[first : first + replicas]]
-        assert launched[0]
-        assert all(each == launched[0] for each in launched)
+    """Of the same sizes; also a replica that has less to do than others.
 
-
-@pytest.mark.parametrize("sharding", ["gradients", "weights"])
-@pytest.mark.parametrize(
-    "world_size, plan",
-    [
-        (2, {"dp": 2, "k": 2}),
-        pytest.param(4, {"dp": 4, "k": 1}, marks=pytest.mark.soak),
-        (4, {"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble"}),
-        pytest.param(4, {"dp": 2, "pp": 2, "schedule": "interleaved"}, marks=pytest.mark.soak),
-    ],
-)
-def test_processes_send_the_bytes_that_predicted_times_are_of(
-    pool: ProcessPool, made: Any, sharding: Sharding, world_size: int, plan: dict[str, Any]
-) -> None:
-    """In a step, of layers in all slots: what a ring of the ranks sends in the times that slots are predicted with.
-
-    Predicted are matrices; two norms a layer come to them.
+    In all slots they send what a ring of the ranks sends in the times that slots are predicted with. Predicted are
+    matrices; two norms a layer come to them.
     """
     settings = made({"model_type": "llama"}, lengths=UNEVEN, **plan)
-    found = pool.run(world_size, count_of_slots, **settings, sharding=sharding)
+    found = pool.run(4, count_of_slots, **settings, sharding=sharding)
     opened = load_plan(settings["plan"])
     dp, pp = opened.config.dp, opened.config.pp
+    for process in found:
+        assert (process.gathers, process.reductions) == (process.expected_gathers, process.expected_reductions)
+    for first in range(0, 4, dp):
+        launched = [process.launched for process in found[first : first + dp]]
+        assert launched[0]
+        assert all(each == launched[0] for each in launched)
     cost = CostModel(shape=read_model_config(settings["config"]), precision="fp32", sharding=sharding)
     step, meetings = next(opened.iter_steps()), MEETINGS[sharding]
     rates, layers = cost.rates_on(dp), opened.config.layers(cost.shape.num_layers)

@@ -169,7 +169,7 @@ def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list
 
         def meet(action: Any) -> None:
             gc.collect()
-            kept = [each for results in executor.kept_attention.kept.values() for each in results._held]
+            kept = [each for results in executor.kept_attention.kept.values() for each in results.held]
             held.append(alive.num_bytes() - executor.kept_attention.host.num_bytes)
             on_host.append(sum(each.home.nbytes for each in kept if each.chunk is not None))
 
