@@ -1,13 +1,13 @@
-"""Measures how much host memory processes need to load their parts of a saved model, and to save it. Linux only.
+"""Measures how much host memory processes need to load their parts of a saved model, to save it, and for checkpoints.
 
-    python benchmarks/host_memory.py               # a model of 151 MiB, half a minute
+    python benchmarks/host_memory.py               # a model of 151 MiB, a minute; Linux only
     python benchmarks/host_memory.py --layers 96   # four times as large
     python benchmarks/host_memory.py --json        # rows for a program
 
 Four gloo processes on this machine, on CPUs, as data-parallel replicas, as pipeline stages, and both. What a process
 has, its share, are the weights that it holds, with the float32 master weights of those in bfloat16. Its peak is the
 most memory that was resident, less what was before: when torch, transformers and all code were there, and a tiny model
-had been loaded and saved in the same way.
+had been loaded and saved in the same way. What a checkpoint takes, written and read, is over what was resident then.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.layout import choose_layout
 from chunkplan_runtime.models.model import meta_model
+from chunkplan_runtime.training import checkpoint
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.final import save_final
+from chunkplan_runtime.training.run_folder import RunFolder
 from chunkplan_runtime.training.setup import build_model, read_model_config
 from chunkplan_runtime.training.train_step import TrainStep
 
 #: dp, pp.
 LAYOUTS = ((4, 1), (2, 2), (1, 4))
-#: What a file of a saved model takes: little of this small one, as by default of a large one.
+#: What a file of a saved model, or of a checkpoint, takes: little of this small one, as by default of a large one.
 _FILE_BYTES = 1 << 22
 _CPU, _TIMEOUT = torch.device("cpu"), timedelta(minutes=5)
 
@@ -79,15 +81,36 @@ def make_plans(folder: Path) -> None:
         build(source, folder / f"plan-{dp}-{pp}", PlanConfig(chunk_size=256, k=1, dp=dp, pp=pp, cp="off"))
 
 
-def _load_and_save(config: TrainConfig, job: Job) -> tuple[int, int, int]:
-    """Bytes of the weights that a process holds, and its peaks after loading and after saving."""
+def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
+    """Bytes of the weights that a process holds, its peaks, and what a checkpoint takes beside what is held."""
     built = build_model(config, read_model_config(config), load_plan(config.plan), job)
     step = TrainStep(built.own, config, 1, job)
     held = {id(each): each for each in (*step.model.model.parameters(), *step.tensors()["weights"].values())}
     local = [each.to_local() if isinstance(each, DTensor) else each for each in held.values()]
-    loaded = _memory("VmHWM")
+    found = {"share": sum(each.nbytes for each in local), "loaded": _memory("VmHWM")}
     save_final(step, built.whole, [], config.output, job, file_bytes=_FILE_BYTES)
-    return sum(each.nbytes for each in local), loaded, _memory("VmHWM")
+    found["saved"] = _memory("VmHWM")
+    run = RunFolder(config.output.with_suffix(".run"))
+    what = {"state": {}, "keep_last": 1, "best": None, "device": _CPU, "job": job}
+    checkpoint.write_checkpoint(run, 0, **step.tensors(), **what)
+    job.barrier()
+    step.restore(run.checkpoint(0))  # makes the states of the optimizer
+    for phase in ("written", "read"):
+        before = _forget_peak()
+        if phase == "written":
+            checkpoint.write_checkpoint(run, 1, **step.tensors(), **what)
+            job.barrier()
+        else:
+            step.restore(run.checkpoint(1))
+        found[phase] = _memory("VmHWM") - before
+    return found
+
+
+def _forget_peak() -> int:
+    """Begin a new peak; returns the resident memory now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
@@ -98,6 +121,7 @@ def _memory(name: str) -> int:
 
 def _work(rank: int, folder: Path, dp: int, pp: int, precision: str, port: int) -> None:
     torch.set_num_threads(1)
+    checkpoint._FILE_BYTES = _FILE_BYTES
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=dp * pp, rank=rank, timeout=_TIMEOUT)
     plan = load_plan(folder / f"plan-{dp}-{pp}")
     layout = choose_layout(plan, dp * pp, rank)
@@ -105,12 +129,10 @@ def _work(rank: int, folder: Path, dp: int, pp: int, precision: str, port: int) 
     where = {"plan": plan.path, "device": "cpu", "precision": precision}
     tiny = TrainConfig(model=str(folder / "tiny"), output=folder / f"tiny-{dp}-{pp}-{precision}", **where)
     _load_and_save(tiny, job)
-    gc.collect()
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # a new peak from here on
+    before = _forget_peak()
     config = replace(tiny, model=str(folder / "model"), output=folder / f"final-{dp}-{pp}-{precision}")
-    share, loaded, saved = _load_and_save(config, job)
-    found = {"share": share, "before": before, "loaded": loaded - before, "saved": saved - before}
+    found = _load_and_save(config, job)
+    found |= {"before": before, "loaded": found["loaded"] - before, "saved": found["saved"] - before}
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -130,11 +152,12 @@ def measure(folder: Path, precision: str) -> list[Row]:
             json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(dp * pp)
         ]
         over = {name: max(each[name] / each["share"] for each in found) for name in ("loaded", "saved")}
-        most = {name: max(each[name] for each in found) / 2**20 for name in ("before", "share", "loaded", "saved")}
+        most = {name: max(each[name] for each in found) / 2**20 for name in found[0]}
         rows.append(
             {"dp": dp, "pp": pp, "precision": precision}
             | {"MiB before": round(most["before"]), "share": round(most["share"])}
             | {"peak, loaded": round(most["loaded"]), "peak, saved": round(most["saved"])}
+            | {"checkpoint written": round(most["written"]), "read": round(most["read"])}
             | {"loaded / share": round(over["loaded"], 3), "saved / share": round(over["saved"], 3)}
         )
     return rows

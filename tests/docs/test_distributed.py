@@ -27,9 +27,8 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.job import Groups
 from chunkplan_runtime.distributed.launch import TIMEOUT
-from chunkplan_runtime.failures import stall
-from chunkplan_runtime.failures.liveness import Liveness, last_heard, lost_process
-from chunkplan_runtime.failures.watchdog import DEAD_AFTER
+from chunkplan_runtime.failures import watchdog as watching
+from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_heard, lost_process
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import RankLayout, choose_layout
@@ -145,9 +144,9 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
 
 
 def test_what_is_said_of_faults_is_what_processes_print():
-    for liveness, screen in {Liveness.GONE: DIED, Liveness.SUSPENDED: SUSPENDED}.items():
+    for became, screen in {"gone": DIED, "suspended": SUSPENDED}.items():
         heard = f"nothing heard of it for {DEAD_AFTER:g} s"
-        error = lost_process(liveness, RankLayout(2, 2, 3).describe(), "at step 1", heard, 4711)
+        error = lost_process(became, RankLayout(2, 2, 3).describe(), "at step 1", heard, 4711)
         assert f"error: {error}\nhint: {error.hint}\n" == screen
     assert timedelta(hours=1) == TIMEOUT
 
@@ -155,10 +154,10 @@ def test_what_is_said_of_faults_is_what_processes_print():
 def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monkeypatch) -> None:
     """But for how long it takes."""
     place = WARNING.partition("5.0 min: ")[2].strip()
-    assert stall.STALLED_AFTER == 300
-    monkeypatch.setattr(stall, "STALLED_AFTER", 0.05)
+    assert watching.STALLED_AFTER == 300
+    monkeypatch.setattr(watching, "STALLED_AFTER", 0.05)
     told = ""
-    with stall.warned_of_stall(RankLayout(1, 2, 1).describe(), lambda: place, lambda: None):
+    with watching.warned_of_stall(RankLayout(1, 2, 1).describe(), lambda: place, lambda: None):
         for _ in range(1000):
             if "hint:" not in told:
                 time.sleep(0.01)
@@ -176,7 +175,7 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
         with each.waiting(words, (0, 1, 2, 3)):
             activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
     heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
-    error = lost_process(Liveness.GONE, RankLayout(4, 1, 3).describe(), "at step 12", heard)
+    error = lost_process("gone", RankLayout(4, 1, 3).describe(), "at step 12", heard)
     assert f"error: {error}\nhint: {error.hint}\n" == EXCHANGING
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from chunkplan.errors import ChunkplanError
 from chunkplan_runtime.distributed.job import lost_peers, make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.failures import stall
+from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
@@ -60,14 +60,14 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
                     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
         return exchange(exchanges, *given)
 
-    stall.STALLED_AFTER = STALLED_AFTER if how == "sleep" else stall.STALLED_AFTER
+    watching.STALLED_AFTER = STALLED_AFTER if how == "sleep" else watching.STALLED_AFTER
     executor.doing = "step 0, before its first action"
     try:
         with (
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
             watchdog.heartbeat.telling(lambda: executor.activity),
-            stall.warned_of_stall(layout.describe(), lambda: executor.activity.words, lambda: None),
+            watching.warned_of_stall(layout.describe(), lambda: executor.activity.words, lambda: None),
         ):
             executor.run(work, 1)
     except ChunkplanError as error:

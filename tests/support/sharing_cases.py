@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chunkplan.errors import UsageError
 from chunkplan_runtime import sharing
-from chunkplan_runtime.failures import stall
+from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
@@ -94,5 +94,5 @@ def stalled_exchange(rank: int, **how: Any) -> tuple[int, str]:
             time.sleep(2)
         return launch(*args)
 
-    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(GatheredMemory, "_launch", late):
+    with patch.object(watching, "STALLED_AFTER", 0.5), patch.object(GatheredMemory, "_launch", late):
         return run_main(rank, **how)

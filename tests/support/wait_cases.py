@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.failures import stall
+from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from tests.support.distributed_cases import Compared, compare_steps, make_stage, open_for_its_stages
@@ -114,5 +114,5 @@ def stalled_main(rank: int, **how: Any) -> tuple[int, str]:
             time.sleep(2)
         return run(*args)
 
-    with patch.object(stall, "STALLED_AFTER", 0.5), patch.object(RankExecutor, "run", late):
+    with patch.object(watching, "STALLED_AFTER", 0.5), patch.object(RankExecutor, "run", late):
         return run_main(rank, **how)

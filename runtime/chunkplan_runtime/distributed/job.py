@@ -21,8 +21,7 @@ from chunkplan.options import in_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.version import __version__
 from chunkplan_runtime.execution.links import Link, Links, Wire
-from chunkplan_runtime.failures.liveness import RESUME
-from chunkplan_runtime.failures.watchdog import Watchdog
+from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
 from chunkplan_runtime.layout import Block, RankLayout
 from chunkplan_runtime.sharing import (
     Activity,

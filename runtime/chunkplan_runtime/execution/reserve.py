@@ -42,7 +42,7 @@ def reserve_pages(
     for chunk_id, tensors in work.tensors.items():
         split.setdefault(len(tensors.shared.heads) if tensors.shared else 1, {})[chunk_id] = tensors
     counts: Counter[Kind] = Counter()
-    largest = []
+    largest: list[tuple[Tensor, ...]] = []
     for virtual_stage, part in enumerate(parts):
         own = [each for each in work.actions if each.virtual_stage == virtual_stage and each.op != "backward_weight"]
         of_all, attends = windows(part.config), keeps_kv(part.config)
@@ -57,7 +57,7 @@ def reserve_pages(
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
                 _do(actions, StateStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
-                largest.append(pages.largest)
+                largest += filter(None, [pages.largest])
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
 

@@ -3,24 +3,115 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from chunkplan.errors import ChunkplanError
+from chunkplan.quantities import seconds
 from chunkplan.visible import one_line
-from chunkplan_runtime.failures.liveness import RESUME, Beat, Heartbeat, Liveness, last_heard, lost_process
 from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, named_processes
+
+RESUME = "--resume continues from the last checkpoint"
 
 #: Seconds without a beat after which nobody waits for a process any more, and the beats that it has in them.
 DEAD_AFTER, _BEATS = 10.0, 10
+
+#: Seconds at the same point after which a process prints where it is. Nobody ends it: it may wait for another for long.
+STALLED_AFTER = 300.0
+
+_STALL_HINT = """if no process moves, they wait for each other: look at what each of them says, and whether a GPU's \
+memory is full (then --checkpointing full or --kv-offload, or a smaller ChunkSize); after an hour the run ends"""
+
+
+class Beat(NamedTuple):
+    """What a process tells, again and again. `step` is -1 before the first one; `stops`: it got a signal to stop."""
+
+    number: int
+    step: int
+    stops: bool
+    machine: str
+    pid: int
+    activity: Activity = NO_ACTIVITY
+
+    def liveness(self) -> str:
+        """Whether the process is "gone", "suspended" or "stalled"; "unknown" of one on another machine."""
+        if not self.machine or self.machine != this_machine():
+            return "unknown"
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "gone"
+        return {"Z": "gone", "X": "gone", "T": "suspended", "t": "suspended"}.get(state, "stalled")
+
+
+def this_machine() -> str:
+    """The machine of this process, or its container, which numbers processes anew; "" where that is not Linux."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+class Heartbeat:
+    """The beats of this process and the last ones of those it watches: process 0 all, each other one process 0.
+
+    The main thread sets `step` and `stops`, and `activity`, by which it tells what it is at. `silent` has for how many
+    exchanges nothing new has come of each process that runs: what passes while this one is suspended does not count.
+    """
+
+    def __init__(self, store: Store, process: int, world_size: int) -> None:
+        self.number, self.step, self.stops = 0, -1, False
+        self.machine = this_machine()
+        self.activity: Callable[[], Activity] = lambda: NO_ACTIVITY
+        self.latest: dict[int, Beat] = {}  # of this process too; none of a process that has not begun
+        self.silent: dict[int, int] = {}
+        self._store, self._process = store, process
+        self._watched = range(world_size) if process == 0 else range(1)
+
+    def exchange(self) -> None:
+        """Write the next beat of this process and read those of the watched ones; RuntimeError: the store is gone."""
+        self.number += 1
+        own = Beat(self.number, self.step, self.stops, self.machine, os.getpid(), self.activity())
+        self._store.set(f"beat/{self._process}", json.dumps(own))
+        before = dict(self.latest)
+        self.read(self._watched)
+        self.latest[self._process] = own
+        for process, beat in self.latest.items():
+            is_silent = before.get(process) == beat and not beat.stops
+            self.silent[process] = self.silent.get(process, 0) + 1 if is_silent else 0
+
+    def read(self, processes: Iterable[int]) -> None:
+        """Read the last beats of these processes, of those that have begun."""
+        # Reading waits for keys that are not there.
+        begun = [each for each in processes if each in self.latest or self._store.check([f"beat/{each}"])]
+        for process, text in zip(begun, self._store.multi_get([f"beat/{each}" for each in begun]), strict=True):
+            number, step, stops, machine, pid, (words, waits_for) = json.loads(text)
+            self.latest[process] = Beat(number, step, stops, machine, pid, Activity(words, tuple(waits_for)))
+
+    @contextmanager
+    def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:
+        """Within the block, have the others know what this process is at, for their messages."""
+        self.activity = activity
+        yield
+        self.activity = lambda: NO_ACTIVITY  # after an error it stays: what it waited for says who is missing
+
+    def activities(self) -> dict[int, Activity]:
+        """What each process that is known here was last heard to do, by number."""
+        heard = {process: beat.activity for process, beat in self.latest.items()} | {self._process: self.activity()}
+        return dict(sorted(heard.items()))
 
 
 class Watchdog:
@@ -44,16 +135,15 @@ class Watchdog:
         key = f"machine/{socket.gethostname()}"
         self._prints_without_store = not self._hosts_store and self._store.add(key, 1) == 1
         self.heartbeat = Heartbeat(self._store, layout.process, layout.world_size)
-        self._looked = time.monotonic()  # when the last round was done
-        self._stopping = 0  # rounds since a process got a signal to stop
-        self._is_done = False  # this process has come to its regular end
+        self._looked, self._stopping = time.monotonic(), 0  # the last round; rounds since a process was told to stop
         self._wake, self._over = threading.Event(), threading.Event()  # begin a round at once; end the threads
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._signals, self._wakeup = socket.socketpair()  # numbers of signals, which Python writes also in C++
         self._signals.settimeout(self._interval)
         self._wakeup.setblocking(False)
-        self._fails_with: int | None = None  # the exit status of an error that ends the main thread
+        self._is_done = False  # this process has come to its regular end
         self._main_thread_ends = False  # it prints and exits, else the watchdog does
+        self._fails_with: int | None = None  # with this exit status
         self._is_first = True  # no other process has reported an end
         self._error: ChunkplanError | None = None  # for the main thread to print
         self._ended, self._ending = threading.Event(), threading.Lock()  # how the job ends is known
@@ -78,20 +168,16 @@ class Watchdog:
             self.await_end()
 
     def fail(self, exit_status: int) -> bool:
-        """Report an error of this process, which ends the others with the same exit status.
-
-        Returns whether this process is the first one to report an end; only then it prints its message.
-        """
-        self._main_thread_ends, self._fails_with = True, exit_status
+        """Report an error, which ends the other processes with the same exit status; whether this one prints it."""
+        self._main_thread_ends = True
+        self._fails_with = exit_status
         self._await_status()
         return self._is_first
 
     def interrupted(self) -> ChunkplanError | None:
-        """Report that this process got a signal to stop, and wait until each other one has reported its end, or died.
-
-        Returns an error to print about one that died; None where nobody did, or another process prints it.
-        """
-        self._main_thread_ends = self.heartbeat.stops = True
+        """Report a signal to stop, and wait until all have reported their end; an error to print where one died."""
+        self._main_thread_ends = True
+        self.heartbeat.stops = True
         self._await_status()
         return self._error
 
@@ -109,18 +195,19 @@ class Watchdog:
         """End regularly, after a barrier; who hosts the store waits until all have come here."""
         signal.set_wakeup_fd(-1)
         self._is_done = True
-        self._over.set()
-        self._wake.set()
-        self._thread.join(self._dead_after)
+        self._end_threads(self._dead_after)
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
         """End the threads before the interpreter ends, under which none must come back from C++."""
-        self._over.set()
-        self._wake.set()
-        self._thread.join(2 * self._interval)
+        self._end_threads(2 * self._interval)
         if self._main_thread_ends and self._hosts_store:
             time.sleep(2 * self._interval)  # the store ends with this process, and others have yet to read the status
+
+    def _end_threads(self, timeout: float) -> None:
+        self._over.set()
+        self._wake.set()
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
@@ -136,7 +223,7 @@ class Watchdog:
         except RuntimeError:  # all that a store raises
             has_paused = time.monotonic() - self._looked >= self._dead_after
             pause = f", after a pause of {self.layout.describe()} itself" if has_paused else ""
-            self._lose_store(Liveness.GONE, f"its store closed the connection{pause}")
+            self._lose_store("gone", f"its store closed the connection{pause}")
         finally:
             self._over.set()
             self._ended.set()
@@ -174,10 +261,10 @@ class Watchdog:
             silent = silent + 1 if number == self.heartbeat.number else 0
             number = self.heartbeat.number
         host = None if self._by_launcher else self.heartbeat.latest.get(0)
-        liveness = host.liveness() if host else Liveness.UNKNOWN
+        liveness = host.liveness() if host else "unknown"
         self._lose_store(liveness, f"nothing heard of its store for {self._dead_after:g} s")
 
-    def _lose_store(self, liveness: Liveness, heard: str) -> None:
+    def _lose_store(self, liveness: str, heard: str) -> None:
         if not self._over.is_set():
             error = self._lost(0, liveness, heard, "torchrun on the machine of " if self._by_launcher else "")
             self._end(b"1", error, is_first=self._prints_without_store or self._fails_with is not None)
@@ -186,16 +273,13 @@ class Watchdog:
         """Write how the job ends, unless another process has; wake the process of `lost` if it is suspended."""
         own = f"{status} {self.layout.process}"
         written = self._store.compare_set("exit_status", "", own)
-        if lost is not None and lost.liveness() is Liveness.SUSPENDED:
+        if lost is not None and lost.liveness() == "suspended":
             with suppress(OSError):
                 os.kill(lost.pid, signal.SIGCONT)  # else its launcher would wait for it
         self._end(written, error, is_first=written == own.encode())
 
     def _end(self, written: bytes, error: ChunkplanError | None, *, is_first: bool) -> None:
-        """End this process with the exit status that was written, unless its main thread does; print an error once.
-
-        The first call counts, later ones do nothing.
-        """
+        """End this process with the status that was written, unless its main thread does; the first call counts."""
         if not self._ending.acquire(blocking=False):
             return
         self._is_first = is_first and self._main_thread_ends
@@ -209,14 +293,67 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(int(written.split()[0]))
 
-    def _lost(self, process: int, liveness: Liveness, heard: str, what: str = "") -> ChunkplanError:
+    def _lost(self, process: int, liveness: str, heard: str, what: str = "") -> ChunkplanError:
         """The error about a process, or `what` of it, that is not heard any more."""
-        who, heard = what + self.layout.describe(process), heard + last_heard(process, self.heartbeat.activities())
-        beat = self.heartbeat.latest.get(process)
-        return lost_process(liveness, who, self._when(process), heard, beat.pid if beat else 0)
+        heard += last_heard(process, self.heartbeat.activities())
+        pid = self.heartbeat.latest[process].pid if process in self.heartbeat.latest else 0
+        return lost_process(liveness, what + self.layout.describe(process), self._when(process), heard, pid)
 
     def _when(self, process: int) -> str:
         """The step of a process, whose beat may be some steps old: all processes begin a step together."""
         beat = self.heartbeat.latest.get(process)
         step = max(self.heartbeat.step, beat.step if beat else -1)
         return f"at step {step}" if step >= 0 else "before the first step"
+
+
+def lost_process(liveness: str, who: str, when: str, heard: str, pid: int = 0) -> ChunkplanError:
+    """The error that says what has become of a process at a step, and by what it is known: `heard`."""
+    end_it = f"`kill -KILL {pid}`"
+    here = f"if it is still there, `kill -CONT {pid}` has it end as the others do, {end_it} at once"
+    why = "its own output says why (out of memory, a lost machine)"
+    said, hint = {
+        "gone": (f"died {when}", why),
+        "suspended": (f"is suspended {when} (stopped by a signal)", here),
+        "stalled": (f"is stalled {when} (alive)", f"if it is still there, {end_it} ends it"),
+        "unknown": (f"is silent {when} (suspended, stalled or gone)", f"if it is gone, {why}"),
+    }[liveness]
+    return ChunkplanError(f"{who} {said}: {heard}", hint=f"{hint}; {RESUME}")
+
+
+def last_heard(process: int, activities: Mapping[int, Activity]) -> str:
+    """What a process was last heard to do, and what those do that wait for it, as the end of a sentence."""
+    own = activities.get(process, NO_ACTIVITY).words
+    said = f"; last heard of in {own}" if own else ""
+    waiting = [other for other, activity in activities.items() if process in activity.waits_for and other != process]
+    if waiting:
+        said += f"; process {waiting[0]} waits for it in {activities[waiting[0]].words}"
+    if waiting[1:]:
+        said += f"; so {'do' if waiting[2:] else 'does'} {named_processes(waiting[1:])}"
+    return said
+
+
+@contextmanager
+def warned_of_stall(who: str, where: Callable[[], str], on_device: Callable[[], str | None]) -> Iterator[None]:
+    """Within the block, if `where` gives the same for `STALLED_AFTER` seconds, warn on stderr.
+
+    `on_device` gives what a GPU is at, which the host is ahead of, and may wait for it; None where there is none.
+    """
+    over = threading.Event()
+
+    def look() -> None:
+        last, looks = "", 0
+        while not over.wait(STALLED_AFTER / 10):  # looks are counted, as a suspended process does not look
+            point = where()
+            last, looks = point, looks + 1 if point == last else 0
+            if looks == 10:
+                stalled = f"warning: {who} has not moved for {seconds(1e6 * STALLED_AFTER)}: {point}"
+                sys.stderr.write(f"{one_line(stalled)}\nhint: {_STALL_HINT}\n")  # in one piece
+                device = on_device()
+                if device is not None and not over.is_set():
+                    sys.stderr.write(one_line(f"warning: {who}: {device}") + "\n")
+
+    threading.Thread(target=look, name="look for a stall", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -175,7 +175,7 @@ class CausalLM:
         else:
             tokens = {"inputs_embeds": inputs[None].detach().clone()}  # some models scale them in place
             self.current.inputs = inputs[None]
-        kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder)[1]: cache}
+        kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder.__class__)[1]: cache}
         positions = tensors.position_ids.to(device, non_blocking=True)
         with self.cuts[0].in_place(decoder), borders_from_plan():
             hidden: Tensor = decoder(**tokens, position_ids=positions, **kept).last_hidden_state

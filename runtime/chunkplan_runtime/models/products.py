@@ -274,10 +274,6 @@ def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return found
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], inputs[3])
-
-
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The weight has none: that of its number, which is never read, makes sure that nothing is left out."""
     x, matrix, number = ctx.saved_tensors
@@ -299,7 +295,12 @@ _library.impl("add_product", _add_product, "CompositeExplicitAutograd")
 _fake: Any = partial(torch.library.register_fake, lib=_library)
 _fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
 _fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
-torch.library.register_autograd("chunkplan::product", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd(
+    "chunkplan::product",
+    _gradients,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1], inputs[3]),
+    lib=_library,
+)
 
 
 class WeightHalves(TorchFunctionMode):

@@ -166,7 +166,7 @@ def run_segments(
             f"transformers' activation checkpointing of a {model.config.model_type} model leaves out its states",
             hint="leave gradient_checkpointing out, or use `python -m chunkplan_runtime.train --checkpointing full`",
         )
-    new_cache, _ = cache_of(decoder_of(model))
+    new_cache, _ = cache_of(decoder_of(model).__class__)
     hidden: list[Tensor] = []
     borders: list[tuple[Span, Border]] = []
     for place, span in enumerate(tensors.spans):
@@ -219,14 +219,9 @@ def keeps_kv(config: Any) -> list[bool]:
     return keeps
 
 
-def cache_of(decoder: Any) -> tuple[Any, str]:
-    """The class of caches for a decoder, with states and of its own kind; by which name that takes one."""
-    kind: Any = type(decoder)
-    return _cache_of(kind)
-
-
 @cache
-def _cache_of(decoder: Any) -> tuple[Any, str]:
+def cache_of(decoder: Any) -> tuple[Any, str]:
+    """The class of caches for a class of decoders, with states and of its own kind; by which name that takes one."""
     argument = "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
     for name, kind in vars(sys.modules[decoder.__module__]).items():
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:

@@ -57,11 +57,7 @@ class _Arguments(TrainingArguments):
 
 
 def trackers(config: TrainConfig) -> dict[TrainerCallback, str]:
-    """The trackers of `--report-to`, with their names.
-
-    Raises:
-        UsageError: one is not installed, or does not work.
-    """
+    """The trackers of `--report-to`, with their names. Raises UsageError: one is not installed, or does not work."""
     if not config.report_to:
         return {}
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks

@@ -2,8 +2,8 @@
 
 `weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
 them, both written by torch.distributed.checkpoint: each process what it has, which any number of processes can read.
-`state.json` has the rest: the next step, torch's random states, the position in the plan, the losses that spikes are
-compared with, what the run must not change, by the names that messages have for it, and hashes of files and of itself.
+`state.json` has the rest: the next step and how many there are to be, torch's random states, the position in the plan,
+losses that spikes are compared with, what must not change, by the names in messages, and hashes of files and of itself.
 
 A run may go on with the same samples, model and way of learning. Its plan may be another one whose steps have the same
 samples (`samples_of`), for other ranks or of more epochs. It may end after another number of steps where those that are
@@ -17,7 +17,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +33,7 @@ from transformers import TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import sync
 from chunkplan.files.json_file import read_json
 from chunkplan.planfile.likeness import EPOCHS, samples_of
@@ -42,10 +41,12 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
 from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
-from chunkplan_runtime.training.run_folder import NO_ROOM, RunFolder, remove_folder, shared_folder, why
+from chunkplan_runtime.training.run_folder import RunFolder, remove_folder, shared_folder, why
 from chunkplan_runtime.training.setup import TrainingData
 
 _WEIGHTS, _OPTIMIZER, _STATE, _HASH = "weights", "optimizer", "state.json", "hash"
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
 
 _HINT = "remove this checkpoint to go on from the one before"
 
@@ -55,21 +56,17 @@ _FILE_BYTES = 1 << 28
 #: How many pieces of a file, of how many bytes, tell it from others.
 _PIECES, _PIECE_BYTES = 16, 1 << 12
 
-#: The options that say no more than after how many steps a run ends, by flag.
-_ENDS = {"--max-steps": "max_steps", "--max-epochs": "max_epochs"}
+#: The options that say no more than after how many steps a run ends.
+_ENDS = ("--max-steps", "--max-epochs")
 
-_RATES = "learning rates of the steps that are done go by how many there are"
-
-#: What transformers leaves in a checkpoint when everything else is there.
-_TRAINER_STATE = "trainer_state.json"
+_TRAINER_STATE = "trainer_state.json"  # which transformers leaves in a checkpoint when everything else is there
 
 
 class BestLoss:
-    """The lowest evaluation `loss` of a run, and how many evaluations `since` then were no lower.
+    """The lowest evaluation `loss` of a run, after how many steps, and how many evaluations `since` were no lower.
 
-    `step`: how many steps were done when it was found, with which its checkpoint goes on. After `patience` evaluations
-    without a lower one it is time to stop; None: it never is. An evaluation without targets has no loss, and counts for
-    nothing. A run that goes on gives the evaluations `before` again.
+    After `patience` of these it is time to stop; None: it never is. An evaluation without targets has no loss, and
+    counts for nothing. A run that goes on gives the evaluations `before` again.
     """
 
     def __init__(self, patience: int | None = None, before: Iterable[tuple[int, float | None]] = ()) -> None:
@@ -109,18 +106,16 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last`.
 
-    That from which the step `best` comes next is kept beside these.
-
-    Raises:
-        ChunkplanError: it cannot be written; those that were there still are.
+    That from which the step `best` comes next is kept beside these. Raises ChunkplanError: it cannot be written; those
+    that were there still are.
     """
     for lines in (folder.metrics, folder.evaluations, folder.sequences):
         if job.is_main and lines.exists():
             sync(lines)  # a checkpoint must not outlive the lines before it
     target = folder.checkpoint(step)
     with shared_folder(target, job) as temporary:
-        _write_tensors(temporary / _WEIGHTS, weights, job, target)
-        _write_tensors(temporary / _OPTIMIZER, optimizer, job, target)
+        _write_tensors(temporary / _WEIGHTS, weights, job)
+        _write_tensors(temporary / _OPTIMIZER, optimizer, job)
         if job.is_main:
             files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.glob("*/*"))}
             states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
@@ -136,8 +131,7 @@ def write_checkpoint(
 def read_state(checkpoint: Path) -> Mapping[str, Any]:
     """The state.json of a checkpoint, after a check that its files are those that were written with it.
 
-    Raises:
-        DataError: a file is not there, torn, or of another checkpoint.
+    Raises DataError: a file is not there, torn, or of another checkpoint.
     """
     path = checkpoint / _STATE
     try:
@@ -160,12 +154,11 @@ def read_tensors(
 ) -> set[str]:
     """Fill `weights`, all that this process trains, and of `optimizer` what is remembered; returns the names of these.
 
-    Raises:
-        DataError: they cannot be read, or are of another model.
+    Raises DataError: they cannot be read, or are of another model.
     """
-    with _told("cannot be read", DataError, checkpoint / _WEIGHTS, _HINT):
+    with _reading(checkpoint / _WEIGHTS):
         load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), **_processes(job))
-    with _told("cannot be read", DataError, checkpoint / _OPTIMIZER, _HINT):
+    with _reading(checkpoint / _OPTIMIZER):
         stored = HuggingFaceStorageReader(str(checkpoint / _OPTIMIZER))
         names = optimizer.keys() & stored.read_metadata().state_dict_metadata.keys()
         load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, **_processes(job))
@@ -180,12 +173,8 @@ def restore_random_states(state: Mapping[str, Any], device: torch.device) -> Non
         torch.cuda.set_rng_state(gpu[0], device)
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job, target: Path) -> None:
-    """Write what this process has of `tensors` into `folder`, which will be in `target`.
-
-    Raises:
-        ChunkplanError: a process cannot write, for example because its disk is full; all raise it.
-    """
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job) -> None:
+    """Write what this process has of `tensors`; if one cannot, for example because its disk is full, all raise that."""
     own = {name: tensor.detach() for name, tensor in tensors.items()}
     local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
     sizes: dict[str, int] = {}
@@ -196,8 +185,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job, target
         files[name] = 1 + before // _FILE_BYTES
         before += size
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    with _told("cannot be written", ChunkplanError, target, NO_ROOM):
-        save(own, storage_writer=writer, **_processes(job))
+    save(own, storage_writer=writer, **_processes(job))
 
 
 def _processes(job: Job) -> dict[str, Any]:
@@ -205,19 +193,11 @@ def _processes(job: Job) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(what: str, kind: type[ChunkplanError], where: Path, hint: str) -> Iterator[None]:
-    """Raise what goes wrong with files as an error of ours, with what the first process says where that is several."""
+def _reading(folder: Path) -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
-            yield
+        yield
     except (CheckpointException, SafetensorError, OSError) as error:
-        process, reason = 0, str(error) if kind is DataError else why(error)
-        if isinstance(error, CheckpointException):
-            process, (first, _) = min(error.failures.items())
-            reason = why(first).splitlines()[0]
-        reason += f" (process {process})" if process else ""
-        raise kind(f"{what}: {reason}", where=str(where), hint=hint) from error
+        raise DataError(f"cannot be read: {why(error)}", where=str(folder), hint=_HINT) from error
 
 
 def _digest(path: Path) -> str:
@@ -236,10 +216,7 @@ def _hash(state: object) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of_epochs: bool = False) -> dict[str, str]:
-    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it.
-
-    How many steps there are is judged by `why_not_as_long`.
-    """
+    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it."""
     differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if not of_epochs and before.get(EPOCHS, 0) < now.get(EPOCHS, 0):
         differ.remove(EPOCHS)  # its first steps are the same
@@ -253,61 +230,50 @@ def why_not_as_long(done: int, before: int, now: int, rates: Callable[[int], lis
     """
     if now < done:
         return f"it has done {done:,} steps already"
-    return _RATES if rates(before) != rates(now) else ""
+    differ = rates(before) != rates(now)
+    return "learning rates of the steps that are done go by how many there are" if differ else ""
 
 
 class Earlier(NamedTuple):
-    """A run that goes on: its last checkpoint, and what that says; `num_steps`: how many it was to have."""
+    """A run that goes on: its last checkpoint, and what that says."""
 
     checkpoint: Path
     state: Mapping[str, Any]
-    num_steps: int
 
 
 def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
     """The run in `folder` that is to go on; None where it has no checkpoint.
 
-    Raises:
-        UsageError: it is finished, and has all the steps that are asked for, or all that its plan has.
-        DataError: its last checkpoint is damaged.
+    Raises UsageError: it is finished, and has all the steps that are asked for, or all that its plan has; DataError:
+    its last checkpoint is damaged.
     """
     found = next(reversed(folder.checkpoints()), None), folder.final.exists()
     checkpoint, is_finished = job.broadcast_object(found)
     if checkpoint is None:
         return None
     state = read_state(checkpoint)
-    fixed = state["fixed"]
-    ends: dict[str, Any] = {field: fixed.get(flag) for flag, field in _ENDS.items()}
-    if epochs := fixed.get(EPOCHS):
-        ends["max_epochs"] = min(ends["max_epochs"] or epochs, epochs)
-    num_steps = data.num_steps(replace(config, **ends))
-    samples = samples_of(data.plan.manifest)
-    if is_finished and data.num_steps(config) <= num_steps and not changes({k: fixed.get(k) for k in samples}, samples):
-        epochs, steps = data.plan.manifest["epochs"], data.plan.manifest["totals"]["num_steps"]
-        asked = {"--max-epochs": (config.max_epochs, epochs), "--max-steps": (config.max_steps, steps)}
-        more = [f"{flag} is {number:,}" for flag, (number, most) in asked.items() if number and number > most]
-        if not more:
-            raise folder.finished(f"no more than its {num_steps:,} steps are asked for")
+    before, now, done = state["fixed"], samples_of(data.plan.manifest), state["num_steps"]
+    if not is_finished or data.num_steps(config) > done or changes({name: before.get(name) for name in now}, now):
+        return Earlier(checkpoint, state)
+    epochs, steps = data.plan.manifest["epochs"], data.plan.manifest["totals"]["num_steps"]
+    asked = {"--max-epochs": (config.max_epochs, epochs), "--max-steps": (config.max_steps, steps)}
+    if more := [f"{flag} is {number:,}" for flag, (number, most) in asked.items() if number and number > most]:
         raise folder.finished(
             f"its plan has {counted(epochs, 'epoch')}, {counted(steps, 'step')}: {', '.join(more)}",
             hint="build the plan again with more --epochs, and nothing else changed: the same command goes on then",
         )
-    return Earlier(checkpoint, state, num_steps)
+    raise folder.finished(f"no more than its {done:,} steps are asked for")
 
 
 def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
-    """Refuse to go on with other samples, another model or way of learning; `fixed` are these now, by name.
-
-    Raises:
-        UsageError: naming all that differ.
-    """
+    """Raise UsageError where samples, model or way of learning, `fixed` by name, are not those of the earlier run."""
     done = earlier.state["step"]
 
     def rates(steps: int) -> list[float]:
         how = {"warmup": config.warmup, "lowest": config.min_lr}
         return [learning_rate_factor(config.lr_schedule, step, steps, **how) for step in range(done)]
 
-    why_not = why_not_as_long(done, earlier.num_steps, num_steps, rates)
+    why_not = why_not_as_long(done, earlier.state["num_steps"], num_steps, rates)
     differ = changes(earlier.state["fixed"], json.loads(json.dumps(fixed)), of_epochs=bool(why_not))
     if told := [text for name, text in differ.items() if why_not or name not in _ENDS]:
         hint = "resume with what it was started with, or start anew in another --output"
@@ -330,10 +296,8 @@ class PlanIdentity(TrainerCallback, ExportableState):
 def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *, has_own_rates: bool) -> str:
     """The checkpoint that a `ChunkTrainer` goes on from: `asked`, or the last one of `args`.
 
-    `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`.
-
-    Raises:
-        UsageError: there is none, or it is of other samples, or its steps would have had other learning rates.
+    `has_own_rates`: learning rates are those of a scheduler that was given, not of `args`. Raises UsageError: there is
+    none, or it is of other samples, or its steps would have had other learning rates.
     """
     find: Any = get_last_checkpoint
     folder = Path(args.output_dir or "")

@@ -42,16 +42,8 @@ FILE_BYTES = 1 << 30
 _MERGE_HINT = "leave --merge-adapters out, or name other layers by --lora-targets"
 
 _TOKENIZER = "tokenizer.json"
-_FILES = (
-    _TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+_MORE = "tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja vocab.json merges.txt"
+_FILES = [_TOKENIZER, *_MORE.split(), "tokenizer.model"]
 
 
 @torch.no_grad()
@@ -68,10 +60,7 @@ def save_final(
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
     `whole`: the model, without numbers where there are several processes. `merges`: save all weights with the adapters
-    added to them; these are no longer in the models afterwards.
-
-    Raises:
-        ChunkplanError: it cannot be written.
+    added to them; these are no longer in the models afterwards. Raises ChunkplanError: it cannot be written.
     """
     own, described = train_step.model.model, whole.model
     if merges:
@@ -90,11 +79,7 @@ def save_final(
 
 
 def check_mergeable(model: Any) -> None:
-    """Refuse adapters of a peft model that cannot be added to their weights.
-
-    Raises:
-        UsageError: one is not of a linear layer, or its weight is used by other layers too.
-    """
+    """Raise UsageError if an adapter is not of a linear layer, or its weight is used by other layers too."""
     from peft.tuners.lora import Linear, ParamWrapper
 
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
@@ -105,17 +90,14 @@ def check_mergeable(model: Any) -> None:
             kind = type(base).__name__
             raise UsageError(f"--merge-adapters: that of {name} ({kind}) is none of a linear layer", hint=_MERGE_HINT)
         if uses[id(getattr(base, own))] > 1:
-            raise UsageError(
-                f"--merge-adapters: {name} has an adapter, and another layer has the same weight without it",
-                hint=_MERGE_HINT,
-            )
+            told = f"{name} has an adapter, and another layer has the same weight without it"
+            raise UsageError(f"--merge-adapters: {told}", hint=_MERGE_HINT)
 
 
 def merge_adapters(model: Any, trained: Mapping[str, Tensor]) -> Any:
-    """What a process has of a peft model, as one without adapters: peft adds them to their weights.
+    """What a process has of a peft model, with the adapters of `trained`, by name, added to their weights by peft.
 
-    `trained` has the numbers of adapters by name. Sums are in float32, of float64 weights in that, and rounded once to
-    the dtype of the weight.
+    Sums are in float32, of float64 weights in that, and rounded once to the dtype of the weight.
     """
     for path, layer, base, own in _adapted(model):
         weight = base._parameters[own]
@@ -147,11 +129,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) -> None:
-    """Save a model of which each process has some layers, or rows of them, as `own`; `whole` has no numbers.
-
-    Raises:
-        OSError: a process cannot write; all raise it.
-    """
+    """Save a model of which each process has layers or rows of them as `own`; all raise OSError if one cannot write."""
     is_adapter = has_adapters(whole)
     if job.is_main and not is_adapter:
         whole.save_pretrained(folder, state_dict={})  # its configs
@@ -165,9 +143,9 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     for number, (stage, in_file) in enumerate(files):
         tensors: dict[str, Tensor] = {}
         for name in in_file if stage == job.layout.stage else ():
-            value = _gathered(held[name])
+            value = _gathered(held[name].to(dtypes.get(name, held[name].dtype)))
             if number % job.layout.dp == job.layout.replica:
-                tensors[name] = value.to("cpu", dtypes.get(name, value.dtype))
+                tensors[name] = value.cpu()
         if not tensors:
             continue
         tensors = tensors if is_adapter else revert_weight_conversion(whole, tensors)
@@ -239,14 +217,13 @@ def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple
 def find_tokenizer(config: TrainConfig) -> list[Path]:
     """The files of the run's tokenizer: that of `--tokenizer`, else that of the model; none where it has none.
 
-    Raises:
-        UsageError: `--tokenizer` has none, or the hub cannot be reached.
+    Raises UsageError: `--tokenizer` has none, or the hub cannot be reached.
     """
     name = config.tokenizer or config.model or str(config.model_config and config.model_config.parent)
     folder = Path(name)
     if not folder.exists() and not name.startswith((".", "/", "~")):
         try:
-            folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
+            folder = Path(snapshot_download(name, allow_patterns=_FILES))
         except Exception as error:  # its errors have no common base
             raise UsageError(
                 f"cannot get the tokenizer of {name!r}: {str(error).splitlines()[0]}",
@@ -259,11 +236,7 @@ def find_tokenizer(config: TrainConfig) -> list[Path]:
 
 
 def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> None:
-    """Refuse a tokenizer that is not the data's, that the model has no room for, or that cannot be loaded.
-
-    Raises:
-        UsageError: it is one of these.
-    """
+    """Raise UsageError for a tokenizer that is not the data's, that the model has no room for, or that is damaged."""
     if not files:
         return
     folder = files[0].parent
@@ -274,9 +247,8 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
         hashes = () if content is None else tokenizer_hashes(json.loads(content), content)
         num_tokens = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # whatever it is, what it writes could not be loaded either
-        raise UsageError(
-            f"the tokenizer in {folder} cannot be loaded: {error}", hint="give another --tokenizer"
-        ) from error
+        told = f"the tokenizer in {folder} cannot be loaded: {error}"
+        raise UsageError(told, hint="give another --tokenizer") from error
     if expected and hashes and expected not in hashes:
         raise UsageError(
             f"{files[0]} is not the tokenizer that the data was made with, {made_with.get('path')}",

@@ -33,7 +33,7 @@ from chunkplan_runtime.training.config import TrainConfig
 #: How many losses the median of spikes is of, and how few are too few for one.
 _WINDOW, _FEWEST = 50, 5
 
-#: Kinds of layers that attend to nothing: recurrent ones, and those of which something else is a layer by itself.
+#: Kinds of layers that attend to nothing.
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 
 #: Actions of a process in the largest step that is kept: nobody could look at more.
@@ -62,10 +62,7 @@ def as_entries(config: TrainConfig) -> dict[str, object]:
 
 
 def predicted_seconds(step: PlanStep, layout: RankLayout) -> float:
-    """Seconds that the plan predicts for a step: of the pipeline that is done last.
-
-    Those ranks of the plan that one pipeline serves run one after another.
-    """
+    """Seconds that the plan predicts for a step: of the slowest pipeline, whose ranks run one after another."""
     ends: dict[int, float] = {}
     for (dp_rank, _), end in step.schedule_us.items():
         ends[dp_rank] = max(ends.get(dp_rank, 0.0), end)
@@ -93,12 +90,11 @@ def source_losses(losses: Sequence[SequenceLoss], analysis: Analysis) -> dict[st
 
 def add_up(losses: Sequence[SequenceLoss]) -> list[SequenceLoss]:
     """One entry a sequence, ascending: processes that share one have each the loss of its own slices."""
-    sums: dict[int, SequenceLoss] = {}
+    sums: dict[int, tuple[float, int]] = {}
     for each in sorted(losses, key=lambda loss: loss.sequence_id):
-        before = sums.get(each.sequence_id, SequenceLoss(each.sequence_id, 0.0, 0))
-        num_target_tokens = before.num_target_tokens + each.num_target_tokens
-        sums[each.sequence_id] = SequenceLoss(each.sequence_id, before.loss + each.loss, num_target_tokens)
-    return list(sums.values())
+        loss, num_target_tokens = sums.get(each.sequence_id, (0.0, 0))
+        sums[each.sequence_id] = loss + each.loss, num_target_tokens + each.num_target_tokens
+    return [SequenceLoss(number, *total) for number, total in sums.items()]
 
 
 def describe_worst(losses: Sequence[SequenceLoss], analysis: Analysis, most: int = 3) -> list[str]:
@@ -131,10 +127,7 @@ class SpikeWatch:
 
 
 class LargestStep:
-    """Keeps this process's times of the largest step so far. All processes keep the same step.
-
-    The first one is kept only while there is no other: in it everything is slow.
-    """
+    """Keeps this process's times of the largest step so far, the first one only while there is no other: it is slow."""
 
     def __init__(self) -> None:
         self._num_tokens = -1
@@ -148,10 +141,7 @@ class LargestStep:
             self._times = times
 
     def write(self, plan: Plan, path: Path, job: Job, *, planned: bool) -> bool:
-        """Write what all processes measured of it (`planfile/measured.py`), if there was such a step; whether.
-
-        `planned` says whether the plan's times are of this model and these devices, so that they stand beside it.
-        """
+        """Write what all processes measured of it, if anything; `planned`: the plan's times stand beside it."""
         timelines = [times for times in job.all_gather_object(self._times) if times is not None]
         if timelines and job.is_main:
             write_measured(path, plan, timelines, job.layout.dp, planned=planned)
@@ -159,13 +149,11 @@ class LargestStep:
 
 
 class FlopCounter:
-    """Counts the model FLOPs of steps of one model: what they would cost at the least.
+    """Counts the model FLOPs of steps of one model, as in Chowdhery et al., arXiv 2204.02311, appendix B.
 
-    As in model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B): 6 for every weight of a matrix and
-    token that meets it, or 4 if it is frozen, the vocabulary head at every token, and attention where the mask lets it
-    see; no recompute. Adapters of a stack of experts are added to it, so that it has gradients though it is frozen, and
-    they themselves meet no token. Of experts a token meets those that it goes to. What recurrent layers do with their
-    states counts nothing: it takes no weights, and does not grow with the sequence.
+    Every weight of a matrix counts 6 for a token that meets it, or 4 if it is frozen, and attention where the mask lets
+    it see. Adapters of a stack of experts are added to it: it has gradients though it is frozen, and they meet no
+    token. Recompute counts nothing, nor does what recurrent layers do with their states.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -175,13 +163,12 @@ class FlopCounter:
     def count(self, step: PlanStep) -> float:
         """The model FLOPs of the forward and backward of a step, on all ranks."""
         segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
-        num_tokens = sum(segment.end - segment.start for segment in segments)
-        attention = sum(
+        pairs = sum(
             width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
             for window, width in self._widths.items()
             for segment in segments
         )
-        return self._of_token * num_tokens + 6.0 * attention
+        return self._of_token * sum(segment.end - segment.start for segment in segments) + 6.0 * pairs
 
 
 def attention_widths(config: Any) -> Counter[int | None]:
@@ -206,8 +193,7 @@ def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
 
 
 def _of_token(model: CausalLM) -> float:
-    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings none, but a head that
-    is tied."""
+    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings a tied head alone."""
     config = model.config
     total = 0.0
     for path, module in model.model.named_modules():

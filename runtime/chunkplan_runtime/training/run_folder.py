@@ -29,49 +29,36 @@ NO_ROOM = "check that the disk has room and may be written; --resume goes on fro
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
-class RunLock:
-    """One run at a time in a folder, by a lock on the folder itself: nothing is left of it, however the run ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def take(self) -> None:
-        """Hold the folder, if it is there and not held by this run already, and its file system has locks.
-
-        Raises:
-            UsageError: another run holds it.
-        """
-        if self._descriptor is not None or not self._path.is_dir():
-            return
-        self._descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            try_lock(self._descriptor)
-        except BlockingIOError as error:
-            self.release()
-            hint = "wait for it to end, or give another --output"
-            raise UsageError(f"another run is at work in {self._path}", hint=hint) from error
-
-    def release(self) -> None:
-        """Let another run have the folder."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
 class RunFolder:
-    """The paths of all that a run leaves in its folder.
-
-    `config`: the resolved configuration, written when the first step is done. `metrics`, `evaluations`, `sequences`: a
-    JSON line a step, an evaluation, and with `--log-sequences` a sequence and step. `measured`: when each of several
-    processes did each action of the largest step. `final`: the folder of the trained model.
-    """
+    """The paths of all that a run leaves in its folder; docs/training.md has what they are."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, self.measured, self.final = path / "config.json", path / "measured.json", path / "final"
         self.metrics, self.evaluations = path / "metrics.jsonl", path / "evals.jsonl"
         self.sequences = path / "sequences.jsonl"
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Hold the folder, if it is there and its file system has locks. Raises UsageError: another run holds it.
+
+        It is a lock on the folder itself: nothing is left of it, however the process ends.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            try_lock(self._lock)
+        except BlockingIOError as error:
+            self.unlock()
+            hint = "wait for it to end, or give another --output"
+            raise UsageError(f"another run is at work in {self.path}", hint=hint) from error
+
+    def unlock(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint from which `step` comes next."""
@@ -108,12 +95,7 @@ class RunFolder:
         return UsageError(f"the run in {self.path} is finished: {self.final} is there, and {why}", hint=hint)
 
     def check(self, resume: bool) -> None:
-        """Refuse a folder that holds something else, or that cannot be made, before any work is done.
-
-        Raises:
-            UsageError: it holds a run already (with `resume`: a finished one without a checkpoint), is a plan or an
-                analysis, or lies in one.
-        """
+        """Raise UsageError if it holds a run (with `resume`: one that cannot go on) or something else, or cannot be."""
         if resume and self.final.exists() and not self.checkpoints():
             raise self.finished("there is no checkpoint to go on from")
         if self.config.exists() and not self.metrics.exists():
@@ -134,24 +116,21 @@ class RunFolder:
 
 @contextmanager
 def saving(target: Path) -> Iterator[None]:
-    """Turn all that keeps `target` from being written into an error of ours.
-
-    Unlike `chunkplan.files.writing` it ends a run that has worked, with exit code 1, and says how to go on.
-
-    Raises:
-        ChunkplanError: it cannot be written, for example because the disk is full.
-    """
+    """Raise ChunkplanError, which says how to go on, where `target` cannot be written, such as of a full disk."""
     from safetensors import SafetensorError  # which comes with torch: options are checked without both
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointException) as error:
         raise ChunkplanError(f"cannot be written: {why(error)}", where=str(target), hint=NO_ROOM) from error
 
 
 def why(error: BaseException) -> str:
-    """What an error says, without its number and the name of a temporary file."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    """What an error says, without its number and the name of a temporary file; of several processes, the first one."""
+    process, (first, _) = min(getattr(error, "failures", {0: (error, None)}).items())
+    text: str = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
+    return text + (f" (process {process})" if process else "")
 
 
 @contextmanager
@@ -159,9 +138,7 @@ def shared_folder(target: Path, job: Job) -> Iterator[Path]:
     """Yield to all processes of a job a hidden folder beside `target`, which it becomes when the block ends.
 
     A killed run leaves nothing under the name of `target`, which is not there yet; an error leaves nothing at all.
-
-    Raises:
-        ChunkplanError: it cannot be written, or a process does not see it.
+    Raises ChunkplanError: it cannot be written, or a process does not see it.
     """
     with ExitStack() as stack:
         temporary = target
@@ -189,11 +166,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append `rows` to a file of JSON lines, in one write.
-
-    Raises:
-        ChunkplanError: it cannot be written, for example because the disk is full.
-    """
+    """Append `rows` to a file of JSON lines, in one write. Raises ChunkplanError: it cannot be written."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with saving(path), path.open("a", encoding="utf-8") as file:
         file.write(text)

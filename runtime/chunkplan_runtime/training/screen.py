@@ -1,4 +1,7 @@
-"""What a run prints on stderr: what it is, a line a step, and on a terminal one progress bar below them."""
+"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar.
+
+It is compared with the plan's times, where they are of its model and devices, and with the peak of these.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,161 @@ import shlex
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
+from transformers.utils.hub import cached_file
 
+from chunkplan.cost.adapters import trained_words
+from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
+from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.optimizers import moment_bytes
+from chunkplan.errors import DataError, UsageError
+from chunkplan.options import options_of
 from chunkplan.planfile.unread_keys import unread_words
-from chunkplan.quantities import Pace, left_words
+from chunkplan.quantities import ZERO, Pace, left_words
 from chunkplan.visible import one_line
 from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
+from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Groups, Job
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.trained import num_weights
-from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import Row
 from chunkplan_runtime.training.setup import Built, TrainingData
 
 #: Of a line that is not shown on a terminal.
 _COLUMNS = 120
+
+#: Where `chunkplan calibrate` writes the profile of the device at hand.
+_PROFILE = "here.toml"
+
+#: What the plan's times are for, and what the run has; options of `chunkplan build` that end it, "": none does.
+_Difference = tuple[str, str, str]
+
+
+class Comparison(NamedTuple):
+    """Whether the plan's `times` are of this run, FLOP/s of a device, None if not known, and `lines` that say so."""
+
+    times: bool
+    peak_flops: float | None
+    lines: list[str]
+
+
+def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
+    """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
+
+    MFU takes the FLOPs of the model that is trained, so only the device has to be the profile's. Where keys, values and
+    weights lie does not matter: fetching them hides behind other work, in the cost model too.
+    """
+    devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
+    try:
+        cost = CostModel.from_dict(data.plan.manifest["predictions"]["cost_model"], where=str(data.plan.path))
+    except DataError as error:
+        said = f"predicts  no times and no MFU: the plan does not say what its times are for: {error.message}"
+        return Comparison(False, None, [said])
+    profile = cost.hardware.name
+    peak_flops = cost.hardware.peak_flops if all(is_profile_of(profile, name) for name in devices) else None
+    lines, differences = _of_memory(cost, config, data), _of_model(cost, config, data)
+    if peak_flops:
+        tera = peak_flops / 1e12
+        shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
+        lines.insert(0, f"profile   {profile}, {shown} TFLOP/s: MFU is a share of this")
+    else:
+        build = f"--hardware {shipped_profile(devices[0]) or _PROFILE}" if len(devices) == 1 else ""
+        differences.append((profile, " and ".join(devices), build))
+    differences += _of_options(cost, config, data) + _of_adapters(cost, config)
+    if differences:
+        planned, here, options = (list(each) for each in zip(*differences, strict=True))
+        told = f"the plan's times are for {', '.join(planned)}; this run has {', '.join(here)}"
+        lines.append(f"predicts  no times{'' if peak_flops else ' and no MFU'}: {told}")
+        lines += _what_helps(options, config) if all(options) else []
+    return Comparison(not differences, peak_flops, lines)
+
+
+def _of_memory(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[str]:
+    """Say that the plan counts on more being shared, or on an optimizer that remembers less, than here."""
+    lines = []
+    optimizer: Any = config.optimizer or "adamw"
+    shared = config.sharding or "optimizer"
+    if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
+        here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
+        here += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
+        lines.append(f"shares    {here}; it may not fit")
+    of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
+    if of_run > of_plan:
+        lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
+    return lines
+
+
+def _of_model(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+    planned = cost.shape
+    try:
+        shape = shape_of_config(data.model_config.to_dict(), "")
+    except (UsageError, DataError):
+        return [(planned.name, f"a model of type {data.model_config.model_type}, whose times are not known", "")]
+    if replace(shape, name=planned.name, max_positions=planned.max_positions) == planned:
+        return []
+    here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
+    return [(planned.name, here, f"--model-config {shlex.quote(_config_file(config))}")]
+
+
+def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
+    precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
+    layers = data.plan.config.layers(data.model_config.num_hidden_layers)
+    found: list[_Difference] = []
+    if precision != cost.precision:
+        found.append((cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else ""))
+    for flag, of_plan, of_run in (
+        ("--checkpointing {}", cost.checkpointing, config.checkpointing or "none"),
+        ("--fused-kernels {}", cost.fused_kernels, config.fused_kernels or "none"),
+        ("--{}", *("compile" if each else "no-compile" for each in (cost.compile, config.compile))),
+        ("--stage-layers {}", *(",".join(map(str, each)) for each in (layers, config.stage_layers or layers))),
+    ):
+        if of_run != of_plan:
+            found.append((flag.format(of_plan), flag.format(of_run), flag.format(of_run)))
+    return found
+
+
+def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
+    planned = trained_words(cost.lora_rank, cost.load_in_4bit)
+    if config.freeze or config.train_only:
+        return [(planned, "some weights frozen", "")]
+    here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
+    default = options_of(TrainConfig)["lora_targets"].default
+    if config.lora_rank and config.lora_targets != default:
+        of_plan, of_run = (f" of {','.join(names)}" for names in (default, config.lora_targets))
+        return [(planned + (of_plan if cost.lora_rank else ""), here + of_run, "")]
+    options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
+    return [] if planned == here else [(planned, here, options)]
+
+
+def _what_helps(options: list[str], config: TrainConfig) -> list[str]:
+    """What to type so that there is no difference: a calibration first, where `build` takes its profile."""
+    build = f"`chunkplan build` with `{' '.join(options)}`"
+    if not any(_PROFILE in each for each in options):
+        return [f"          to have them: {build}"]
+    words = ["chunkplan", "calibrate", "--model-config", _config_file(config), "--output", _PROFILE]
+    on_cpu = config.device == "cpu"
+    if on_cpu and torch.cuda.is_available():
+        words += ["--device", "cpu"]
+    if str(config.precision) != ("fp32" if on_cpu else "bf16"):
+        words += ["--precision", "bf16" if config.precision == "bf16-pure" else str(config.precision)]
+    threads = os.environ.get("OMP_NUM_THREADS") if on_cpu else None
+    calibration = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+    return [f"          to have them: `{calibration}`, then", f"          {build}"]
+
+
+def _config_file(config: TrainConfig) -> str:
+    """The config.json of the model, or its folder; of one from the Hugging Face Hub as it was loaded."""
+    found: Any = config.model_config or cached_file(str(config.model), "config.json", local_files_only=True)
+    return str(found)
 
 
 def describe_run(
@@ -74,7 +209,7 @@ def describe_run(
 
 
 def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
-    """Say why kernels of attention are left out that one would expect: packages that are here, and those tried."""
+    """Say why kernels of attention are left out that one would expect."""
     if config.attention != AUTO or torch.device(config.device).type != "cuda":
         return []
     found = broken_packages() | model.kernels.left_out

@@ -24,7 +24,7 @@ from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
-from chunkplan_runtime.failures.stall import warned_of_stall
+from chunkplan_runtime.failures.watchdog import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope

@@ -36,18 +36,16 @@ from chunkplan_runtime.training.checkpoint import (
     restore_random_states,
     write_checkpoint,
 )
-from chunkplan_runtime.training.comparison import compare
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
 from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
-    RunLock,
     append_lines,
     cut_back,
     lines_before,
     remove_folder,
 )
-from chunkplan_runtime.training.screen import Screen, describe_run, other_kernels
+from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given.
@@ -67,13 +65,12 @@ def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = 
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a run has one of its own
     folder = RunFolder(config.output)
-    lock = RunLock(config.output)
     try:
         if job.is_main:
-            lock.take()  # first: what a run at work has written is not of an earlier one
+            folder.lock()  # first: what a run at work has written is not of an earlier one
             folder.check(config.resume)
         trackers(config)
-        TrainingRun(config, folder, lock, job, callbacks).finish()
+        TrainingRun(config, folder, job, callbacks).finish()
     except torch.OutOfMemoryError as error:
         raise ChunkplanError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
@@ -81,7 +78,7 @@ def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = 
             + folder.how_to_resume(),
         ) from error
     finally:
-        lock.release()
+        folder.unlock()
 
 
 class TrainingRun:
@@ -90,9 +87,7 @@ class TrainingRun:
     Of several processes the main one prints and writes lines; checkpoints are written by all.
     """
 
-    def __init__(
-        self, config: TrainConfig, folder: RunFolder, lock: RunLock, job: Job, callbacks: Sequence[TrainerCallback]
-    ) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, job: Job, callbacks: Sequence[TrainerCallback]) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
         model_config = setup.read_model_config(config)
         self.data = data = setup.open_data(config, model_config, job.layout)
@@ -128,7 +123,7 @@ class TrainingRun:
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
         self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
-        self.whole, self.job, self.folder, self.lock = model.whole, job, folder, lock
+        self.whole, self.job, self.folder = model.whole, job, folder
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
 
@@ -252,7 +247,7 @@ class TrainingRun:
         """Append the lines of a step to their files, and in a folder that has none yet begin them."""
         folder, step = self.folder, row["step"]
         folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
-        self.lock.take()
+        self.folder.lock()
         if self.config.log_sequences:
             names = ("step", "sequence_id", "loss", "target_tokens")
             losses = [(step, each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences]
@@ -293,11 +288,13 @@ class TrainingRun:
         """Write the checkpoint from which `step` comes next."""
         best = self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
+        stream, losses = self.stream.state_dict(), self.spikes.losses
+        state = {"stream": stream, "losses": losses, "fixed": self.fixed, "num_steps": self.num_steps}
         write_checkpoint(
             self.folder,
             step,
             **self.train_step.tensors(),
-            state={"stream": self.stream.state_dict(), "losses": self.spikes.losses, "fixed": self.fixed},
+            state=state,
             keep_last=self.config.keep_last,
             best=kept,
             device=self.train_step.model.device,

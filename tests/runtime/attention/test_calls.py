@@ -27,9 +27,8 @@ from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.comparison import Comparison
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.screen import describe_run
+from chunkplan_runtime.training.screen import Comparison, describe_run
 from chunkplan_runtime.training.setup import Built, open_data
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in

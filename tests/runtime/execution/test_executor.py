@@ -173,7 +173,7 @@ def test_logits_are_never_held_for_more_than_a_block_of_rows(monkeypatch):
     assert losses.sum().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.soak)])
 def test_a_compiled_loss_is_the_same(smoothing, monkeypatch):
     """Of blocks of any number of rows, one of a single row among them, with one graph."""
     monkeypatch.setattr("chunkplan.cost.optimizers.LOGITS_AT_ONCE", 6 * 50)

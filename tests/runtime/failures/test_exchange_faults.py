@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.failures.liveness import Heartbeat
+from chunkplan_runtime.failures.watchdog import Heartbeat
 from chunkplan_runtime.sharing import Activity
 from tests.runtime.failures.test_watchdog import END_IT, RESUME, WHY, Outcomes
 from tests.support.analyses import write_analysis

@@ -49,7 +49,7 @@ HOW: list[Any] = [
     pytest.param("qwen3", "none", None, marks=pytest.mark.soak),  # less than the next but one
     ("qwen3", "offload", None),
     ("qwen3", "none", {0: "host", 1: "host", 2: "gpu", 3: "host"}),
-    ("gemma3_text", "full", None),
+    pytest.param("gemma3_text", "full", None, marks=pytest.mark.soak),
     pytest.param("falcon_h1", "none", None, marks=pytest.mark.soak),  # states, whose scan is slow here
 ]
 

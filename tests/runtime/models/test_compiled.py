@@ -258,5 +258,5 @@ def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(
     assert main(options(made, tmp_path / "not", *more, "--no-compile", plan="compiled")) == 0
     said = capfd.readouterr().err
     assert "compiled  " not in said
-    assert "the plan's times are for compiled layers; this run has layers as they are" in said
+    assert "the plan's times are for --compile; this run has --no-compile" in said
     assert "`chunkplan build` with `--no-compile`" in said

@@ -193,7 +193,7 @@ def test_processes_train_as_planned_with_fused_norms_and_say_so(tmp_path, tiny_c
     assert main(options(made, tmp_path / "none", *more, "--fused-kernels", "none", plan="fused")) == 0
     said = capfd.readouterr().err
     assert "fused     " not in said
-    assert "the plan's times are for fused kernels of torch; this run has no fused kernels" in said
+    assert "the plan's times are for --fused-kernels torch; this run has --fused-kernels none" in said
     assert "`chunkplan build` with `--fused-kernels none`" in said
     for run in ("two", "none"):
         for row, expected in zip(learning(tmp_path / run), learning(tmp_path / "one"), strict=True):

@@ -98,15 +98,21 @@ def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
     assert several == pytest.approx(one, abs=1e-5)
 
 
-def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_report  # type: ignore[import-not-found]
+
     for words, expected in (
-        (["--parts", "kernel"], "no part kernel; choose of kernels,"),
-        (["--parts", ","], "no part is named; choose of kernels,"),
-        ([], "there is no GPU"),
+        (["--size", "toy", "--parts", "kernel"], "no part kernel; choose of kernels,"),
+        (["--size", "toy", "--parts", ","], "no part is named; choose of kernels,"),
+        (["--size", "full"], "there is no GPU"),
     ):
-        size = ["--size", "full"] if not words else []
-        ran, found = report(tmp_path, *words, *size)
-        assert (ran.returncode, found) == (2, None) and expected in ran.stderr.splitlines()[-1]
+        monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--device", "cpu", "--output", str(tmp_path), *words])
+        with pytest.raises(SystemExit) as ended:
+            gpu_report._main()
+        assert (ended.value.code, [*tmp_path.iterdir()]) == (2, [])
+        assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> None:

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chunkplan import CostModel, PlanConfig, build, load_analysis
+from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.train import main
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.train import main, read_options
+from chunkplan_runtime.training.setup import check_layout
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
 from tests.support.training_cases import run_main
@@ -82,22 +85,22 @@ def test_weights_in_4_bits_need_an_extra_that_is_named(made, tmp_path, capsys, m
 def test_weights_in_4_bits_are_refused_on_several_processes_also_where_only_the_plan_has_them(made, tmp_path):
     """Before any weight is loaded, so bitsandbytes need not be there. Without them the same plan can be trained."""
     config = PlanConfig(chunk_size=8, k=2, global_batch=3, dp=2, cp="off")
-    for name, in_4bit in (("four", True), ("whole", False)):
-        build(made / "analysis", tmp_path / name, config, cost=CostModel(lora_rank=4, load_in_4bit=in_4bit))
-    words = ("--model", made / "base", "--output", tmp_path / "run", "--device", "cpu")
+    build(made / "analysis", tmp_path / "plan", config, cost=CostModel(lora_rank=4, load_in_4bit=True))
+    where = {"--plan": tmp_path / "plan", "--model": made / "base", "--output": tmp_path / "run", "--device": "cpu"}
+    words = [str(word) for pair in where.items() for word in pair]
 
-    def told(plan, *more):
-        arguments = [str(word) for word in ("--plan", tmp_path / plan, *words, *more)]
+    def told(*more):
         with process_pool(2, joined=False) as pool:
-            return pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+            return pool.run(2, run_main, size=2, port=free_port(), arguments=[[*words, *more]])
 
-    for plan, *more in (("four",), ("whole", "--load-in-4bit")):
-        (code, said), (other_code, _) = told(plan, *more)
-        assert (code, other_code) == (2, 2)
-        assert "weights in 4 bits (--load-in-4bit, or as planned) with 2 processes\n" in said
-        assert "hint: they are for one process; give --no-load-in-4bit" in said
-        assert not (tmp_path / "run").exists()
-    ran = told("four", "--no-load-in-4bit", "--max-steps", 1)
+    (code, said), (other_code, _) = told()
+    assert (code, other_code) == (2, 2)
+    assert "weights in 4 bits (--load-in-4bit, or as planned) with 2 processes\n" in said
+    assert "hint: they are for one process; give --no-load-in-4bit" in said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match=r"weights in 4 bits \(--load-in-4bit, or as planned\) with 2 processes"):
+        check_layout(read_options([*words, "--load-in-4bit"]), RankLayout(dp=2))
+    ran = told("--no-load-in-4bit", "--max-steps", "1")
     assert [code for code, _ in ran] == [0, 0], ran
 
 

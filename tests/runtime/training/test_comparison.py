@@ -107,7 +107,7 @@ def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tm
 def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, capsys):
     assert main(options(made, tmp_path, "--checkpointing", "keep-attention", "--max-steps", 1)) == 0
     said = capsys.readouterr().err
-    planned, here = "no activation checkpointing", "keep-attention activation checkpointing"
+    planned, here = "--checkpointing none", "--checkpointing keep-attention"
     assert f"predicts  no times: the plan's times are for {planned}; this run has {here}\n" in said
     assert "`chunkplan build` with `--checkpointing keep-attention`\n" in said
     [row] = lines(tmp_path / "metrics.jsonl")

@@ -11,12 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.optimizers import OPTIMIZERS
+from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.train import main
-from chunkplan_runtime.training.optimizer import blocks_shape
+from chunkplan_runtime.train import main, read_options
+from chunkplan_runtime.training.optimizer import blocks_shape, make_optimizer
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
 from tests.support.training_cases import run_main
@@ -122,12 +126,14 @@ def test_what_cannot_be_is_refused(made, tmp_path, capsys, monkeypatch):
 
 
 def test_rows_and_columns_are_not_shared(made, tmp_path):
-    arguments = options(made, tmp_path / "two", "--device", "cpu", "--optimizer", "adafactor", plan="pair")
-    with process_pool(2, joined=False) as pool:
-        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
-        pool.stop()
-    assert [code for code, _ in told] == [2, 2]
-    assert "--optimizer adafactor goes by whole rows and columns of a weight" in told[0][1]
+    config = read_options(options(made, tmp_path / "two", "--optimizer", "adafactor", plan="pair"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        rows = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(UsageError, match="--optimizer adafactor goes by whole rows and columns of a weight"):
+            make_optimizer({"weight": rows}, config)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_float64_and_devices_that_bitsandbytes_does_not_know_are_refused(made, tmp_path, capsys):

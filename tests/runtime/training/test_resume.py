@@ -19,7 +19,7 @@ import torch
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.checkpoint import read_state, restore_random_states
-from chunkplan_runtime.training.run_folder import RunFolder, RunLock
+from chunkplan_runtime.training.run_folder import RunFolder
 from tests.support.training_checks import (
     after_step,
     command,
@@ -370,13 +370,13 @@ def test_a_full_disk_while_saving_is_reported_and_the_checkpoint_before_serves(
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
-    lock = RunLock(tmp_path)
-    lock.take()
+    folder = RunFolder(tmp_path)
+    folder.lock()
     (tmp_path / "metrics.jsonl").touch()  # of the run at work, not of an earlier one
     for more in ([], ["--resume"]):
         assert main(options(made, tmp_path, *more)) == 2
         assert "another run is at work in" in capsys.readouterr().err
-    lock.release()
+    folder.unlock()
     assert main(options(made, tmp_path)) == 2
     assert "metrics.jsonl of an earlier run is there" in capsys.readouterr().err
     assert main(options(made, tmp_path, "--resume", "--device", "cuda:99")) == 2, "what is refused lets go again"
