@@ -24,7 +24,7 @@ BUDGETS = {
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_150,
     ("",): 57_200,
 }
-MOST_FILES = 307
+MOST_FILES = 308
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

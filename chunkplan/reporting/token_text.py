@@ -152,3 +152,12 @@ def _decode(backend: TokenizerLibrary, ids: list[int], start: int, stop: int) ->
 
 def _unknown(ids: list[int]) -> str:
     return "".join(f"[token {input_id}]" for input_id in ids)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """An analysis and what decodes its tokens; without a tokenizer, `why_not` in words, None if nobody expects text."""
+
+    analysis: Analysis | None = None
+    tokenizer: RecordTokenizer | None = None
+    why_not: str | None = None

@@ -23,21 +23,22 @@ from chunkplan.schedule.actions import (
 from chunkplan.schedule.orders import Order, alternate, forwards_before
 from chunkplan.schedule.simulate import simulate
 
-# Algorithm 2 of ChunkFlow (arXiv 2503.02356, section 4.2), on one stage.
-#
-# Two errata of the pseudocode in circulation are corrected: the *last* K chunks of a group keep their activations, and
-# backward (with its recompute) goes in *descending* order, because a chunk's KV gradient is complete only after all
-# later chunks have sent theirs.
-#
-# Chunks A and B are standalone, C and D the parts of one sequence; K = 1. Capitals are forwards, small letters
-# backwards; C is forwarded first without keeping activations, and again before its backward:
-#
-#     s0 |AAaaaaBBbbbbCCDDddddCCcccc|
-
 
 @compiled
 def algorithm2(chunks: Chunks, actions: Actions) -> None:
-    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending."""
+    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending.
+
+    Algorithm 2 of ChunkFlow (arXiv 2503.02356, section 4.2), on one stage.
+
+    Two errata of the pseudocode in circulation are corrected: the *last* K chunks of a group keep their activations,
+    and backward (with its recompute) goes in *descending* order, because a chunk's KV gradient is complete only after
+    all later chunks have sent theirs.
+
+    Chunks A and B are standalone, C and D the parts of one sequence; K = 1. Capitals are forwards, small letters
+    backwards; C is forwarded first without keeping activations, and again before its backward:
+
+        s0 |AAaaaaBBbbbbCCDDddddCCcccc|
+    """
     ops, chunk_ids = actions.ops, actions.chunk_ids
     action = start = 0
     while start < chunks.keeps_activations.size:
@@ -54,23 +55,23 @@ def algorithm2(chunks: Chunks, actions: Actions) -> None:
         start = stop
 
 
-# State-aware 1F1B of ChunkFlow (arXiv 2503.02356, section 4.3).
-#
-# 1F1B over chunks as micro-batches, with the order of backwards that dependent chunks ask for: descending within a
-# group. On whole sequences it is plain 1F1B.
-#
-# Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards, small
-# letters backwards; the stages warm up, alternate, and drain:
-#
-#     s0 |AABBCCDD............aaaa..bbbb........ddddcccc|
-#     s1 |..AABBCC........aaaaDDbbbb........ddddcccc....|
-#     s2 |....AABB....aaaaCCbbbbDD......ddddcccc........|
-#     s3 |......AAaaaaBBbbbbCC....DDddddcccc............|
-
-
 @compiled
 def state_aware_1f1b(chunks: Chunks, pp: int, actions: Actions) -> None:
-    """Write the actions of all stages: of pp stages, stage s stays pp - s - 1 forwards ahead of the last one."""
+    """Write the actions of all stages: of pp stages, stage s stays pp - s - 1 forwards ahead of the last one.
+
+    State-aware 1F1B of ChunkFlow (arXiv 2503.02356, section 4.3).
+
+    1F1B over chunks as micro-batches, with the order of backwards that dependent chunks ask for: descending within a
+    group. On whole sequences it is plain 1F1B.
+
+    Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards,
+    small letters backwards; the stages warm up, alternate, and drain:
+
+        s0 |AABBCCDD............aaaa..bbbb........ddddcccc|
+        s1 |..AABBCC........aaaaDDbbbb........ddddcccc....|
+        s2 |....AABB....aaaaCCbbbbDD......ddddcccc........|
+        s3 |......AAaaaaBBbbbbCC....DDddddcccc............|
+    """
     order = Order(np.arange(chunks.keeps_activations.size), backward_order(chunks.group_id))
     for stage in range(pp):
         own = slice(actions.stages[stage], actions.stages[stage + 1])
@@ -84,23 +85,22 @@ def state_aware_1f1b(chunks: Chunks, pp: int, actions: Actions) -> None:
         )
 
 
-# State-aware interleaved 1F1B: every stage has several virtual stages, so that a pipeline fills and drains sooner.
-#
-# The interleaved schedule of Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2), over chunks as
-# micro-batches and with ChunkFlow's (arXiv 2503.02356, section 4.3) order of backwards: descending within a group.
-#
-# Chunks A and B are standalone, C and D the parts of one sequence; K = 2, two virtual stages a stage, time goes right.
-# Capitals are forwards, small letters backwards:
-#
-#     s0 |AABBCCDDAABBCCDD............aaaa..bbbb....ddddccccaaaabbbbddddcccc|
-#     s1 |..AABBCCDDAABBCCDD......aaaa..bbbb....ddddccccaaaabbbbddddcccc....|
-#     s2 |....AABBCCDDAABBCC..aaaaDDbbbb....ddddccccaaaabbbbddddcccc........|
-#     s3 |......AABBCCDDAAaaaaBBbbbbCCDDddddccccaaaabbbbddddcccc............|
-
-
 @compiled
 def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
     """Write the actions of all stages; stage s runs the model stages s, pp + s, 2 pp + s, ...
+
+    State-aware interleaved 1F1B: every stage has several virtual stages, so that a pipeline fills and drains sooner.
+
+    The interleaved schedule of Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2), over chunks as
+    micro-batches and with ChunkFlow's (arXiv 2503.02356, section 4.3) order of backwards: descending within a group.
+
+    Chunks A and B are standalone, C and D the parts of one sequence; K = 2, two virtual stages a stage, time goes
+    right. Capitals are forwards, small letters backwards:
+
+        s0 |AABBCCDDAABBCCDD............aaaa..bbbb....ddddccccaaaabbbbddddcccc|
+        s1 |..AABBCCDDAABBCCDD......aaaa..bbbb....ddddccccaaaabbbbddddcccc....|
+        s2 |....AABBCCDDAABBCC..aaaaDDbbbb....ddddccccaaaabbbbddddcccc........|
+        s3 |......AABBCCDDAAaaaaBBbbbbCCDDddddccccaaaabbbbddddcccc............|
 
     Chunks go through in rounds of pp: a round through the first virtual stages of all stages, then through the second
     ones, and so on. Backwards take them the other way around. The last stage warms up with (virtual stages - 1) pp + 1

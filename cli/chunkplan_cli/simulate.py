@@ -14,8 +14,8 @@ from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
 from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, files_read, ranks, steps, takes
-from chunkplan_cli.difference_report import show_run
 from chunkplan_cli.progress import note_compilation
+from chunkplan_cli.run_report import show_run
 from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:

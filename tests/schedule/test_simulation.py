@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ def drawn(simulation: Simulation, unit: int) -> str:
 @pytest.mark.parametrize(
     ("schedule", "module", "k", "pp", "unit"),
     [
-        ("algorithm2", "algorithm2", 1, 1, 1024),
-        ("1f1b", "state_aware_1f1b", 2, 4, 1024),
-        ("interleaved", "interleaved", 2, 4, 512),
+        ("algorithm2", "templates:algorithm2", 1, 1, 1024),
+        ("1f1b", "templates:state_aware_1f1b", 2, 4, 1024),
+        ("interleaved", "templates:interleaved_1f1b", 2, 4, 512),
         ("auto", "auto", 2, 4, 1024),
         ("zero-bubble", "auto", 2, 4, 1024),
         ("zero-bubble-v", "zero_bubble_v", 2, 4, 512),
@@ -54,7 +55,9 @@ def drawn(simulation: Simulation, unit: int) -> str:
 )
 def test_a_schedule_does_what_its_docstring_draws(schedule: str, module: str, k: int, pp: int, unit: int) -> None:
     found = simulate_lengths(EXAMPLE, chunk_size=2048, k=k, pp=pp, schedule=schedule, cost="unit")
-    words = import_module(f"chunkplan.schedule.{module}").__doc__
+    file, _, function = module.partition(":")
+    home = import_module(f"chunkplan.schedule.{file}")
+    words = getdoc(getattr(home, function) if function else home)
     assert words is not None and drawn(found, unit) in words
 
 
@@ -288,7 +291,7 @@ def test_a_plan_whose_stages_wait_for_each_other_is_named(
     step = next(plan.iter_steps())
     step.actions[0, 0].reverse()
     monkeypatch.setattr(type(plan), "iter_steps", lambda self, start: iter([step]))
-    with pytest.raises(DataError, match="wait for each other"):
+    with pytest.raises(DataError, match="stages deadlock"):
         simulate_plan(plan)
 
 

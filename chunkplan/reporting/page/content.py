@@ -26,7 +26,6 @@ from chunkplan.reporting.page.candidates import choice_of_plan
 from chunkplan.reporting.page.lengths import holds_all_once, planned_lengths
 from chunkplan.reporting.page.parts import Section
 from chunkplan.reporting.page.sections import (
-    TextSource,
     analysis_lengths_section,
     candidates_section,
     examples_section,
@@ -40,6 +39,7 @@ from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import report_of
 from chunkplan.reporting.plan_words import PlanHeader, caveats
 from chunkplan.reporting.tables import Table
+from chunkplan.reporting.token_text import TextSource
 from chunkplan.summary import PlanSummary
 from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
 from chunkplan.tuning.plan_only import why_plan_only

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -29,20 +28,11 @@ from chunkplan.reporting.page.over_steps import (
 from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, Section
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.token_text import SequenceText, TextPiece, decode_sequence
+from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.visible import visible
 
 # Decoded text as runs of a page: what is a target, what a special token, and what is left out.
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """An analysis and what decodes its tokens; without a tokenizer, `why_not` in words, None if nobody expects text."""
-
-    analysis: Analysis | None = None
-    tokenizer: RecordTokenizer | None = None
-    why_not: str | None = None
 
 
 #: How a page shows what is trained, in words.

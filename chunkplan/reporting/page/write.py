@@ -10,9 +10,8 @@ from chunkplan.files.writing import refuse_overwriting, refuse_unwritable, whole
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.sections import TextSource
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
-from chunkplan.reporting.token_text import open_tokenizer
+from chunkplan.reporting.token_text import TextSource, open_tokenizer
 from chunkplan.tuning.document import read_tuning_document, tuning_document
 from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.tuning.tune import Tuning

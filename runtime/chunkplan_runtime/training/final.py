@@ -90,8 +90,8 @@ def check_mergeable(model: Any) -> None:
             kind = type(base).__name__
             raise UsageError(f"--merge-adapters: that of {name} ({kind}) is none of a linear layer", hint=_MERGE_HINT)
         if uses[id(getattr(base, own))] > 1:
-            told = f"{name} has an adapter, and another layer has the same weight without it"
-            raise UsageError(f"--merge-adapters: {told}", hint=_MERGE_HINT)
+            told = f"--merge-adapters: {name} has an adapter, and another layer has the same weight without it"
+            raise UsageError(told, hint=_MERGE_HINT)
 
 
 def merge_adapters(model: Any, trained: Mapping[str, Tensor]) -> Any:
