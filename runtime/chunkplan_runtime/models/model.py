@@ -221,8 +221,10 @@ def read_config(source: Path | str, *, router_loss: bool = False) -> Any:
         raise UsageError(f"there is no file {name}", hint="give the config.json of a model, or its folder")
     try:
         document, _ = PreTrainedConfig.get_config_dict(name)
-        model_type = document["model_type"]
-        if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
+        model_type = document.get("model_type")
+        if not isinstance(model_type, str):
+            raise DataError("`model_type` is missing", where=name, hint=_CONFIG_HINT)
+        if model_type not in CONFIG_MAPPING:
             raise UsageError(
                 f"transformers {transformers.__version__} has no model type {model_type!r}",
                 where=name,

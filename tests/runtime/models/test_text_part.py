@@ -65,3 +65,9 @@ def test_a_whole_model_that_was_made_elsewhere_is_refused_by_name() -> None:
         check_config(AutoConfig.for_model("gemma3"), "model")
     with pytest.raises(UsageError, match="a bart model has an encoder"):
         check_config(AutoConfig.for_model("bart"), "model")
+
+
+def test_a_config_without_a_type_of_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(DataError, match="`model_type` is missing"):
+        read_config(tmp_path)
