@@ -284,14 +284,13 @@ class _Part:
         def keep_rows(model: Any, name: str, value: Tensor, report: Any, *more: Any) -> None:
             module, last = _place(model, name)
             weight = module._parameters.get(last)
-            if weight is not None:
-                if value.shape != weight.shape:
-                    told = f"{name} has the shape {[*value.shape]}, the model has {[*weight.shape]}"
-                    raise DataError(told, where=self._model, hint=_HINT)
-                value = value[rows_of(len(weight), self._layout) if weight.ndim else ...].clone()
+            if weight is not None and value.shape != weight.shape:
+                told = f"{name} has the shape {[*value.shape]}, the model has {[*weight.shape]}"
+                raise DataError(told, where=self._model, hint=_HINT)
             if weight is None or self._layout.dp == 1:
                 set_tensor(model, name, value, report, *more)
                 return
+            value = value[rows_of(len(weight), self._layout) if weight.ndim else ...].clone()
             shape = _leave_shape(module, last, weight.to(value.dtype))
             self.rows[shape] = value.to(self._held or value.dtype)
             report.missing_keys.discard(name)
