@@ -95,18 +95,6 @@ def test_where_nothing_fits_otherwise_sharded_weights_are_recommended(lengths: P
     assert plan.cost.sharding == "weights" and not plan.config.equal_chunks
 
 
-@pytest.mark.soak
-def test_documents_of_one_sharding_for_all_are_read(lengths: Path, tmp_path: Path) -> None:
-    found = tune(lengths, options_with(**FOUR, sharding="gradients"))
-    document = json.loads(json.dumps(tuning_document(found)))
-    del document["cost_model"]["sharding"]
-    document["cost_model"]["weight_shards"] = 1
-    for choice in [*document["choices"], document["chosen"], document["fastest"]]:
-        del choice["sharding"]
-    (tmp_path / "tune.json").write_text(json.dumps(document))
-    assert read_tuning(tmp_path / "tune.json").cost == tuned(found).cost
-
-
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_tune_and_build_predict_the_same_time_for_the_same_configuration(
     sharding: Sharding, lengths: Path, tmp_path: Path
