@@ -24,8 +24,6 @@ from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
 from chunkplan.options import Options, option, options_of
 
-# How long attention takes in a layer, by the rates of a profile.
-
 
 def with_attention(rates: Rates, shape: ModelShape, hardware: Hardware, slower: float, tp: int) -> Rates:
     """`rates` with what they say of attention, which takes `slower` times as long as in bf16, on `tp` GPUs.

@@ -24,8 +24,6 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_same_analysis
 from chunkplan.version import __version__
 
-# What is exported: a plan with its analysis, or an analysis to pack.
-
 
 @dataclass(frozen=True)
 class ExportSource:

@@ -13,8 +13,6 @@ import numpy as np
 from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.compiled import compiled
 
-# What every packer answers.
-
 
 @dataclass(frozen=True)
 class Solution:

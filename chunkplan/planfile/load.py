@@ -24,9 +24,6 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES
 from chunkplan.planfile.tables import open_parquet, read_columns
 
-# A bare file of lengths (.parquet or .npy, one integer column): an analysis without tokens.
-
-
 IntegerArray = npt.NDArray[np.integer]
 
 #: Rows. Fresh memory costs more time than hashing it.

@@ -47,9 +47,6 @@ def stage_host_bytes(
     return tuple(stages)
 
 
-# The longest sequence that fits, by how many ranks share it.
-
-
 #: No sequence is longer: tokens are counted in 32 bits.
 _MOST_TOKENS = 2**31 - 1
 

@@ -17,8 +17,6 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
 
-# The chunks of a plan, read and checked once for all reports of it.
-
 
 @dataclass(frozen=True)
 class PlanChunks:

@@ -26,8 +26,6 @@ from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.reporting.token_text import SequenceText, decode_sequence
 
-# A file and the analysis that it may be a source of, wherever both are looked at from.
-
 
 class AnalyzedFile(NamedTuple):
     """A file: where it is, which source of the analysis it is, if any, and whether its size is another one now."""

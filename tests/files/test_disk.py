@@ -162,9 +162,9 @@ def fail_at_every_fill(space: Path, do: Callable[[], object], *, rounds: int = 1
             try:
                 check_fails(space, do)
             except pytest.fail.Exception:  # it did not fail: there was room enough
-                assert number > 2
+                assert number > 3
                 return
-        free = free * 3 + PAGE
+        free = free * 3 // 2 + PAGE
     raise AssertionError(f"{do} fails with {free:,} bytes free")
 
 

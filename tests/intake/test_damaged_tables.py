@@ -41,7 +41,7 @@ def count_read(path: Path, folder: Path) -> int:
     return int(analysis.num_sequences) + sum(analysis.manifest["rejected"].values())
 
 
-@pytest.mark.parametrize("num_damages", [20, pytest.param(1500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_damages", [60, pytest.param(1500, marks=pytest.mark.soak)])
 def test_a_damaged_arrow_file_ends_no_process(tmp_path: Path, num_damages: int) -> None:
     path = tmp_path / "data.arrow"
     with pa.ipc.new_file(str(path), TABLE.schema) as file:

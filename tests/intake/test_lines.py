@@ -260,6 +260,11 @@ def test_tokens_are_those_that_parse_gives(tmp_path: Path) -> None:
     records, rejected = _check_read(tmp_path / "x.jsonl", lines, TOKENS)
     assert records[16] == ([1, 2], [False, True])
     assert len(rejected) > 10
+    plain = [line for row, line in enumerate(lines) if row in records and "meta" not in line and "null" not in line]
+    _check_read(tmp_path / "x.jsonl", plain, TOKENS)
+    _check_read(tmp_path / "x.jsonl", [line for line in plain if "labels" not in line], TOKENS)
+    _check_read(tmp_path / "x.jsonl", [line for line in plain if "mask" not in line], TOKENS)
+    _check_read(tmp_path / "x.jsonl", [lines[11], lines[12]], TOKENS)
 
 
 @pytest.mark.parametrize("layout", [TEXT, LENGTH])

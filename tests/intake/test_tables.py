@@ -232,7 +232,7 @@ def _token_rows(draw: st.DrawFn) -> dict[str, list[int]]:
     return row
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.lists(_token_rows(), min_size=1, max_size=8))
 @example([{"input_ids": [], "labels": [9, -100, -100, -100, 9, 9]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6]}])
 def test_tokens_of_tables_are_what_parse_makes_of_every_record(
@@ -246,12 +246,14 @@ def test_tokens_of_tables_are_what_parse_makes_of_every_record(
             continue
         records[number] = tokens_of(record)
     folder = tmp_path_factory.getbasetemp()
+    lines = folder / "tokens.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = dict.fromkeys(("input_ids", *(key for row in rows for key in row)))
     schema = pa.schema([(key, pa.list_(pa.int32())) for key in keys])
-    path = write_table(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")
-    found, rejected = rows_of(batches_of(path, TOKENS, folder))
-    assert found == records
-    assert set(rejected) == set(range(len(rows))) - set(records)
+    for path in (lines, write_table(folder / "tokens", pa.Table.from_pylist(rows, schema), "parquet")):
+        found, rejected = rows_of(batches_of(path, TOKENS, folder))
+        assert found == records
+        assert set(rejected) == set(range(len(rows))) - set(records)
 
 
 def test_tables_behind_urls_are_read_as_files_are(tmp_path: Path) -> None:

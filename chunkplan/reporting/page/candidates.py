@@ -22,9 +22,6 @@ from chunkplan.tuning.document_entries import (
     TuningDocument,
 )
 
-# Where the numbers of baselines stand in the chart of choices: in their points, or beside points that hide others.
-
-
 #: The plot on a narrow screen, and a baseline's point on it, in pixels.
 WIDTH, HEIGHT = 250, 330
 _POINT = 18

@@ -22,9 +22,6 @@ from chunkplan.quantities import percent, power_of_two
 from chunkplan.reporting.page.parts import BLUE, GREY, ORANGE, PlotlyEntries, axis, layout
 from chunkplan.reporting.tables import Table
 
-# How long the sequences are that a plan holds: not all of its analysis, or some of them several times.
-
-
 _SEGMENTS = pa.schema([CHUNKS.field("segments")])
 
 

@@ -32,9 +32,6 @@ from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, 
 from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.visible import visible
 
-# Decoded text as runs of a page: what is a target, what a special token, and what is left out.
-
-
 #: How a page shows what is trained, in words.
 HOW_MARKED = "What counts in the loss has a background, special tokens are bold."
 

@@ -2,11 +2,13 @@
 
 Of PyTorch the operators are called that `torch.nn.attention.varlen` and `scaled_dot_product_attention` are made of:
 `varlen_attn` gives its backward the LSE of its own keys only and has no GQA in torch 2.11. Of each package two of its
-own functions are called, which it promises to nobody: a trial shows whether they are what they were (`kernels`).
+own functions are called, which it promises to nobody: what they take is looked at before they are chosen, and a trial
+shows whether they do what they did (`kernels`).
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -200,6 +202,9 @@ class PackagedKernel(FlashKernel):
     package: str
     module: str
 
+    #: The functions that are called, each with the names of what it is given by place, and of what beside `_arguments`.
+    calls: tuple[tuple[str, str, str], ...]
+
     @property
     def version(self) -> str | None:
         """Of the package; None if it is not installed."""
@@ -211,10 +216,20 @@ class PackagedKernel(FlashKernel):
     def why_not_called(self) -> str | None:
         """Why the package cannot be called, if it is installed."""
         try:
-            import_module(self.module)
+            takes = {name: _takes(getattr(self._functions, name)) for name, *_ in self.calls}
         except Exception as error:  # built for another torch, which may show as anything, or a part of it is missing
             return f"{self.package} cannot be imported ({error})"
+        for name, by_place, more in self.calls:
+            first, found = by_place.split(), takes[name]
+            given = {*first, *more.split(), *self._arguments((torch.empty(0), torch.empty(0), 0, 0), Form(1.0, True))}
+            needed = {each for each, may_be_left_out in found.items() if not may_be_left_out}
+            if [*found][: len(first)] != first or not needed <= given <= found.keys():
+                return f"{name} of {self.package} {self.version} takes other things than it is given"
         return None
+
+    @abstractmethod
+    def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
+        """What both functions are given by name."""
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
@@ -233,6 +248,10 @@ class FlashAttn2Kernel(PackagedKernel):
     name = "flash-attn-2"
     package = "flash-attn"
     module = "flash_attn.flash_attn_interface"
+    calls = (
+        ("_wrapped_flash_attn_varlen_forward", "q k v", ""),
+        ("_wrapped_flash_attn_varlen_backward", "dout q k v out softmax_lse dq dk dv", "deterministic"),
+    )
 
     def why_not_called(self) -> str | None:
         """See `PackagedKernel.why_not_called`."""
@@ -266,6 +285,10 @@ class FlashAttn4Kernel(PackagedKernel):
     name = "flash-attn-4"
     package = "flash-attn-4"
     module = "flash_attn.cute.interface"
+    calls = (
+        ("_flash_attn_fwd", "", "q k v return_lse"),
+        ("_flash_attn_bwd", "", "q k v out dout lse deterministic"),
+    )
     capability = (9, 0)
 
     def _forward(self, tensors: list[Tensor], bounds: Bounds, form: Form) -> tuple[Tensor, Tensor]:
@@ -293,6 +316,14 @@ def broken_packages() -> dict[str, str]:
     kernels: tuple[PackagedKernel, ...] = FlashAttn4Kernel(), FlashAttn2Kernel()
     reasons = {kernel.name: kernel.why_not_called() for kernel in kernels if kernel.version is not None}
     return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _takes(function: Any) -> dict[str, bool]:
+    """The arguments of a function or an operator, in order, and whether each may be left out."""
+    if hasattr(function, "default"):  # an operator
+        return {each.name: each.has_default_value() for each in function.default._schema.arguments}
+    parameters = inspect.signature(function).parameters.items()
+    return {name: each.default is not inspect.Parameter.empty for name, each in parameters}
 
 
 def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:

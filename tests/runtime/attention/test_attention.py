@@ -122,7 +122,7 @@ def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, s
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=60)
 def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
     """Whatever parts, pages, window, tiles, and what else is in the chunk; with KV on the host the same bits."""
     cuts = sorted(data.draw(st.sets(st.integers(1, 40), min_size=2, max_size=7)))

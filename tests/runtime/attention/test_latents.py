@@ -333,7 +333,7 @@ class _Latent(nn.Module):
     sharing=st.integers(0, 2),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25)
+@settings(max_examples=60)
 def test_any_parts_have_the_gradients_of_the_whole_sequence(
     rank: int,
     parts: list[int],
