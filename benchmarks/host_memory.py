@@ -13,9 +13,11 @@ had been loaded and saved in the same way. What a checkpoint takes, written and 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
+import shutil
 import socket
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -107,8 +109,9 @@ def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
 
 
 def _forget_peak() -> int:
-    """Begin a new peak; returns the resident memory now."""
+    """Begin a new peak; returns the resident memory now, when what was freed is given back."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
@@ -151,6 +154,8 @@ def measure(folder: Path, precision: str) -> list[Row]:
         found: list[dict[str, int]] = [
             json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(dp * pp)
         ]
+        for path in folder.glob("final-*"):
+            shutil.rmtree(path)
         over = {name: max(each[name] / each["share"] for each in found) for name in ("loaded", "saved")}
         most = {name: max(each[name] for each in found) / 2**20 for name in found[0]}
         rows.append(

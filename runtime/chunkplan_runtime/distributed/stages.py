@@ -195,7 +195,6 @@ def load_shard(
     CPU, as `held` if they are kept in another dtype than they are loaded in. Raises WholeOnlyError if it can be loaded
     as a whole only, otherwise what `load_model` does.
     """
-    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # else threads of transformers read all tensors ahead
     whole = CausalLM(meta_model(config, dtype))
     kind = type(whole.model)
     stage = cut_stage(whole, layers, layout) if layout.pp > 1 else whole
@@ -256,7 +255,7 @@ class _Part:
         stored = open_files(map(Path, files))
         self.identity = _identity(stored)
         model.state_dict = lambda: {name: value for name, value in whole.items() if name in own}
-        with self._keeping_rows():
+        with self._keeping_rows(whole if self._layout.dp > 1 else {}, own):
             report, rest = load_tensors(model, stored, None, how)
         del model.state_dict
         elsewhere = {
@@ -276,8 +275,15 @@ class _Part:
         return report, rest
 
     @contextmanager
-    def _keeping_rows(self) -> Iterator[None]:
-        """Within the block rows are kept of weights that transformers has loaded, and weights without numbers left."""
+    def _keeping_rows(self, whole: Mapping[str, Tensor], own: set[str]) -> Iterator[None]:
+        """Within the block rows are kept of weights that transformers has loaded, and weights without numbers left.
+
+        Room for all rows is taken first: between the weights that are read and freed it would break memory up.
+        """
+        rooms: dict[str, Tensor] = {}
+        for name in [name for name in whole if name in own]:
+            rows = whole[name][rows_of(len(whole[name]), self._layout) if whole[name].ndim else ...]
+            rooms[name] = torch.empty(rows.shape, dtype=self._held or rows.dtype)
         loading: Any = core_model_loading
         set_tensor = loading.set_param_for_module
 
@@ -290,16 +296,19 @@ class _Part:
             if weight is None or self._layout.dp == 1:
                 set_tensor(model, name, value, report, *more)
                 return
-            value = value[rows_of(len(weight), self._layout) if weight.ndim else ...].clone()
-            shape = _leave_shape(module, last, weight.to(value.dtype))
-            self.rows[shape] = value.to(self._held or value.dtype)
+            own = value[rows_of(len(weight), self._layout) if weight.ndim else ...]
+            room = rooms.pop(name).to(self._held or value.dtype)
+            self.rows[_leave_shape(module, last, weight.to(value.dtype))] = room.copy_(own)
             report.missing_keys.discard(name)
 
         loading.set_param_for_module = keep_rows
+        ahead = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "0")
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # else threads of transformers read all tensors ahead
         try:
             yield
         finally:
             loading.set_param_for_module = set_tensor
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = ahead
 
 
 def _place(model: Any, name: str) -> tuple[nn.Module, str]:

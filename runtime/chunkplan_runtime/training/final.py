@@ -143,9 +143,9 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     for number, (stage, in_file) in enumerate(files):
         tensors: dict[str, Tensor] = {}
         for name in in_file if stage == job.layout.stage else ():
-            value = _gathered(held[name].to(dtypes.get(name, held[name].dtype)))
-            if number % job.layout.dp == job.layout.replica:
-                tensors[name] = value.cpu()
+            tensors[name] = _gathered(held[name].to(dtypes.get(name, held[name].dtype))).cpu()
+            if number % job.layout.dp != job.layout.replica:
+                del tensors[name]
         if not tensors:
             continue
         tensors = tensors if is_adapter else revert_weight_conversion(whole, tensors)

@@ -197,12 +197,15 @@ def test_what_is_saved_in_parts_is_what_transformers_saves(model_type: str, tmp_
 
 @pytest.mark.soak
 def test_a_process_needs_host_memory_for_its_share_and_little_more() -> None:
-    """Loading and saving, on four processes, with fp32 master weights where they are sharded and where they are not."""
+    """Loading and saving, on four processes, with fp32 master weights where they are sharded and where they are not.
+
+    Of so large a model that the freed memory that the C library keeps, some 20 MiB whatever the model, is little.
+    """
     program = [sys.executable, str(ROOT / "benchmarks" / "host_memory.py")]
-    command = [*program, "--json", "--precision", "bf16", "--layers", "32"]
+    command = [*program, "--json", "--precision", "bf16", "--layers", "64"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert told.returncode == 0, told.stderr
     rows = json.loads(told.stdout)
     assert [(row["dp"], row["pp"]) for row in rows] == [(4, 1), (2, 2), (1, 4)]
     for row in rows:
-        assert row["loaded / share"] <= 1.4 and row["saved / share"] <= 1.5, row  # freed memory that is kept too
+        assert row["loaded / share"] <= 1.2 and row["saved / share"] <= 1.2, row
