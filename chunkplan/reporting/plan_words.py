@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
@@ -11,8 +11,6 @@ from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.memory import StageMemory
-from chunkplan.planfile.manifest import reduction_us_of
-from chunkplan.planfile.manifest_entries import Selection
 from chunkplan.quantities import (
     ZERO,
     counted,
@@ -23,13 +21,13 @@ from chunkplan.quantities import (
     ratio,
     seconds,
     selection_words,
+    sharding_words,
 )
 from chunkplan.tuning.document_entries import CostModelEntry
 
 if TYPE_CHECKING:
     from chunkplan.planning.memory import LongestSequence
     from chunkplan.reporting.plan_memory import PlanMemory
-    from chunkplan.reporting.plan_report import RankRow
     from chunkplan.summary import PlanSummary
 
 _PARTS = {
@@ -41,54 +39,40 @@ _PARTS = {
 }
 
 
-@dataclass(frozen=True)
-class PlanHeader:
-    """What the manifest of a plan says of it: its configuration, its machine, its data, and the reduction of a step."""
+def caveats(data: Mapping[str, Any]) -> list[str]:
+    """List what stands above everything else: that the lengths in `data` were estimated, or are a sample.
 
-    config: PlanConfig
-    cost_model: CostModelEntry
-    selection: Selection
-    exact: bool
-    sample: float | None
-    content_hash: str
-    reduction_us: float | None
-
-    @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> PlanHeader:
-        """Take the header from the `manifest` of a plan, which `read_manifest` has checked."""
-        return cls(
-            config=PlanConfig.from_entries(manifest["config"]),
-            cost_model=manifest["predictions"]["cost_model"],
-            selection=manifest["selection"],
-            exact=manifest["analysis"]["exact"],
-            sample=manifest["analysis"].get("sample"),
-            content_hash=manifest["content_hash"],
-            reduction_us=reduction_us_of(manifest),
-        )
+    `data`: the manifest of an analysis, or what that of a plan says of its own.
+    """
+    words = []
+    if data.get("sample") is not None:
+        words.append(f"A SAMPLE of {100 * data['sample']:g}% of the records: a plan to look at, not to train.")
+    if not data["exact"]:
+        words.append("ESTIMATED lengths, from bytes: a plan to look at, not to train.")
+    return words
 
 
-def caveats(*, exact: bool, sample: float | None) -> list[str]:
-    """List what stands above everything else: that the lengths behind a plan were estimated, or are a sample."""
-    said = []
-    if sample is not None:
-        said.append(f"A SAMPLE of {100 * sample:g}% of the records: a plan to look at, not to train.")
-    if not exact:
-        said.append("ESTIMATED lengths, from bytes: a plan to look at, not to train.")
-    return said
-
-
-def memory_parts(memory: StageMemory) -> list[tuple[str, int]]:
-    """List what takes memory by name, in bytes, most first."""
+def memory_parts(memory: StageMemory) -> str:
+    """List what takes memory by name, in GiB, most first."""
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    return [(_PARTS.get(name, name), num_bytes) for name, num_bytes in parts if num_bytes]
+    return ", ".join(f"{_PARTS.get(name, name)} {size / 2**30:,.1f}" for name, size in parts if size)
 
 
-def may_share_words(config: PlanConfig) -> str:
-    """Say what helps where a sequence is too long for its step, if the plan has ranks and an order for it."""
-    can = config.dp > 1 and config.schedule in ORDERS_OF_GROUPS and config.balance != "search"
-    if config.cp != "off" or not can:
-        return ""
-    return ". --cp auto shares it among ranks"
+def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:
+    """Say what the fullest GPU holds and how long a sequence may be; the longest here has so many tokens.
+
+    `memory` is None where the plan does not describe the model and the GPU.
+    """
+    if memory is None:
+        return ["Memory: the plan does not describe the model and the GPU it was made for."]
+    first = f"Memory on stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}: "
+    first += f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
+    of_plan = f"the longest here, of {counted(longest_sequence, 'token')}, fits"
+    if not memory.fits:
+        first, of_plan = f"{first}, does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does", ""
+    longest = "; ".join(filter(None, (of_plan, longest_words(memory.longest))))
+    shared = sharding_words(memory.sharding, memory.dp) if memory.dp > 1 else ""
+    return [first, *filter(None, (memory_parts(memory.memory), shared, f"{longest[:1].upper()}{longest[1:]}"))]
 
 
 def least_words(lower_bound_us: float, unshared_lower_bound_us: float | None, reduction_us: float | None) -> str:
@@ -100,13 +84,6 @@ def least_words(lower_bound_us: float, unshared_lower_bound_us: float | None, re
     return f"{words}, and {seconds(unshared_lower_bound_us + after)} if none were shared"
 
 
-def rank_time_words(row: RankRow) -> list[str]:
-    """Say which shares of its time a rank is busy, in exchange with others, waiting, and in the reduction."""
-    times = (row.busy_us, row.exchange_us, row.waiting_us, row.reduction_us)
-    whole = max(sum(each or 0.0 for each in times), 1e-30)
-    return ["?" if each is None else percent(each / whole) for each in times]
-
-
 def longest_words(longest: Sequence[LongestSequence]) -> str:
     """Say how long a sequence may be, by how many ranks share it; nothing where what else is in a step decides."""
     if not longest:
@@ -115,13 +92,11 @@ def longest_words(longest: Sequence[LongestSequence]) -> str:
     if alone.num_tokens is None:
         return "whatever else is in a step, sequences of any length fit"
     one = f"sequences of up to {alone.num_tokens:,} tokens fit" if alone.num_tokens else "no sequence fits on one rank"
-    words = [f"by {each.num_ranks:,} ranks {tokens_words(each.num_tokens)}" for each in shared]
+    words = []
+    for each in shared:
+        most = "any" if each.num_tokens is None else f"{each.num_tokens:,}" if each.num_tokens else "none"
+        words.append(f"by {each.num_ranks:,} ranks {most}")
     return f"whatever else is in a step, {one}{'; shared ' if words else ''}{', '.join(words)}"
-
-
-def tokens_words(num_tokens: int | None) -> str:
-    """Say how many tokens; None: any number."""
-    return "any" if num_tokens is None else f"{num_tokens:,}" if num_tokens else "none"
 
 
 def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:
@@ -161,34 +136,26 @@ def schedule_words(config: PlanConfig, num_layers: int) -> str:
     return ", ".join(words)
 
 
-def overview_rows(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> list[tuple[str, str]]:
+def overview_rows(
+    summary: PlanSummary, manifest: Mapping[str, Any], memory: PlanMemory | None
+) -> list[tuple[str, str]]:
     """List what a plan comes to, by name; `memory` is None where the plan does not describe the model and the GPU."""
-    config, cost_model, selection = header.config, header.cost_model, header.selection
+    config, selection = PlanConfig.from_entries(manifest["config"]), manifest["selection"]
+    num_layers = manifest["predictions"]["cost_model"]["shape"]["num_layers"]
+    batches = f"{summary.num_sequences:,} of up to {counted(summary.longest_sequence, 'token')}"
     rows = [
         ("ChunkSize, K", f"{summary.chunk_size:,} tokens, {k_words(summary.k, config.k_by_length)}"),
-        (
-            "dp x pp",
-            f"{summary.dp} x {summary.pp}, {schedule_words(config, cost_model['shape']['num_layers'])}",
-        ),
+        ("dp x pp", f"{summary.dp} x {summary.pp}, {schedule_words(config, num_layers)}"),
         ("steps", _steps(summary)),
         ("tokens", f"{summary.num_tokens:,}, of which {summary.num_target_tokens:,} targets"),
         *selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"]),
         ("chunks", _chunks(summary)),
         ("fewest chunks", _bound(summary)),
-        (
-            "micro-batches",
-            f"{summary.num_sequences:,} of up to {counted(summary.longest_sequence, 'token')} -> "
-            f"{summary.num_chunks:,} of up to {summary.chunk_size:,}",
-        ),
+        ("micro-batches", f"{batches} -> {summary.num_chunks:,} of up to {summary.chunk_size:,}"),
     ]
     if summary.num_groups:
-        rows.append(
-            (
-                "activations held",
-                f"of {counted(summary.peak_retained_tokens, 'token')} at once on a stage; the longest sequence has "
-                f"{summary.longest_sequence:,}",
-            )
-        )
+        held = f"of {counted(summary.peak_retained_tokens, 'token')} at once on a stage"
+        rows.append(("activations held", f"{held}; the longest sequence has {summary.longest_sequence:,}"))
     if memory is not None:
         used = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)} at the fullest moment"
         if memory.memory.kept_attention:
@@ -198,16 +165,23 @@ def overview_rows(summary: PlanSummary, header: PlanHeader, memory: PlanMemory |
         if memory.host_bytes:
             rows.append(("host memory", f"{gibibytes(memory.host_bytes)} for each GPU at most"))
     if summary.dp > 1:
-        rows.append(("balance", _balance(summary)))
+        words = f"over all steps the heaviest rank takes {ratio(summary.heaviest_over_mean)} times the mean rank"
+        if summary.heaviest_over_work is not None:
+            words += f", and {ratio(summary.heaviest_over_work)} times work / dp (forward and backward alone)"
+        rows.append(("balance", words))
     if summary.num_exceeding_steps:
         rows.append(("too long a sequence", _exceeding(summary, config)))
     if summary.num_shared_sequences:
-        rows.append(("shared sequences", _shared(summary)))
-    rows += [
-        ("recomputed", _recomputed(summary)),
-        ("predicted", time_words(summary.predicted_us, summary.lower_bound_us, summary.reduction_us)),
-    ]
-    return rows
+        words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
+        if summary.unshared_lower_bound_us is not None:
+            bounds = summary.lower_bound_us, summary.unshared_lower_bound_us, summary.reduction_us
+            words += f"; any plan takes {least_words(*bounds)}"
+        rows.append(("shared sequences", words))
+    words = f"{percent(summary.recompute_share)} of the work"
+    if kept := [f"{kept_words(where)} by {number:,}" for where, number in summary.num_kept.items() if number]:
+        words += f": {counted(summary.num_recomputed, 'chunk')}, attention kept {' and '.join(kept)}"
+    times = time_words(summary.predicted_us, summary.lower_bound_us, summary.reduction_us)
+    return [*rows, ("recomputed", words), ("predicted", times)]
 
 
 def _steps(summary: PlanSummary) -> str:
@@ -226,13 +200,10 @@ def _chunks(summary: PlanSummary) -> str:
     of = "split sequences"
     if summary.num_shared_sequences:
         of = "split or shared sequences; each rank's part of one is a chunk"
-    parts = [
-        f"{summary.num_standalone - summary.num_zero_loss:,} standalone",
-        f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} {of})",
-    ]
-    if summary.num_zero_loss:
-        parts.append(f"{summary.num_zero_loss:,} zero-loss")
-    return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: " + ", ".join(parts)
+    words = f"{summary.num_standalone - summary.num_zero_loss:,} standalone, "
+    words += f"{summary.num_dependent:,} dependent (of {summary.num_groups:,} {of})"
+    words += f", {summary.num_zero_loss:,} zero-loss" if summary.num_zero_loss else ""
+    return f"{summary.num_chunks:,}, {percent(summary.token_fill)} full: {words}"
 
 
 def _bound(summary: PlanSummary) -> str:
@@ -249,35 +220,12 @@ def _bound(summary: PlanSummary) -> str:
     return f"{given}, given what each rank has to run; {bound}"
 
 
-def _balance(summary: PlanSummary) -> str:
-    words = f"over all steps the heaviest rank takes {ratio(summary.heaviest_over_mean)} times the mean rank"
-    if summary.heaviest_over_work is not None:
-        words += f", and {ratio(summary.heaviest_over_work)} times work / dp (forward and backward alone)"
-    return words
-
-
 def _exceeding(summary: PlanSummary, config: PlanConfig) -> str:
     steps = f"{summary.num_exceeding_steps:,} of {counted(summary.num_steps, 'step')}"
     even = "even shared as it is " if summary.num_shared_sequences else ""
+    can_share = config.dp > 1 and config.schedule in ORDERS_OF_GROUPS and config.balance != "search"
     return (
         f"{percent(summary.exceeding_share)} of the imbalance: in {steps} one costs {even}more than a rank's share, "
         f"which no assignment can balance. They take {seconds(summary.exceeding_predicted_us)}, at least "
-        f"{seconds(summary.exceeding_lower_bound_us)}{may_share_words(config)}"
-    )
-
-
-def _shared(summary: PlanSummary) -> str:
-    words = f"{summary.num_shared_sequences:,}, {percent(summary.shared_work_share)} of the work"
-    if summary.unshared_lower_bound_us is None:
-        return words
-    least = least_words(summary.lower_bound_us, summary.unshared_lower_bound_us, summary.reduction_us)
-    return f"{words}; any plan takes {least}"
-
-
-def _recomputed(summary: PlanSummary) -> str:
-    """Say what part of the work is run again and, where chunks keep attention for that, how many do, and where."""
-    words = f"{percent(summary.recompute_share)} of the work"
-    places = [f"{kept_words(where)} by {number:,}" for where, number in summary.num_kept.items() if number]
-    if not places:
-        return words
-    return f"{words}: {counted(summary.num_recomputed, 'chunk')}, attention kept {' and '.join(places)}"
+        f"{seconds(summary.exceeding_lower_bound_us)}"
+    ) + (". --cp auto shares it among ranks" if config.cp == "off" and can_share else "")

@@ -66,13 +66,6 @@ class StepShares:
         return replace(self, sequences=tuple(own))
 
 
-def way_words(num_ranks: int, num_heads: int) -> str:
-    """Say how ranks divide a sequence: by heads, by pages, or by both."""
-    if num_heads == num_ranks:
-        return "heads"
-    return "pages" if num_heads == 1 else f"{num_heads} heads x {num_ranks // num_heads} pages"
-
-
 def shared_rows(frame: pl.DataFrame, table: Chunks, cost: CostModel | None) -> tuple[SharedRow, ...]:
     """Sum up the shared sequences of a plan; `frame` is the `chunk_frame` of `table`."""
     cost_us = pl.col("cost").cast(pl.Float64)

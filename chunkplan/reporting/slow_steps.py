@@ -90,9 +90,7 @@ def step_times(steps: pl.DataFrame, chunks: pl.DataFrame, dp: int, pp: int, most
     by_step = {row["step"]: row for row in cast(list[_StepRow], rows.to_dicts())}
     if missing := {*shown, median} - by_step.keys():
         raise DataError(
-            "chunks or actions of the slowest rank are missing",
-            where=f"step {min(missing)}",
-            hint=VALIDATE_HINT,
+            "chunks or actions of the slowest rank are missing", where=f"step {min(missing)}", hint=VALIDATE_HINT
         )
     usual = by_step[median]
     slower = [step for step in shown if by_step[step]["predicted_us"] > usual["predicted_us"]]

@@ -1,4 +1,4 @@
-"""Baselines: what people run today, timed with the same model and the same simulation, under the same memory."""
+"""Baselines: training without chunks, timed with the same model and the same simulation, under the same memory."""
 
 from __future__ import annotations
 

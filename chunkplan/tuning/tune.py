@@ -98,7 +98,7 @@ class Tuning:
 
     @property
     def has_gain(self) -> bool:
-        """Whether there is anything to gain over what people run today."""
+        """Whether there is anything to gain over the baselines."""
         return self.gain is None or self.gain >= A_GAIN
 
     @property

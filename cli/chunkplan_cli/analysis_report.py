@@ -33,17 +33,7 @@ _STDIN = "-"
 
 _INDENT = 5 * " "
 
-_KEPT = (
-    "content_hash",
-    "exact",
-    "sample",
-    "sources",
-    "tokenizer",
-    "template_hash",
-    "options",
-    "rejected",
-    "truncated",
-)
+_KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
 
 
 def print_analysis(

@@ -18,7 +18,7 @@ from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, read_toml, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
-from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, output_option, takes
+from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
 from chunkplan_cli.terminal import note
 
@@ -68,10 +68,7 @@ class AnalyzeOptions(Options):
         _SHARD, "Read only the I-th of N shares; `chunkplan merge` joins them.", group=_WORK, default=None
     )
     ray: str | None = option(
-        text("ADDRESS"),
-        "Do the work on a Ray cluster; `local` starts one on this machine.",
-        group=_WORK,
-        default=None,
+        text("ADDRESS"), "Do the work on a Ray cluster; `local` starts one on this machine.", group=_WORK, default=None
     )
     use_cache: bool = option(
         FLAG,
@@ -104,19 +101,17 @@ def analyze(
         ),
     ],
     *,
-    work: Given,
-    intake: Given,
-    file: Given,
+    work: CliValues,
+    intake: CliValues,
+    file: CliValues,
     headline: Annotated[
         bool,
         typer.Option(
-            "--headline",
-            help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute.",
+            "--headline", help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute."
         ),
     ] = False,
     output: Annotated[
-        Path | None,
-        output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace."),
+        Path | None, output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace.")
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
@@ -205,18 +200,20 @@ def _write_shard(request: IntakeRequest, target: Path, shard: tuple[int, int]) -
     note(f"shard {shard[0]} of {shard[1]} in {target}")
 
 
-def with_length_column(values: Mapping[str, Any]) -> Given:
+def with_length_column(values: Mapping[str, Any]) -> CliValues:
     """Return the values by field, with the `length_column` as the key of the role `length` among the columns."""
     if "length_column" not in values:
-        return Given(values)
+        return CliValues(values)
     columns = values.get("columns", {})
     if "length" in columns:
         raise UsageError("two columns for the role length", hint="give every role at most once")
     others = {name: value for name, value in values.items() if name != "length_column"}
-    return Given({**others, "columns": {**columns, "length": values["length_column"]}})
+    return CliValues({**others, "columns": {**columns, "length": values["length_column"]}})
 
 
-def _with_files(config: Path | None, place: Workspace, work: Given, intake: Given) -> tuple[Given, Given]:
+def _with_files(
+    config: Path | None, place: Workspace, work: CliValues, intake: CliValues
+) -> tuple[CliValues, CliValues]:
     """Return the options of the command line joined with those of files, which it wins over, and say which are used.
 
     The file of --config wins over that of the workspace, whose entries may be for sources that are not there.
@@ -225,7 +222,7 @@ def _with_files(config: Path | None, place: Workspace, work: Given, intake: Give
     joined = dict(with_length_column({**work, **intake}))
     files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
     settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
-    files += [(place.file, Given(settings))] if settings else []
+    files += [(place.file, CliValues(settings))] if settings else []
     for file, in_file in files:
         replaced = [name for name in in_file if name in joined]
         instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats", "ignore_columns")]
@@ -246,8 +243,8 @@ def _with_files(config: Path | None, place: Workspace, work: Given, intake: Give
         note(f"options from {file}: {used}{given_words}")
     fields = options_of(AnalyzeOptions)
     return (
-        Given({name: value for name, value in joined.items() if name in fields}),
-        Given({name: value for name, value in joined.items() if name not in fields}),
+        CliValues({name: value for name, value in joined.items() if name in fields}),
+        CliValues({name: value for name, value in joined.items() if name not in fields}),
     )
 
 

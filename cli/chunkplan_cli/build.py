@@ -24,7 +24,7 @@ from chunkplan_cli.build_options import (
     plan_config,
     resolve,
 )
-from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
+from chunkplan_cli.declared import AnalysisArgument, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions
 from chunkplan_cli.progress import note_compilation, planning_progress
@@ -40,22 +40,17 @@ _TRAINED = ("lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile"
 _MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
 
 
-@takes(
-    plan=PlanConfig,
-    machine=(CostModel, _MACHINE),
-    tuning=(TuneOptions, ("gpus", "gpu_memory")),
-    how=BuildOptions,
-)
+@takes(plan=PlanConfig, machine=(CostModel, _MACHINE), tuning=(TuneOptions, ("gpus", "gpu_memory")), how=BuildOptions)
 def build(
     analysis: AnalysisArgument = None,
     *,
-    plan: Given,
-    machine: Given,
-    tuning: Given,
+    plan: CliValues,
+    machine: CliValues,
+    tuning: CliValues,
     auto: Annotated[
         bool, typer.Option("--auto", help="Take what is not given from the result of `tune`, or tune now.")
     ] = False,
-    how: Given,
+    how: CliValues,
     output: Annotated[Path | None, output_option("Where to write the plan. Default: WORKSPACE/plan.")] = None,
     workspace: WorkspaceOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and report, write nothing.")] = False,
@@ -91,7 +86,7 @@ def build(
         note(f"not read of the data: {keys}")
     with note_compilation():
         if auto:
-            asked = Given(machine | tuning)
+            asked = CliValues(machine | tuning)
             settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
             cost = found.cost
         else:
@@ -125,7 +120,7 @@ def build(
             note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
 
 
-def _settings(values: Given, cost: CostModel) -> PlanConfig:
+def _settings(values: CliValues, cost: CostModel) -> PlanConfig:
     """The options of a plan; ranks share no sequences of a recurrent model unless that is asked for."""
     settings = plan_config(values)
     if cost.shape.is_recurrent and settings.cp != "off" and "cp" not in values:
@@ -134,7 +129,7 @@ def _settings(values: Given, cost: CostModel) -> PlanConfig:
     return settings
 
 
-def _refuse_in_vain(machine: Given, cost: CostModel, config: PlanConfig) -> None:
+def _refuse_in_vain(machine: CliValues, cost: CostModel, config: PlanConfig) -> None:
     """Refuse what would do nothing in the trainer."""
     if machine.get("compile") and config.pp > 1:
         raise UsageError(
@@ -148,7 +143,7 @@ def _refuse_in_vain(machine: Given, cost: CostModel, config: PlanConfig) -> None
         )
 
 
-def _warn_of_plan_only(machine: Given, cost: CostModel, config: PlanConfig) -> None:
+def _warn_of_plan_only(machine: CliValues, cost: CostModel, config: PlanConfig) -> None:
     """Say what of what is asked the runtime cannot do."""
     from chunkplan.tuning.plan_only import why_plan_only
 
@@ -172,7 +167,7 @@ _OF_TUNE = {
 }
 
 
-def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequence[Given]) -> list[str]:
+def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequence[CliValues]) -> list[str]:
     """Return the words of `chunkplan tune` for the same data, batches, model and GPUs."""
     words = [str(analysis)] if analysis else []
     words += ["--workspace", str(workspace)] if workspace else []
@@ -187,7 +182,6 @@ def _show(
     built: BuiltPlan, target: Path | None, memory: PlanMemory, positions: Positions | None, *, as_json: bool
 ) -> None:
     """Print the report of what was written to `target`, or of a dry run."""
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import summary_of
     from chunkplan_cli.plan_report import print_plan_report
 
@@ -197,7 +191,7 @@ def _show(
         document = {"plan": target and str(target), "manifest": manifest, "summary": summary.to_dict()}
         print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions)})
     else:
-        print_plan_report(stdout(), summary, PlanHeader.of(manifest), memory)
+        print_plan_report(stdout(), summary, manifest, memory)
 
 
 def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: str | None, *, dry_run: bool) -> None:
@@ -231,7 +225,7 @@ def _check_like(like: Path, *, auto: bool, has_output: bool) -> None:
         )
 
 
-def _refuse_without_auto(tuning: Given, options: BuildOptions) -> None:
+def _refuse_without_auto(tuning: CliValues, options: BuildOptions) -> None:
     flags = [options_of(TuneOptions)[name].flag for name in tuning] + (["--from"] if options.from_file else [])
     if flags and options.like:
         raise UsageError(

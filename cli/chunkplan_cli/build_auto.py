@@ -12,7 +12,7 @@ from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent
 from chunkplan.tuning.options import TuneOptions
-from chunkplan_cli.declared import Given, tune_options
+from chunkplan_cli.declared import CliValues, tune_options
 from chunkplan_cli.progress import progress_of_phases
 from chunkplan_cli.terminal import note, warn
 
@@ -30,7 +30,7 @@ _SHARED = ("dp", "cp", "pp", "global_batch", "seed", "keep_attention")
 
 
 def choose(
-    analysis: Analysis, values: Given, machine: Given, *, file: Path | None, saved: Path
+    analysis: Analysis, values: CliValues, machine: CliValues, *, file: Path | None, saved: Path
 ) -> tuple[PlanConfig, Tuned]:
     """Choose what the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
 
@@ -60,10 +60,10 @@ def choose(
     else:
         tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
         shared = {name: values[name] for name in _SHARED if name in values}
-        options = tune_options(Given(machine | shared | tried))
+        options = tune_options(CliValues(machine | shared | tried))
         with progress_of_phases("runs") as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
-    settings = Given({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
+    settings = CliValues({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
     if "k" in values:
         del settings["k_by_length"]
     if any(values.get(name, settings[name]) != settings[name] for name in ("pp", "schedule", "virtual_stages")):
@@ -89,7 +89,7 @@ def choose(
     return config, found
 
 
-def _is_tuned_for(saved: Path, values: Given, machine: Given) -> bool:
+def _is_tuned_for(saved: Path, values: CliValues, machine: CliValues) -> bool:
     """Whether a tuning is one of the machine that was given, if any; a note says where it is not."""
     from chunkplan.tuning.document import answers, read_tuning_document
 
@@ -97,19 +97,18 @@ def _is_tuned_for(saved: Path, values: Given, machine: Given) -> bool:
         return True
     if not values.keys().isdisjoint(_TRIED):
         return False
-    options = tune_options(Given(machine | {name: values[name] for name in _SHARED if name in values}))
+    options = tune_options(CliValues(machine | {name: values[name] for name in _SHARED if name in values}))
     if answers(read_tuning_document(saved), options):
         return True
     note(f"{saved} was found with other options than these: tuning again")
     return False
 
 
-def _refuse_machine(machine: Given) -> None:
+def _refuse_machine(machine: CliValues) -> None:
     if machine:
         flag = options_of(TuneOptions)[next(iter(machine))].flag
         raise UsageError(
-            f"{flag} and --from exclude each other: the file says what it was tuned for",
-            hint="leave one of them out",
+            f"{flag} and --from exclude each other: the file says what it was tuned for", hint="leave one of them out"
         )
 
 

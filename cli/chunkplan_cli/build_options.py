@@ -11,7 +11,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Options, in_words, option, options_of, read_toml, same
-from chunkplan_cli.declared import OPTIONS, Given
+from chunkplan_cli.declared import OPTIONS, CliValues
 from chunkplan_cli.terminal import note
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class BuildOptions(Options):
     )
 
 
-def resolve(given: Given, config: Path | None) -> Given:
+def resolve(given: CliValues, config: Path | None) -> CliValues:
     """Join the options of a plan in the TOML file with those given, which win."""
-    return Given((read_toml(config, PlanConfig) if config is not None else {}) | given)
+    return CliValues((read_toml(config, PlanConfig) if config is not None else {}) | given)
 
 
-def plan_config(values: Given) -> PlanConfig:
+def plan_config(values: CliValues) -> PlanConfig:
     """Make a plan's configuration; what is missing takes its default."""
     for name, one in options_of(PlanConfig).items():
         if one.is_required and name not in values:
@@ -81,8 +81,8 @@ def plan_config(values: Given) -> PlanConfig:
 
 
 def open_like(
-    plan: Path, output: Path | None, analysis: Path | None, given: Given, machine: Given
-) -> tuple[Analysis, CostModel, Given]:
+    plan: Path, output: Path | None, analysis: Path | None, given: CliValues, machine: CliValues
+) -> tuple[Analysis, CostModel, CliValues]:
     """The analysis, the cost model and the options of a plan like `plan`, of which only the manifest is read.
 
     `machine` is what was given of the cost model. What of `plan` cannot hold for the new one is said.
@@ -111,7 +111,7 @@ def open_like(
         options = options_of(PlanConfig)
         words = ", ".join(f"{options[name].spelled} {in_words(getattr(like.config, name))}" for name in fallen)
         note(f"left to the default, as what {plan} has cannot hold here: {words}")
-    return found, cost, Given(values)
+    return found, cost, CliValues(values)
 
 
 def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> CostModel:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from chunkplan_cli.declared import Given, JsonOption, make, output_option, takes
+from chunkplan_cli.declared import CliValues, JsonOption, make, output_option, takes
 from chunkplan_cli.progress import progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 from chunkplan_runtime.calibration import CalibrationOptions
@@ -15,7 +15,7 @@ from chunkplan_runtime.calibration import CalibrationOptions
 @takes(asked=CalibrationOptions)
 def calibrate(
     *,
-    asked: Given,
+    asked: CliValues,
     output: Annotated[Path, output_option("The profile to write, such as h200-here.toml.", metavar="FILE")],
     as_json: JsonOption = False,
 ) -> None:
@@ -32,7 +32,7 @@ def calibrate(
     from chunkplan_cli.difference_report import chunk_words, print_calibration
     from chunkplan_runtime import require_torch
 
-    options = make(CalibrationOptions, Given({**asked, "name": output.stem}))
+    options = make(CalibrationOptions, CliValues({**asked, "name": output.stem}))
     refuse_other_profile(output)
     refuse_overwriting(output, (config_file(options.model_config), options.base))
     require_torch()

@@ -73,14 +73,14 @@ def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
 # What the options of a model and of GPUs mean together.
 
 
-def tune_options(asked: Given) -> TuneOptions:
+def tune_options(asked: CliValues) -> TuneOptions:
     """Make the options of a tuning; what is not given takes its default."""
     if "gpus" in asked and not asked.keys().isdisjoint({"dp", "pp"}):
         raise UsageError("--gpus and --dp, --pp exclude each other", hint="give --gpus without them, or the others")
     return TuneOptions(**asked)
 
 
-def files_read(machine: Given) -> tuple[Path | str, ...]:
+def files_read(machine: CliValues) -> tuple[Path | str, ...]:
     """Return the files behind a model and a hardware profile that were given, which nothing may be written over."""
     model, hardware = machine.typed.get("shape"), machine.typed.get("hardware")
     return (*([config_file(Path(model))] if model else []), *([hardware] if hardware else []))
@@ -92,7 +92,7 @@ OPTIONS = "Options"
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-class Given(dict[str, Any]):
+class CliValues(dict[str, Any]):
     """Values that were given, by field of a configuration, which checks them; what was not given is not in it.
 
     `typed` has the text of each that was typed as one.
@@ -106,7 +106,7 @@ class Given(dict[str, Any]):
 def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> Callable[[Command], Command]:
     """Give a command the flags of configurations.
 
-    Each name is that of a parameter of the command, which gets the values that were given as `Given`. Its value here is
+    Each name is that of a parameter of the command, which gets the `CliValues` that were given. Its value here is
     a configuration, or one with the names of those of its fields that are taken.
     """
 
@@ -124,7 +124,7 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
         @functools.wraps(command)
         def run(**values: Any) -> None:
             for name, options in taken.items():
-                values[name] = Given()
+                values[name] = CliValues()
                 for one in options:
                     typed = values.pop(one.name)
                     given = [flag for flag in one.also if values.pop(_variable(flag))]
@@ -142,7 +142,7 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
     return decorate
 
 
-def make(config: type[Config], given: Given) -> Config:
+def make(config: type[Config], given: CliValues) -> Config:
     """The configuration of the values that were given; raises UsageError where one that is required was not."""
     for name, one in options_of(config).items():
         if one.is_required and name not in given:
@@ -156,17 +156,17 @@ def _declared(config: type[Options] | tuple[type[Options], tuple[str, ...]]) -> 
     return [one for one in options_of(config).values() if one.flag]
 
 
-def _value(one: Option, typed: Any, given: list[str]) -> Given:
+def _value(one: Option, typed: Any, given: list[str]) -> CliValues:
     """What was typed for an option, read; several fields where the flag fills several."""
     if given:
         if len(given) > 1 or typed not in (None, []):
             both = [*given, *([one.flag] if typed not in (None, []) else [])]
             raise _exclude(both)
-        return Given({one.name: one.also[given[0]]})
+        return CliValues({one.name: one.also[given[0]]})
     if isinstance(typed, bool):
-        return Given({one.name: not one.default if one.flag.startswith("--no-") else typed})
+        return CliValues({one.name: not one.default if one.flag.startswith("--no-") else typed})
     value = one.read(typed)
-    return Given(value if one.fills else {one.name: value})
+    return CliValues(value if one.fills else {one.name: value})
 
 
 def _exclude(flags: list[str]) -> UsageError:
@@ -220,8 +220,7 @@ AnalysisArgument = Annotated[
     ),
 ]
 WorkspaceOption = Annotated[
-    Path | None,
-    typer.Option("--workspace", metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out."),
+    Path | None, typer.Option("--workspace", metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")]
 

@@ -96,10 +96,7 @@ def _verdict(calibration: Calibration) -> list[Text]:
     apart = f"; the times of a chunk are {percent(calibration.spread)} apart" if calibration.spread else ""
     own = rates.flops if calibration.cost.precision == "bf16" else rates.fp32_flops
     return [
-        Text.assemble(
-            ("Held-out error: ", "bold"),
-            f"median {median}, worst {worst}, of {len(errors)} chunks{apart}.",
-        ),
+        Text.assemble(("Held-out error: ", "bold"), f"median {median}, worst {worst}, of {len(errors)} chunks{apart}."),
         Text(
             f"A large product alone reaches {_three_digits(own / 1e12)} TFLOP/s; a layer without work takes "
             f"{_three_digits(rates.layer_overhead_ns / 1e3)} us."

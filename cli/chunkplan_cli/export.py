@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from chunkplan.config.plan import PACKERS
 from chunkplan.domains import one_of, tokens
@@ -17,10 +16,10 @@ from chunkplan.errors import UsageError
 from chunkplan.options import Options, option
 from chunkplan.quantities import percent
 from chunkplan.visible import one_line
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
+from chunkplan_cli.declared import CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation, progress
-from chunkplan_cli.terminal import note, print_json, stdout
+from chunkplan_cli.terminal import facts_grid, note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.exporting.export import Export
@@ -72,7 +71,7 @@ def export(
         typer.Argument(metavar="PLAN|ANALYSIS", help="What to export. Default: WORKSPACE/plan.", show_default=False),
     ] = None,
     *,
-    rows: Given,
+    rows: CliValues,
     whole_only: Annotated[
         bool, typer.Option("--whole-only", help="Leave out sequences that are in several rows.")
     ] = False,
@@ -166,7 +165,7 @@ def _report_order(written: OrderExport) -> Table:
     if written.num_shared:
         rows.append(("shared", f"{written.num_shared:,} slices: ranks have to exchange keys and values"))
     rows.append(("files", f"one a step and rank, named by {written.microbatches}"))
-    return _grid(rows)
+    return facts_grid(rows)
 
 
 def _report(written: Export) -> Table:
@@ -181,16 +180,7 @@ def _report(written: Export) -> Table:
     if written.cut:
         rows.append(("cut", _cut(written.cut)))
     rows.append(("files", f"{len(written.files):,}: {written.files[0]}" + (" ..." if len(written.files) > 1 else "")))
-    return _grid(rows)
-
-
-def _grid(rows: list[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows:
-        grid.add_row(Text(name, style="dim"), Text(value))
-    return grid
+    return facts_grid(rows)
 
 
 def _left_out(whole: WholeSequences) -> str:

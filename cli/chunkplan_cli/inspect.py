@@ -14,7 +14,7 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
-from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, ranks, steps, takes
+from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, ranks, steps, takes
 from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
@@ -47,16 +47,10 @@ class InspectOptions(Options):
         default_words="that of the analysis",
     )
     analysis: Path | None = option(
-        domains.path("DIR"),
-        "The plan's analysis, if it is not where it was.",
-        group=OPTIONS,
-        default=None,
+        domains.path("DIR"), "The plan's analysis, if it is not where it was.", group=OPTIONS, default=None
     )
     actions: bool = option(
-        domains.FLAG,
-        "List the actions of each stage of that step, in order.",
-        group=OPTIONS,
-        default=False,
+        domains.FLAG, "List the actions of each stage of that step, in order.", group=OPTIONS, default=False
     )
     html: Path | None = option(
         domains.path("FILE"),
@@ -101,9 +95,9 @@ def inspect(
         typer.Option("--text", help="Show that chunk as text, targets marked, ends of long parts; all of a --record."),
     ] = False,
     *,
-    beside: Given,
-    reading: Given,
-    files: Given,
+    beside: CliValues,
+    reading: CliValues,
+    files: CliValues,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -175,7 +169,7 @@ def _refuse_beside(name: str, given: Sequence[str], allowed: Collection[str]) ->
             raise UsageError(f"--{other} and --{name} exclude one another", hint="leave one of them out")
 
 
-def _refuse_without_record(reading: Given, files: Given) -> None:
+def _refuse_without_record(reading: CliValues, files: CliValues) -> None:
     """Refuse options that say how a record is read, where none is asked for."""
     flags = [options_of(IntakeOptions)[name].flag for name in reading]
     flags += [options_of(AnalyzeOptions)[name].flag for name in files]
@@ -226,7 +220,6 @@ def _show_analysis(path: Path, as_json: bool) -> None:
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
     from chunkplan.reporting.plan_report import plan_report
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.plan_report import print_plan_report, print_plan_tables
 
     with note_compilation():
@@ -234,14 +227,12 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json({"plan": str(plan.path), "manifest": plan.manifest, **report.to_dict()})
     else:
-        header = PlanHeader.of(plan.manifest)
-        print_plan_report(stdout(), report.summary, header, report.memory)
-        print_plan_tables(stdout(), report, header)
+        print_plan_report(stdout(), report.summary, plan.manifest, report.memory)
+        print_plan_tables(stdout(), report, plan.manifest)
 
 
 def _show_step(plan: Plan, number: int, rank: int | None, *, lists_actions: bool, as_json: bool) -> None:
     from chunkplan.planfile.places import check_rank, find_step
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.shared_sequences import step_shares
     from chunkplan_cli.step_report import print_step
 
@@ -258,7 +249,7 @@ def _show_step(plan: Plan, number: int, rank: int | None, *, lists_actions: bool
     if as_json:
         _print_step_json(step, shares, plan)
     else:
-        print_step(stdout(), step, shares, PlanHeader.of(plan.manifest), lists_actions=lists_actions)
+        print_step(stdout(), step, shares, plan, lists_actions=lists_actions)
 
 
 def _one_rank(plan: Plan, rank: int | None) -> int:
@@ -276,7 +267,6 @@ def _show_chunk(
 ) -> None:
     from chunkplan.planfile.load import load_same_analysis
     from chunkplan.reporting.chunk_view import view_chunk
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.record_report import print_chunk
 
     analysis = None
@@ -290,7 +280,7 @@ def _show_chunk(
     if as_json:
         print_json({"exact": plan.manifest["analysis"]["exact"], **view.to_dict()})
     else:
-        print_chunk(stdout(), view, PlanHeader.of(plan.manifest))
+        print_chunk(stdout(), view, plan)
 
 
 def _decoder(analysis: Analysis, tokenizer: str | None) -> RecordTokenizer:

@@ -12,7 +12,7 @@ from chunkplan.errors import UsageError
 from chunkplan.options import Option, options_of
 from chunkplan.workspace import Workspace, find_tokenizer
 from chunkplan_cli.analyze import with_length_column
-from chunkplan_cli.declared import Given
+from chunkplan_cli.declared import CliValues
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class RecordRequest:
 
     place: str
     tokenizer: str | None
-    reading: Given
-    files: Given
+    reading: CliValues
+    files: CliValues
     shows_all: bool
     as_json: bool
 
@@ -112,11 +112,11 @@ def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace
     return replace(options, **given)
 
 
-def _said_in_workspace(place: Workspace, path: str) -> Given:
+def _said_in_workspace(place: Workspace, path: str) -> CliValues:
     """What the file of the workspace says of how the records of the source at `path` are laid out."""
     from chunkplan.intake.source_columns import is_named
 
-    found = Given({name: value for name, value in place.settings().items() if name in LAYOUT})
+    found = CliValues({name: value for name, value in place.settings().items() if name in LAYOUT})
     for name, sign in (("columns", ":"), ("formats", "")):
         if name in found:
             sources = {entry: entry.rpartition(sign)[0] if sign else entry for entry in found[name]}

@@ -13,7 +13,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
 from chunkplan.options import Options, option, same
-from chunkplan_cli.declared import Given, JsonOption, make, takes
+from chunkplan_cli.declared import CliValues, JsonOption, make, takes
 from chunkplan_cli.terminal import print_json, stdout
 from chunkplan_runtime.domains import KERNEL
 
@@ -50,7 +50,7 @@ class ParityOptions(Options):
 
 
 @takes(asked=ParityOptions)
-def parity(*, asked: Given, as_json: JsonOption = False) -> None:
+def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
     With --model-config, a small model of the same class and features runs first, on one pipeline stage and on two. A

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from chunkplan.quantities import (
-    counted,
-    gibibytes,
-    sharding_words,
-)
-from chunkplan_cli.terminal import drawn_table, note, warn
+from chunkplan.quantities import counted, gibibytes
+from chunkplan_cli.terminal import drawn_table, facts_grid, note, warn
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -23,51 +19,28 @@ if TYPE_CHECKING:
     from chunkplan.lengths import Positions
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import PlanReport
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.summary import PlanSummary
 
 #: Of more ranks the terminal shows the heaviest and the lightest, half of each.
 _MOST_RANKS = 6
 
 
-def print_plan_tables(console: Console, report: PlanReport, header: PlanHeader) -> None:
-    """Print the tables of a report; those of which there is nothing to say are left out."""
-    from chunkplan.reporting import tables
-    from chunkplan.reporting.plan_words import machine_words
+def print_plan_tables(console: Console, report: PlanReport, manifest: Mapping[str, Any]) -> None:
+    """Print the tables of a report, its memory, and what the numbers mean; `manifest` is the plan's."""
+    from chunkplan.reporting.plan_words import machine_words, memory_words
+    from chunkplan.reporting.tables import plan_tables
 
-    shown = [tables.fill_table(report.fill), tables.kinds_table(report.kinds)]
-    shown += [tables.shared_table(report.shared)] if report.shared else []
-    shown += tables.ranks_tables(report.ranks, _MOST_RANKS) if report.summary.dp > 1 else []
-    shown += [tables.times_table(report.times)] if report.times.slowest else []
-    for table in shown:
+    for table in plan_tables(report, _MOST_RANKS):
         console.print()
         console.print(drawn_table(console, table))
     console.print()
-    console.print(_memory(report.memory, report.summary.longest_sequence))
+    for line in memory_words(report.memory, report.summary.longest_sequence):
+        console.print(Text(line))
     console.print()
-    machine = machine_words(header.cost_model)
+    machine = machine_words(manifest["predictions"]["cost_model"])
     reduced = " Slowest steps are without their reduction." if report.summary.reduction_us else ""
     words = f"Attention is pairs of a query and a key. Times and memory are predictions, of {machine}.{reduced}"
     console.print(Text(words, style="dim"))
-
-
-def _memory(memory: PlanMemory | None, longest_sequence: int) -> Text:
-    from chunkplan.reporting.plan_words import longest_words, memory_parts
-
-    if memory is None:
-        return Text("Memory: the plan does not describe the model and the GPU it was made for.")
-    parts = memory_parts(memory.memory)
-    words = ", ".join(f"{name} {gibibytes(num_bytes).removesuffix(' GiB')}" for name, num_bytes in parts)
-    place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step}"
-    total = f"{gibibytes(memory.memory.total)} of {gibibytes(memory.gpu_bytes)}"
-    fits = "" if memory.fits else ", does not fit; `chunkplan tune ANALYSIS --gpus N` finds what does"
-    of_plan = f"the longest here, of {counted(longest_sequence, 'token')}, fits" if memory.fits else ""
-    longest = "; ".join(filter(None, (of_plan, longest_words(memory.longest))))
-    shared = sharding_words(memory.sharding, memory.dp) if memory.dp > 1 else ""
-    lines = (words, shared, f"{longest[:1].upper()}{longest[1:]}")
-    return Text.assemble(
-        ("Memory", "bold"), f" on {place}: {total}", (fits, "bold"), *(f"\n{line}" for line in lines if line)
-    )
 
 
 # What a plan or a tuning asks of GPUs and of a model that these do not have: warnings, each with what to do.
@@ -83,10 +56,9 @@ def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune
     if memory.fits:
         return
     held = memory.memory
-    parts = ", ".join(f"{name} {gibibytes(num_bytes).removesuffix(' GiB')}" for name, num_bytes in memory_parts(held))
     warn(
         f"{cost.shape.name} takes {gibibytes(held.total)} a GPU in step {memory.step:,}, {cost.hardware.name} has "
-        f"{gibibytes(memory.gpu_bytes)}: {parts}"
+        f"{gibibytes(memory.gpu_bytes)}: {memory_parts(held)}"
     )
     gpus = config.dp * cost.tp * config.pp
     if held.weights + held.gradients + held.optimizer + held.reserved > memory.gpu_bytes:
@@ -145,30 +117,24 @@ def warn_of_positions(positions: Positions | None, model: str) -> None:
     )
 
 
-def print_plan_report(console: Console, summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> None:
+def print_plan_report(
+    console: Console, summary: PlanSummary, manifest: Mapping[str, Any], memory: PlanMemory | None
+) -> None:
     """Print what a plan comes to; `memory` is None where it does not describe the model and the GPU."""
-    print_estimated(console, header)
-    console.print(Panel(Group(*_overview(summary, header, memory)), title="plan", title_align="left", expand=False))
+    from chunkplan.reporting.plan_words import machine_words, overview_rows
+
+    print_estimated(console, manifest)
+    lines: list[RenderableType] = [
+        facts_grid(overview_rows(summary, manifest, memory)),
+        Text(f"\ntimes: {machine_words(manifest['predictions']['cost_model'])}", style="dim"),
+        Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
+    ]
+    console.print(Panel(Group(*lines), title="plan", title_align="left", expand=False))
 
 
-def print_estimated(console: Console, header: PlanHeader) -> None:
+def print_estimated(console: Console, manifest: Mapping[str, Any]) -> None:
     """Say above everything else that the lengths behind a plan were estimated or are a sample, where they are."""
     from chunkplan.reporting.plan_words import caveats
 
-    for caveat in caveats(exact=header.exact, sample=header.sample):
+    for caveat in caveats(manifest["analysis"]):
         console.print(Text(caveat, style="bold yellow"))
-
-
-def _overview(summary: PlanSummary, header: PlanHeader, memory: PlanMemory | None) -> list[RenderableType]:
-    from chunkplan.reporting.plan_words import machine_words, overview_rows
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in overview_rows(summary, header, memory):
-        grid.add_row(Text(name, style="dim"), Text(value))
-    return [
-        grid,
-        Text(f"\ntimes: {machine_words(header.cost_model)}", style="dim"),
-        Text(f"content hash {header.content_hash[:16]}", style="dim"),
-    ]

@@ -13,12 +13,12 @@ from rich.text import Text
 from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.step_report import kind_words
-from chunkplan_cli.terminal import marks, titled_table, visible
+from chunkplan_cli.terminal import facts_grid, marks, titled_table, visible
 
 if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
+    from chunkplan.planfile.plan import Plan
     from chunkplan.reporting.chunk_view import ChunkAction, ChunkView, SegmentView
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.record_view import RecordView, SequenceView
     from chunkplan.reporting.token_text import SequenceText, TextPiece
 
@@ -58,12 +58,12 @@ def marked(console: Console, pieces: Sequence[TextPiece]) -> Text:
 # One chunk of a plan in the terminal: what it is, where its segments come from, and what they say.
 
 
-def print_chunk(console: Console, view: ChunkView, header: PlanHeader) -> None:
+def print_chunk(console: Console, view: ChunkView, plan: Plan) -> None:
     """Print `view`; the text of its segments, where it is decoded, below all else."""
-    print_estimated(console, header)
+    print_estimated(console, plan.manifest)
     title = f"step {view.step}, rank {view.dp_rank}, chunk {view.chunk.chunk_id}: {kind_words(view.chunk)}"
     console.print(Text(title, style="bold"))
-    console.print(_chunk_facts(view, header.config.chunk_size))
+    console.print(_chunk_facts(view, plan.config.chunk_size))
     if view.segments:
         console.print()
         console.print(_segments(console, view))
@@ -80,30 +80,29 @@ def print_chunk(console: Console, view: ChunkView, header: PlanHeader) -> None:
 
 def _chunk_facts(view: ChunkView, chunk_size: int) -> Table:
     chunk = view.chunk
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
-    grid.add_row("tokens", f"{chunk.num_tokens:,}, {percent(chunk.num_tokens / chunk_size)} of ChunkSize")
-    grid.add_row("targets", f"{chunk.num_target_tokens:,} predicted in this chunk")
+    rows = [
+        ("tokens", f"{chunk.num_tokens:,}, {percent(chunk.num_tokens / chunk_size)} of ChunkSize"),
+        ("targets", f"{chunk.num_target_tokens:,} predicted in this chunk"),
+    ]
     if chunk.prefix_tokens:
-        grid.add_row("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to")
+        rows.append(("prefix", f"{chunk.prefix_tokens:,} tokens before the part, which it attends to"))
     recompute = "" if chunk.keeps_activations else ", with its recompute"
     if words := kept_words(chunk.kept_attention):
         recompute += f", for which attention is kept {words}"
     if chunk.cp_size > 1:
-        grid.add_row("shared", _shared(view))
+        rows.append(("shared", _shared(view)))
         if view.exchange_us is not None:
             recompute += f", {percent(view.exchange_us / max(chunk.cost, 1e-30))} of it exchange"
-    grid.add_row("predicted", f"{seconds(chunk.cost)} on all stages together{recompute}")
+    rows.append(("predicted", f"{seconds(chunk.cost)} on all stages together{recompute}"))
     for stage in sorted({action.stage for action in view.actions}):
         of_stage = [action for action in view.actions if action.stage == stage]
-        grid.add_row(f"stage {stage}", f"{_places(of_stage)} of {of_stage[0].num_actions:,} actions")
-    return grid
+        rows.append((f"stage {stage}", f"{_places(of_stage)} of {of_stage[0].num_actions:,} actions"))
+    return facts_grid(rows)
 
 
 def _shared(view: ChunkView) -> str:
     """Say what the whole chunk is, of which the rank has slices, and which ranks have the others."""
-    from chunkplan.reporting.shared_sequences import way_words
+    from chunkplan.reporting.tables import way_words
 
     chunk = view.chunk
     whole = f"[{chunk.prefix_tokens:,}, {chunk.prefix_tokens + chunk.cp_tokens:,}) of the sequence"
@@ -193,9 +192,6 @@ def print_record(
 def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> Table:
     from chunkplan.intake.pieces import LEFT_OUT, SHARED
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
     rows = {"read as": f"{view.schema} ({view.evidence})" if view.evidence else view.schema}
     rows["keys"] = ", ".join(f"`{key}`" if key == role else f"`{key}` ({role})" for role, key in view.columns.items())
     rows["not read"] = ", ".join(f"`{key}`" for key in view.unread)
@@ -215,10 +211,7 @@ def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None
     if view.rejected is not None:
         rows["rejected"] = f"{view.rejected.reason}: {view.rejected.message}"
     rows |= _what_is_missing(view, tokenizer)
-    for name, words in rows.items():
-        if words:
-            grid.add_row(name, Text(visible(words, console)))
-    return grid
+    return facts_grid((name, visible(words, console)) for name, words in rows.items() if words)
 
 
 def _choices(view: RecordView) -> Table:

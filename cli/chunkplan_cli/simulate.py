@@ -13,7 +13,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.domains import MOST, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, files_read, ranks, steps, takes
+from chunkplan_cli.declared import CliValues, JsonOption, WorkspaceOption, files_read, ranks, steps, takes
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.run_report import show_run
 from chunkplan_cli.terminal import note, print_json, stdout
@@ -90,8 +90,8 @@ def simulate(
         ),
     ] = None,
     *,
-    asked: Given,
-    machine: Given,
+    asked: CliValues,
+    machine: CliValues,
     run: RunOption = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a Chrome trace, which Perfetto opens.")
@@ -157,7 +157,6 @@ def simulate(
 
 def _show(found: Simulation, compared: list[Simulation], plan: Plan | None, *, as_json: bool) -> None:
     """Print one simulation, or several of the same chunks side by side; `plan` is None where lengths were given."""
-    from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan_cli.plan_report import print_estimated
     from chunkplan_cli.simulation_report import print_comparison, print_simulation
 
@@ -168,14 +167,14 @@ def _show(found: Simulation, compared: list[Simulation], plan: Plan | None, *, a
         return
     console = stdout()
     if plan is not None:
-        print_estimated(console, PlanHeader.of(plan.manifest))
+        print_estimated(console, plan.manifest)
     if compared:
         print_comparison(console, compared)
     else:
         print_simulation(console, found)
 
 
-def _refuse_others(is_plan: bool, of_plan: list[str], asked: Given, machine: Given) -> None:
+def _refuse_others(is_plan: bool, of_plan: list[str], asked: CliValues, machine: CliValues) -> None:
     """Refuse options of lengths for a plan, which has its own, and options `of_plan` that were given for lengths."""
     declared = options_of(SimulateOptions)
     of_lengths = [declared[name].flag for name in ("chunk_size", "k", "cost") if name in asked]

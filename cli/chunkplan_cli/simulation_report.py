@@ -13,6 +13,7 @@ from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import ranks_of
 from chunkplan_cli.gantt import print_gantt
+from chunkplan_cli.terminal import facts_grid
 
 #: What-ifs with more chunks than these say what they are with --json.
 _MAX_CHUNKS = 12
@@ -75,24 +76,22 @@ def print_comparison(console: Console, simulations: Sequence[Simulation]) -> Non
 
 
 def _totals(simulation: Simulation) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold")
+    rows = []
     makespan = _time(simulation, simulation.makespan)
-    grid.add_row("makespan", f"{makespan}; in any order at least {_bound(simulation)}")
+    rows.append(("makespan", f"{makespan}; in any order at least {_bound(simulation)}"))
     if simulation.reduction:
         after = "then; the trainer hides some of it behind last backwards"
-        grid.add_row("reduction", f"{_time(simulation, simulation.reduction)} {after}")
-    grid.add_row("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute")
+        rows.append(("reduction", f"{_time(simulation, simulation.reduction)} {after}"))
+    rows.append(("bubble", f"{percent(simulation.bubble)} of the stages' time: waiting, or recompute"))
     if simulation.shares_chunks:
-        grid.add_row("shared chunks", _shared(simulation))
+        rows.append(("shared chunks", _shared(simulation)))
     if simulation.has_slots:
         waiting = sum(simulation.waiting_for_ranks_per_stage) / simulation.pp
-        grid.add_row("slots", f"waiting for other ranks in them {_share(simulation, waiting)} of the stages' time")
+        rows.append(("slots", f"waiting for other ranks in them {_share(simulation, waiting)} of the stages' time"))
     if simulation.recompute_share > 0:
-        grid.add_row("recomputed", f"{percent(simulation.recompute_share)} of the work")
-    grid.add_row("critical path", _critical_path(simulation))
-    return grid
+        rows.append(("recomputed", f"{percent(simulation.recompute_share)} of the work"))
+    rows.append(("critical path", _critical_path(simulation)))
+    return facts_grid(rows)
 
 
 def _critical_path(simulation: Simulation) -> str:

@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from chunkplan.operations import OPS
@@ -15,13 +14,13 @@ from chunkplan.quantities import counted, kept_words, percent, seconds
 from chunkplan.schedule.trace import LETTERS
 from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
-from chunkplan_cli.terminal import titled_table
+from chunkplan_cli.terminal import drawn_table, facts_grid
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
-    from chunkplan.planfile.plan import Action, Chunk, PlanStep
-    from chunkplan.reporting.plan_words import PlanHeader
+    from chunkplan.planfile.plan import Action, Chunk, Plan, PlanStep
     from chunkplan.reporting.shared_sequences import StepShares
+    from chunkplan.reporting.tables import Table
 
 #: By op its letter, for the line of a stage's actions.
 _LETTERS = dict(zip(OPS, LETTERS, strict=True))
@@ -31,24 +30,23 @@ _MAX_CHUNKS = 40
 _MAX_ACTIONS = 200
 
 
-def print_step(
-    console: Console, step: PlanStep, shares: StepShares, header: PlanHeader, *, lists_actions: bool
-) -> None:
+def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan, *, lists_actions: bool) -> None:
     """Print the chunks of each rank of a step, which sequences ranks share, and what its stages do.
 
     That is how many actions of each op they do, or, where it `lists_actions`, all of these in their order.
     """
+    from chunkplan.planfile.manifest import reduction_us_of
     from chunkplan.reporting.plan_words import least_words
 
-    config = header.config
-    print_estimated(console, header)
+    config = plan.config
+    print_estimated(console, plan.manifest)
     console.print(
         f"step {step.step} (epoch {step.epoch}): {counted(step.num_sequences, 'sequence')}, "
         f"{counted(step.num_tokens, 'token')}, {counted(step.num_target_tokens, 'target')}, "
         f"{counted(step.num_chunks, 'chunk')}"
         + (" (optimal)" if step.optimal else f" (at least {step.chunks_lower_bound:,})")
     )
-    after = header.reduction_us or 0.0
+    after = reduction_us_of(plan.manifest) or 0.0
     reduction = f", {seconds(after)} of it adding up gradients" if after else ""
     console.print(
         f"predicted {seconds(step.predicted_us + after)}{reduction}; any plan of these sequences takes "
@@ -56,14 +54,18 @@ def print_step(
     )
     if shares.sequences:
         console.print()
-        console.print(_shared_table(shares))
+        console.print(drawn_table(console, _shared_table(shares)))
     for rank, chunks in step.chunks.items():
         console.print()
-        console.print(_chunk_table(rank, chunks, config.chunk_size))
+        console.print(drawn_table(console, _chunk_table(rank, chunks, config.chunk_size)))
         if len(chunks) > _MAX_CHUNKS:
             console.print(f"... and {len(chunks) - _MAX_CHUNKS:,} more chunks (--json shows all)")
         console.print()
-        console.print(_listed_actions(step, rank, config) if lists_actions else _counted_actions(step, rank, config))
+        if lists_actions:
+            lines = [_action_line(step.actions[rank, stage], config.virtual_stages) for stage in range(config.pp)]
+            console.print(facts_grid((f"stage {stage}", line) for stage, line in enumerate(lines)))
+        else:
+            console.print(drawn_table(console, _counted_actions(step, rank, config)))
     console.print()
     console.print(Text(_legend(step), style="dim"))
     if lists_actions and config.virtual_stages > 1:
@@ -79,44 +81,37 @@ def print_step(
 
 
 def _shared_table(shares: StepShares) -> Table:
-    from chunkplan.reporting.shared_sequences import way_words
+    from chunkplan.reporting.tables import Table, way_words
 
-    table = titled_table("Shared sequences")
-    for name in ("sequence", "tokens", "ranks", "share", "chunks", "time", "exchange"):
-        table.add_column(name, justify="left" if name == "share" else "right", no_wrap=True)
-    for row in shares.sequences:
-        table.add_row(
-            str(row.sequence_id),
-            f"{row.num_tokens:,}",
-            f"{row.first_rank}-{row.first_rank + row.num_ranks - 1}",
-            way_words(row.num_ranks, row.num_heads),
-            f"{row.num_chunks:,}",
-            seconds(row.predicted_us),
+    rows = [
+        (
+            *(str(row.sequence_id), f"{row.num_tokens:,}", f"{row.first_rank}-{row.first_rank + row.num_ranks - 1}"),
+            *(way_words(row.num_ranks, row.num_heads), f"{row.num_chunks:,}", seconds(row.predicted_us)),
             "?" if row.exchange_us is None else percent(row.exchange_us / max(row.predicted_us, 1e-30)),
         )
-    return table
+        for row in shares.sequences
+    ]
+    head = ("sequence", "tokens", "ranks", "share", "chunks", "time", "exchange")
+    return Table("Shared sequences", head, rows, texts=("share",))
 
 
 def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
     """Make a table that fits 80 columns without cutting a number: sequences wrap, prefixes are there if any are."""
-    table = titled_table(f"rank {rank}")
+    from chunkplan.reporting.tables import Table
+
     shown = chunks[:_MAX_CHUNKS]
     prefix = ("prefix",) if any(chunk.prefix_tokens for chunk in shown) else ()
-    for name in ("chunk", "kind", "tokens", "fill", "targets", *prefix, "cost"):
-        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    table.add_column("sequences", overflow="fold")
-    for chunk in shown:
-        table.add_row(
-            str(chunk.chunk_id),
-            kind_words(chunk),
-            f"{chunk.num_tokens:,}",
-            f"{chunk.num_tokens / chunk_size:.0%}",
-            f"{chunk.num_target_tokens:,}",
+    rows = [
+        (
+            *(str(chunk.chunk_id), kind_words(chunk), f"{chunk.num_tokens:,}"),
+            *(f"{chunk.num_tokens / chunk_size:.0%}", f"{chunk.num_target_tokens:,}"),
             *([f"{chunk.prefix_tokens:,}" if chunk.prefix_tokens else ""] if prefix else []),
-            seconds(chunk.cost),
-            _sequences(chunk),
+            *(seconds(chunk.cost), _sequences(chunk)),
         )
-    return table
+        for chunk in shown
+    ]
+    head = ("chunk", "kind", "tokens", "fill", "targets", *prefix, "cost", "sequences")
+    return Table(f"rank {rank}", head, rows, texts=("kind", "sequences"))
 
 
 def kind_words(chunk: Chunk) -> str:
@@ -138,35 +133,23 @@ def _sequences(chunk: Chunk) -> str:
     return shown if len(ids) <= 3 else f"{shown} +{len(ids) - 3}"
 
 
-def _listed_actions(step: PlanStep, rank: int, config: PlanConfig) -> Table:
-    stages = Table.grid(padding=(0, 2))
-    stages.add_column(no_wrap=True, style="dim")
-    stages.add_column()
-    for stage in range(config.pp):
-        stages.add_row(f"stage {stage}", _action_line(step.actions[rank, stage], config.virtual_stages))
-    return stages
-
-
 def _counted_actions(step: PlanStep, rank: int, config: PlanConfig) -> Table:
     """Make a row of each run of stages that do as many actions of each op, with when the first and last of them are
     done."""
+    from chunkplan.reporting.tables import Table
+
     counts = [Counter(action.op for action in step.actions[rank, stage]) for stage in range(config.pp)]
     ops = [op for op in OPS if any(op in each for each in counts)]
-    table = titled_table(f"actions of rank {rank}")
-    for name in ("stages" if config.pp > 1 else "stage", *(_LETTERS[op] for op in ops), "all", "done after"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for _, run in groupby(range(config.pp), key=lambda stage: sorted(counts[stage].items())):
         stages = list(run)
         first, last = stages[0], stages[-1]
         times = [step.schedule_us[rank, stage] for stage in stages]
         done = list(dict.fromkeys(map(seconds, (min(times), max(times)))))
-        table.add_row(
-            f"{first}" if first == last else f"{first}-{last}",
-            *(f"{counts[first][op]:,}" for op in ops),
-            f"{counts[first].total():,}",
-            " to ".join(done),
-        )
-    return table
+        name = f"{first}" if first == last else f"{first}-{last}"
+        rows.append((name, *(f"{counts[first][op]:,}" for op in ops), f"{counts[first].total():,}", " to ".join(done)))
+    head = ("stages" if config.pp > 1 else "stage", *(_LETTERS[op] for op in ops), "all", "done after")
+    return Table(f"actions of rank {rank}", head, rows)
 
 
 def _action_line(actions: list[Action], virtual_stages: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -30,6 +30,16 @@ def titled_table(title: str) -> Table:
     )
 
 
+def facts_grid(facts: Iterable[tuple[str, str]], bold: Collection[str] = ()) -> Table:
+    """Lay out facts below each other, each behind its name; those of the names in `bold` stand out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for name, words in facts:
+        grid.add_row(name, Text(words, style="bold" if name in bold else ""))
+    return grid
+
+
 def bar(console: Console, value: float, most: float, width: int) -> str:
     """Draw a bar, of which `width` characters stand for `most`; a little is never nothing."""
     block = "#" if console.options.ascii_only else "█"
@@ -37,16 +47,23 @@ def bar(console: Console, value: float, most: float, width: int) -> str:
 
 
 def drawn_table(console: Console, table: reporting.Table) -> Table:
-    """Draw a table of a report, with its bars."""
+    """Draw a table of a report, with its bars; words in its last column are folded."""
     drawn = titled_table(table.caption)
+    drawn.title = drawn.title if table.caption else None
     for name in table.head:
         is_words = name in table.texts
-        drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
-    if table.bars:
-        drawn.add_column("")
-    for number, row in enumerate(table.rows):
-        bars = [bar(console, table.bars[number], max(table.bars), _MAX_BAR)] if table.bars else []
-        drawn.add_row(*map(Text, row), *bars)
+        can_wrap = is_words and name == table.head[-1]
+        drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not can_wrap, overflow="fold")
+        if name in table.bars:
+            drawn.add_column("")
+    styles = table.styles or [""] * len(table.rows)
+    for number, (row, style) in enumerate(zip(table.rows, styles, strict=True)):
+        cells: list[Text] = []
+        for name, cell in zip(table.head, row, strict=True):
+            cells.append(Text(cell))
+            if bars := table.bars.get(name):
+                cells.append(Text(bar(console, bars[number], max(bars), _MAX_BAR)))
+        drawn.add_row(*cells, style=style)
     return drawn
 
 

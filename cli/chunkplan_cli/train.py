@@ -11,7 +11,7 @@ import typer
 
 from chunkplan.domains import MOST, path, whole
 from chunkplan.options import Options, option, options_of, read_toml, same
-from chunkplan_cli.declared import OPTIONS, Given, WorkspaceOption, takes
+from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, takes
 from chunkplan_cli.places import find_plan
 from chunkplan_cli.run_report import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
@@ -44,7 +44,7 @@ _FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", 
 
 
 @takes(how=StartOptions, run=(TrainConfig, _FLAGS))
-def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
+def train(*, how: CliValues, run: CliValues, workspace: WorkspaceOption = None) -> None:
     """Train a model with a plan: gradients equal to those of whole sequences, in chunks.
 
     Starts as many processes on this machine as the plan needs. On several machines, run `torchrun -m
@@ -83,7 +83,7 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     raise typer.Exit(code)
 
 
-def _typed(run: Given) -> list[str]:
+def _typed(run: CliValues) -> list[str]:
     """The flags of a run as they are typed, for the processes that torchrun starts."""
     words = []
     for name, value in run.items():

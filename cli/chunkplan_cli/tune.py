@@ -9,7 +9,7 @@ from typing import Annotated
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import (
     AnalysisArgument,
-    Given,
+    CliValues,
     JsonOption,
     WorkspaceOption,
     files_read,
@@ -27,17 +27,16 @@ from chunkplan_cli.terminal import note, print_json, stdout, warn
 def tune(
     analysis: AnalysisArgument = None,
     *,
-    asked: Given,
+    asked: CliValues,
     output: Annotated[
-        Path | None,
-        output_option("Where to write what was found. Default: WORKSPACE/tuning.json.", metavar="FILE"),
+        Path | None, output_option("Where to write what was found. Default: WORKSPACE/tuning.json.", metavar="FILE")
     ] = None,
     workspace: WorkspaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose ChunkSize, K, schedule and memory options for a model on GPUs, by simulating steps of the data.
 
-    Shows first what people run today in the same memory, then the choices that are worth a look. `build --auto` builds
+    Shows first baselines in the same memory, then the choices that are worth a look. `build --auto` builds
     a plan with the recommended one; `simulate` shows where the time of one step goes.
 
     Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h200 --gpus 16

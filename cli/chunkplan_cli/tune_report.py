@@ -14,6 +14,7 @@ from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.cost.fused import fused_words
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
+from chunkplan_cli.terminal import facts_grid
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -77,7 +78,7 @@ def _layouts(tuning: Tuning) -> Table:
 
 def _baselines(tuning: Tuning) -> Table:
     layouts = ["layout"] if tuning.layouts else []
-    table = _table("What people run today", *layouts, "step", "tokens/s", "memory", "notes", first="way")
+    table = _table("Baselines", *layouts, "step", "tokens/s", "memory", "notes", first="way")
     for row in tuning.baselines:
         rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
         notes = checkpointing_words(row.checkpointing)
@@ -147,9 +148,6 @@ def _how(choice: Choice) -> list[str]:
 def _verdict(tuning: Tuning) -> Table:
     """Build what is in the box: the setting, what it gains, and what it costs."""
     choice, options = tuning.best, tuning.options
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
     rate = f"{seconds(choice.step_ns / 1e3)}, {choice.tokens_per_second:,.0f} tokens/s, MFU {percent(choice.mfu)}"
     used = tuning.gpu_hours
     hours = f"{seconds(tuning.epoch_hours * 3.6e9)}, {f'{used:,.1f}' if used >= 1 else f'{used:.2g}'} GPU-hours"
@@ -171,9 +169,7 @@ def _verdict(tuning: Tuning) -> Table:
         time = seconds(tuning.chosen.step_ns / 1e3)
         words = f"{time} a step with {_words(tuning.chosen, tuning)}"
         rows.append(("faster, plan only", f"{words}; the runtime cannot run {tuning.chosen.plan_only} yet"))
-    for name, words in rows:
-        grid.add_row(Text(name, style="dim"), Text(words, style="bold" if name in ("setting", "gain") else ""))
-    return grid
+    return facts_grid(rows, bold=("setting", "gain"))
 
 
 def _on_host(choice: Choice) -> str:
@@ -190,7 +186,7 @@ def _gain_words(tuning: Tuning) -> str:
     if best is None:
         whole = tuning.baselines[0]
         needed = gibibytes(whole.memory.total)
-        return f"no way of today fits without cutting sequences; {whole.name} would need {needed} a GPU"
+        return f"no baseline fits without cutting sequences; {whole.name} would need {needed} a GPU"
     time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
     if not tuning.has_gain:
         return f"nothing to gain: {best.name} takes {time} on {layout}"

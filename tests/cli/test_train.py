@@ -12,7 +12,7 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.options import Option, options_of
-from chunkplan_cli.declared import Given
+from chunkplan_cli.declared import CliValues
 from chunkplan_cli.train import _typed
 from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
@@ -133,7 +133,7 @@ def test_every_flag_is_passed_on_as_it_is_typed() -> None:
     for name, one in options_of(TrainConfig).items():
         is_switch = one.domain.metavar == ""
         typed = next(each for each in (*one.domain.choices, *EXAMPLES) if is_switch or is_value(one, each))
-        given = Given({name: False if is_switch else one.read(typed)})
+        given = CliValues({name: False if is_switch else one.read(typed)})
         given.typed[name] = typed
         needed = [] if name in ("model", "model_config") else ["--model", "m"]
         needed += [f"--{required}=x" for required in ("plan", "output") if required != name]

@@ -42,7 +42,7 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
     for gpus, columns in (("1", 120), ("4", 80)):
         ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--gpus", gpus, columns=columns)
         assert ran.returncode == 0, ran.stderr
-        titles = ("What people run today", "In chunks, fastest first", "─ recommended ─")
+        titles = ("Baselines", "In chunks, fastest first", "─ recommended ─")
         assert sorted(titles, key=ran.stdout.index) == list(titles)
         shown = text_of(ran.stdout)
         assert re.search(r"gain ([\d.]+x as fast as .* loses no token|nothing to gain: .* takes [\d.]+ m?s on)", shown)
@@ -338,7 +338,7 @@ def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
     shown = " ".join(run(tmp_path, "analyze", "alike.npy", "--headline").stdout.split())
     assert re.search(r"; nothing to gain: packed, shared by \d ranks takes ", shown)
     shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
-    assert "; no way of today fits without cutting sequences; one sequence a micro-batch would need " in shown
+    assert "; no baseline fits without cutting sequences; one sequence a micro-batch would need " in shown
     assert "as fast as" not in shown
     for other in (("--json",), ("--shard", "1/2")):
         ran = run(tmp_path, "analyze", "some.npy", "--headline", *other)

@@ -21,7 +21,8 @@ from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure,
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_report import plan_report
 from chunkplan.reporting.plan_words import least_words, longest_words
-from chunkplan.reporting.shared_sequences import step_shares, way_words
+from chunkplan.reporting.shared_sequences import step_shares
+from chunkplan.reporting.tables import way_words
 from chunkplan.simulation import simulate_ranks
 from chunkplan.summary import summarize_plan
 from chunkplan_cli.gantt import print_gantt

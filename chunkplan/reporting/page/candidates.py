@@ -234,7 +234,7 @@ def _add(
 
 def _kind(name: str, label: Label | None) -> str:
     """Say what a point is beside its own name; that of a baseline is in its words already."""
-    return name if label is None else "what people run today"
+    return name if label is None else "baseline"
 
 
 def _words(row: Row) -> str:
@@ -275,7 +275,7 @@ def candidates_tables(document: TuningDocument, own: ChoiceEntry | None) -> list
     num_fitting = sum(row["fits"] for row in choices)
     caption = f"Choices: {len(rows):,} of the {num_fitting:,} that fit, of {len(choices):,} in all"
     return [
-        Table("What people run today", ("way", "step", "memory", "fits", "tokens lost"), baselines),
+        Table("Baselines", ("way", "step", "memory", "fits", "tokens lost"), baselines),
         Table(
             caption,
             ("ChunkSize", "K", "how", "step", "memory", "MFU", "bubble", "recomputed", "notes"),

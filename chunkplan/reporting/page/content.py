@@ -37,7 +37,7 @@ from chunkplan.reporting.page.sections import (
 from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import report_of
-from chunkplan.reporting.plan_words import PlanHeader, caveats
+from chunkplan.reporting.plan_words import caveats
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.token_text import TextSource
 from chunkplan.summary import PlanSummary
@@ -108,7 +108,7 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Say how many times as fast a step is as with the fastest way of today that fits and loses no token.
+    """Say how many times as fast a step is as with the fastest baseline that fits and loses no token.
 
     The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
     step; or of the choice that the tuning takes, where there is no plan. Of a plan with other settings it is said what
@@ -120,7 +120,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
         default=None,
     )
     if today is None:
-        return [("gain", "no way of today fits without cutting sequences")]
+        return [("gain", "no baseline fits without cutting sequences")]
     chosen = tuning["chosen"]
     if summary is None or own is not None:
         step = (own or chosen)["step_seconds"]
@@ -272,8 +272,7 @@ def plan_page(
     ]
     sequences, num_chunks = counted(summary.num_sequences, "sequence"), counted(summary.num_chunks, "chunk")
     title = f"A plan of {counted(summary.num_steps, 'step')}: {sequences} in {num_chunks}"
-    header = PlanHeader.of(plan.manifest)
-    warned = caveats(exact=header.exact, sample=header.sample)
+    warned = caveats(plan.manifest["analysis"])
     own = None if tuning is None else choice_of_plan(tuning, plan)
     if tuning is not None and not warnings:
         gain = gain_facts(tuning, own, summary)
@@ -294,4 +293,4 @@ def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument |
     gain = gain_facts(tuning, None, None) if tuning is not None and not warnings else []
     facts = [*gain, *analysis_facts(analysis, length_report(analysis))]
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
-    return render(title, caveats(exact=analysis.is_exact, sample=analysis.sample), facts, sections)
+    return render(title, caveats(analysis.manifest), facts, sections)

@@ -49,9 +49,7 @@ def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:
     if wrong.size or not begun.size == num_sequences > 0:
         found = f"{begun.size:,} sequences begin in its chunks, expected {num_sequences:,}"
         raise DataError(
-            f"the analysis has no sequence {wrong[0]}" if wrong.size else found,
-            where=str(path),
-            hint=VALIDATE_HINT,
+            f"the analysis has no sequence {wrong[0]}" if wrong.size else found, where=str(path), hint=VALIDATE_HINT
         )
     lengths: Int32Array = analysis.num_tokens[begun]
     return lengths

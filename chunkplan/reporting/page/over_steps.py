@@ -1,4 +1,4 @@
-"""Charts over steps (time, fill, balance; of many steps, runs are one point) and tables of chunks, memory and ranks."""
+"""Charts over steps: time, fill, balance; of many steps, runs are one point."""
 
 from __future__ import annotations
 
@@ -8,42 +8,9 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from chunkplan.quantities import gibibytes, percent, seconds, sharding_words
+from chunkplan.quantities import percent, seconds
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, PURPLE, axis, layout, narrowest, within
-from chunkplan.reporting.plan_memory import PlanMemory
-from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import memory_parts, tokens_words
-from chunkplan.reporting.tables import Table, fill_table, kinds_table, ranks_tables, shared_table, times_table
-
-#: Of more ranks a page has the heaviest and the lightest, half of each.
-_MOST_RANKS = 100
-
-
-def plan_tables(report: PlanReport) -> list[Table]:
-    """Make the tables of a report; those of which there is nothing to say are left out."""
-    tables = [times_table(report.times)] if report.times.slowest else []
-    tables += [kinds_table(report.kinds)]
-    tables += [shared_table(report.shared)] if report.shared else []
-    if report.memory is not None:
-        tables += [_memory(report.memory), *([_longest(report.memory)] if report.memory.longest else [])]
-    tables += [fill_table(report.fill)]
-    return tables + (ranks_tables(report.ranks, _MOST_RANKS) if report.summary.dp > 1 else [])
-
-
-def _memory(memory: PlanMemory) -> Table:
-    place = f"stage {memory.stage} of rank {memory.dp_rank} in step {memory.step:,}"
-    total = memory.memory.total
-    rows = [(name, gibibytes(num_bytes), percent(num_bytes / total)) for name, num_bytes in memory_parts(memory.memory)]
-    rows.append(("all of it", gibibytes(total), percent(1.0)))
-    rows.append(("the GPU has", gibibytes(memory.gpu_bytes), ""))
-    shared = f", {sharding_words(memory.sharding, memory.dp)}" if memory.dp > 1 else ""
-    return Table(f"Memory of the fullest stage: {place}{shared}", ("part", "memory", "share"), rows)
-
-
-def _longest(memory: PlanMemory) -> Table:
-    rows = [(f"{each.num_ranks:,}", tokens_words(each.num_tokens)) for each in memory.longest]
-    return Table("Longest sequence that fits, by ranks that share it", ("ranks", "tokens"), rows)
-
+from chunkplan.reporting.tables import Table
 
 #: More points cannot be distinguished.
 _MOST_POINTS = 1000

@@ -21,13 +21,14 @@ from chunkplan.reporting.page.over_steps import (
     has_balance,
     over_steps_figure,
     over_steps_table,
-    plan_tables,
     points,
     points_note,
 )
 from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, Section
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
+from chunkplan.reporting.plan_words import memory_words
+from chunkplan.reporting.tables import plan_tables
 from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.visible import visible
@@ -175,6 +176,9 @@ def _chosen(analysis: Analysis, held: Int64Array | None) -> dict[int, list[str]]
     return reasons
 
 
+#: Of more ranks a page has the heaviest and the lightest, half of each.
+_MOST_RANKS = 100
+
 _NO_MACHINE = "the plan does not describe the model and the GPU it was made for"
 _BEFORE_AND_AFTER = (
     "The same tokens, in sequences and in chunks. A micro-batch of one sequence is as long as the sequence; no "
@@ -246,14 +250,14 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
     notes = [
         f"What `tune` predicts for {shape} on {hardware}, {tuning['options']['global_batch']:,} sequences a step. "
         f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
-        f"{limit_words(tuning)} Diamonds are what people run today; a log scale is named at its axis.",
+        f"{limit_words(tuning)} Diamonds are baselines; a log scale is named at its axis.",
     ]
     own = None if plan is None else choice_of_plan(tuning, plan)
     if own is not None:
         notes.append("The ring is the choice with ChunkSize, K, layout, schedule and ways to save memory of this plan.")
     elif plan is not None:
         notes.append("No choice has ChunkSize, K, layout, schedule and ways to save memory of this plan.")
-    words = "Time of a step against memory of each choice, with what people run today."
+    words = "Time of a step against memory of each choice, with baselines."
     return Section(
         "candidates",
         title,
@@ -344,6 +348,7 @@ def numbers_section(plan: Plan, report: PlanReport) -> Section:
             "they wait for that. Each rank's part of a shared sequence counts as a chunk, however few tokens it has: a "
             "low fill is no fault there."
         )
-    if report.memory is None:
-        notes.append(f"Memory is not shown: {_NO_MACHINE}.")
-    return Section("numbers", "All of the plan", notes, tables=[summary_table(plan, report), *plan_tables(report)])
+    first, *more = memory_words(report.memory, report.summary.longest_sequence)
+    notes.append(". ".join([first.removesuffix("."), *more]) + ".")
+    tables = [summary_table(plan, report), *plan_tables(report, _MOST_RANKS)]
+    return Section("numbers", "All of the plan", notes, tables=tables)

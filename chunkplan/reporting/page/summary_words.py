@@ -8,7 +8,7 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, gibibytes, k_words, seconds, selection_words
 from chunkplan.reporting.plan_memory import PlanMemory
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import PlanHeader, machine_words, overview_rows, schedule_words
+from chunkplan.reporting.plan_words import machine_words, overview_rows, schedule_words
 from chunkplan.reporting.tables import Table
 from chunkplan.summary import PlanSummary
 
@@ -93,5 +93,5 @@ def analysis_facts(analysis: Analysis, report: LengthReport) -> Facts:
 
 def summary_table(plan: Plan, report: PlanReport) -> Table:
     """List what a plan comes to, as the terminal does."""
-    rows = overview_rows(report.summary, PlanHeader.of(plan.manifest), report.memory)
+    rows = overview_rows(report.summary, plan.manifest, report.memory)
     return Table("The plan in numbers", ("of the whole plan", "value"), rows, texts=("value",))

@@ -96,14 +96,14 @@ def test_a_page_fetches_nothing_and_runs_only_its_own_scripts(made: Page) -> Non
 def test_names_that_are_markup_stay_text(
     made: Page, write: Callable[..., Page], plan: Plan, tuning: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of the model, the GPUs, a path, a way of today: none becomes a tag, or ends the block of numbers."""
+    """Of the model, the GPUs, a path, a baseline: none becomes a tag, or ends the block of numbers."""
     (tmp_path / "tune.json").write_text(json.dumps(hostile_tuning(tuning)), encoding="utf-8")
     hostile = write(hostile_plan(plan), tuning=tmp_path / "tune.json")
     assert [tag for tag, _ in hostile.tags if tag == "img"] == []
     assert [kind for kind, _ in hostile.scripts] == [kind for kind, _ in made.scripts]
     assert hostile.text.count("onerror=") > 5
     assert HOSTILE.replace("`", "") in hostile.text
-    assert HOSTILE in hostile.tables["What people run today"][1][0]
+    assert HOSTILE in hostile.tables["Baselines"][1][0]
     [first] = [trace for trace in hostile.charts["candidates-chart"][""]["data"] if trace["name"].startswith("1: ")]
     assert "<" not in first["name"] + "".join(first["hovertext"])
     assert "<" not in next(text for kind, text in hostile.scripts if kind == "application/json")
