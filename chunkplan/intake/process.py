@@ -236,7 +236,7 @@ class _Task:
         left_out: dict[int, set[str]] = {}
         for place, one in enumerate(self._encoder.encode(records, left_out)):
             if isinstance(one, RecordError):
-                self._rejected.append(Rejected(owners[place], one.reason, one.message, one.hint))
+                self._rejected.append(one.of_row(owners[place]))
             else:
                 encoded.append(one)
                 kept.append(place)

@@ -43,6 +43,10 @@ class RecordError(DataError):
         self.reason = reason
         self.number = number
 
+    def of_row(self, number: int) -> Rejected:
+        """The entry of a line or row that is left out for this."""
+        return Rejected(number, self.reason, self.message, self.hint)
+
 
 class Rejected(NamedTuple):
     """A record that was left out. `number` is its line or row within its piece of the source, or -1: all the rest."""

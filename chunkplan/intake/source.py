@@ -38,7 +38,8 @@ class Source:
 
     `num_cut` pieces have been cut so far; `num_pieces` is None until all are. `reader` is that of its pieces,
     `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
-    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
+    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared;
+    `origins` those of the pieces that were cut.
     """
 
     file: SourceFile
@@ -50,10 +51,17 @@ class Source:
     num_pieces: int | None = None
     broken: Rejected | None = None
     ends: str | None = None
+    origins: list[int] = field(default_factory=list)
     num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_left = sys.maxsize if self.file.num_bytes is None else self.file.num_bytes
+
+    @property
+    def request(self) -> str:
+        """What is asked of the file and its records, as JSON."""
+        columns, schema, ignored = self.overrides
+        return json.dumps([self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored)])
 
     @property
     def is_complete(self) -> bool:
