@@ -13,7 +13,7 @@ import pyarrow as pa
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.rejection import HINTS_OF_ALL
+from chunkplan.intake.records import HINTS_OF_ALL
 from chunkplan.intake.source import Source
 from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry

@@ -19,8 +19,7 @@ from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
 from chunkplan.intake.readers.streams import Taken, chunks, contents
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
@@ -107,6 +106,19 @@ def look_ahead(
             raise
         return chain(held, _raising(error)), records
     return chain(held, found), records
+
+
+def cut_with_layout(source: Source, index: int, options: IntakeOptions, spool: Path) -> Iterator[Piece]:
+    """The pieces of a source, which are noted there; its layout is found with the first, where it is not known."""
+    found, records = cut(source.file, index, spool), list[JsonObject]()
+    if source.layout is None:
+        found, records = look_ahead(found, source, options)
+    for piece in found:
+        if source.layout is None:
+            source.layout = find_layout(source, records)
+        source.reader = piece.reader
+        source.origins.append(piece.origin)
+        yield piece
 
 
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:

@@ -19,14 +19,16 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
+    HINTS_OF_ALL,
     Conversation,
     Exchange,
     PromptRecord,
     Record,
+    RecordError,
+    Rejected,
     TextRecord,
     TokensRecord,
 )
-from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded

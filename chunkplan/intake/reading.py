@@ -26,11 +26,10 @@ from chunkplan.intake import pieces
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.probe import find_layout, look_ahead, probe
+from chunkplan.intake.probe import cut_with_layout, probe
 from chunkplan.intake.process import IntakeSettings, find, piece_key
-from chunkplan.intake.readers import cut, is_stream
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.readers import is_stream
+from chunkplan.intake.records import RecordError, Rejected
 from chunkplan.intake.runners import Outcomes, Report, Task, Workers, run_here, run_in_processes, run_on_ray
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import LayoutError
@@ -349,13 +348,13 @@ class IntakeRun:
                 yield from self._tasks_of(index, source)
             except RecordError as error:
                 if self._options.on_error == "stop":
-                    self._failures[index, source.num_cut] = error
+                    self._failures[index, len(source.origins)] = error
                     return
                 source.broken = error.of_row(-1)
-                source.num_pieces = source.num_cut
+                source.num_pieces = len(source.origins)
                 self._pass(source, source.num_left)
             except ChunkplanError as error:
-                self._failures[index, source.num_cut] = error
+                self._failures[index, len(source.origins)] = error
                 return
 
     def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
@@ -368,22 +367,15 @@ class IntakeRun:
         if is_stream(file) and not self._takes_next():
             self._pass(source, source.num_left)
             return
-        found, records = cut(file, index, self._spool), list[JsonObject]()
-        if source.layout is None:
-            found, records = look_ahead(found, source, self._options)
-        for piece in found:
-            if source.layout is None:
-                source.layout = find_layout(source, records)
-            source.num_cut += 1
-            source.reader = piece.reader
+        for piece in cut_with_layout(source, index, self._options, self._spool):
             share = min(piece.share, source.num_left)
             if is_stream(file) or self._takes_next():
                 source.num_left -= share
+                assert source.layout is not None
                 yield Task(replace(piece, share=share), source.layout)
             else:
                 self._pass(source, share)
-            source.origins.append(piece.origin)
-        source.num_pieces = source.num_cut
+        source.num_pieces = len(source.origins)
         self._pass(source, source.num_left)
         self._close(index)
 

@@ -14,7 +14,7 @@ from textwrap import shorten
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import TRY, LayoutError, column_flags, hint_of_source
 from chunkplan.intake.source_columns import (
@@ -36,10 +36,9 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `num_cut` pieces have been cut so far; `num_pieces` is None until all are. `reader` is that of its pieces,
-    `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
-    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared;
-    `origins` those of the pieces that were cut.
+    `origins` are those of the pieces that have been cut so far; `num_pieces` is None until all are. `reader` is that of
+    its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
+    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
     """
 
     file: SourceFile
@@ -47,7 +46,6 @@ class Source:
     layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)
-    num_cut: int = 0
     num_pieces: int | None = None
     broken: Rejected | None = None
     ends: str | None = None

@@ -27,8 +27,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import JsonObject, Rejected
 from chunkplan.planfile.analysis_writer import TokenFile
 from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import sequence_digests

@@ -18,8 +18,7 @@ import jinja2
 
 from chunkplan.errors import DataError
 from chunkplan.intake.pieces import LEFT_OUT
-from chunkplan.intake.records import Conversation, JsonObject, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError
 from chunkplan.intake.template_messages import (
     calls_put_out,
     find_left_out,
@@ -29,7 +28,6 @@ from chunkplan.intake.template_messages import (
     takes_calls,
     with_calls,
 )
-from chunkplan.intake.template_prompts import MOST_SHAPES, Prompts, Tools, shape_of
 from chunkplan.intake.template_render import (
     NOBODY,
     Rendered,
@@ -43,7 +41,7 @@ from chunkplan.intake.template_render import (
     printed_null,
     split_blocks,
 )
-from chunkplan.intake.template_turns import TurnFinder, left_out_error
+from chunkplan.intake.template_turns import MOST_SHAPES, Prompts, Tools, TurnFinder, left_out_error, shape_of
 
 T = TypeVar("T")
 

@@ -18,8 +18,16 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import SHARED, TokenColumns
-from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    Message,
+    PromptRecord,
+    Record,
+    RecordError,
+    Rejected,
+    TextRecord,
+)
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_render import Span
 

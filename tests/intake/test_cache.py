@@ -62,7 +62,7 @@ def test_unchanged_input_is_not_even_read(tmp_path: Path, work: list[str], monke
     first = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert len(work) == 2
     work.clear()
-    monkeypatch.setattr("chunkplan.intake.reading.cut", lambda *arguments: pytest.fail("the file was read"))
+    monkeypatch.setattr("chunkplan.intake.probe.cut", lambda *arguments: pytest.fail("the file was read"))
     second = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert work == []
     assert second.content_hash == first.content_hash

@@ -1,7 +1,8 @@
 """Readers: sources of every kind cut into pieces, and pieces read as batches of records; one kind a module.
 
 What is read does not depend on how it is cut, and every record is read, rejected with its reason, or left out by the
-sample: none is lost. A module has `rows`, `digest`, `num_rows` and `alone`, which the functions here document.
+sample: none is lost. A module has `rows`, `digest`, `num_rows` and `alone`, which the functions here document. All
+raise RecordError for a file that is unreadable, and UsageError for one that cannot be opened.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ _FIRST_BYTES = 8 << 20
 def cut(file: SourceFile, source: int, spool: Path) -> Iterator[Piece]:
     """The pieces of the source with index `source`, each made when it is asked for; temporary ones are in `spool`.
 
-    Raises:
-        RecordError: unreadable, with its file; after all pieces that can be read.
-        UsageError: the file cannot be opened, or the disk has no room for temporary pieces.
+    Raises RecordError, with its file, after all pieces that can be read; UsageError also for a full disk.
     """
     return _CUTS[file.kind](file, source, spool)
 
@@ -62,12 +61,7 @@ def is_stream(file: SourceFile) -> bool:
 
 
 def default_columns(file: SourceFile) -> dict[str, str]:
-    """Which column has the lengths, of a file that can hold nothing else: .npy, and tables of one column of integers.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be read.
-    """
+    """Which column has the lengths, of a file that can hold nothing else: .npy, a table of one column of integers."""
     if file.kind == "npy":
         return {"length": numpy_files.KEY}
     name = tables.length_column(file) if file.kind in ("parquet", "arrow") else None
@@ -78,10 +72,6 @@ def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX
     """The first `count` records of a piece, as they are, fewer if they are large: to find out how they are laid out.
 
     Those that are no objects, or too large, are passed over. Of a table whose piece has none, rows behind it are read.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
     """
     if piece.reader == "text":
         return [{"text": piece.path}]  # as all text files have it; the file is not read
@@ -106,9 +96,6 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
         layout: how its records are laid out.
         max_record_bytes: larger records are rejected; JSON lines and text are then not held in memory.
         sample: the share of records to read, by a hash of their position in the source.
-
-    Raises:
-        UsageError: the file cannot be opened.
     """
     max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", "input_ids") else pieces.BATCH_RECORDS
     for block in _READERS[piece.reader].rows(piece, layout, max_rows, max_record_bytes, sample):
@@ -116,33 +103,19 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
 
 
 def digest(piece: Piece) -> str:
-    """SHA-256 of what a piece reads: of lines, of the rows of a table, of a text.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
-    """
+    """SHA-256 of what a piece reads: of lines, of the rows of a table, of a text."""
     return str(_READERS[piece.reader].digest(piece))
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lines or rows a piece has, with blank ones.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
-    """
+    """How many lines or rows a piece has, with blank ones."""
     return int(_READERS[piece.reader].num_rows(piece))
 
 
 def alone(piece: Piece, number: int, folder: Path) -> Piece:
     """The piece that has nothing but the line or row `number` of a piece; what has to be written for it is in `folder`.
 
-    It is read as it would be among the others.
-
-    Raises:
-        RecordError: the row is lost to damage.
-        UsageError: the file cannot be opened.
+    It is read as it would be among the others. Raises RecordError for a row that is lost to damage.
     """
     found: Piece = _READERS[piece.reader].alone(piece, number, folder)
     return found

@@ -24,8 +24,7 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers.rows import BOM, Row, RowBlock, sampled, too_large
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import json_type
 

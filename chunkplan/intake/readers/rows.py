@@ -12,8 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, split_mix
 from chunkplan.intake.pieces import Batch, LengthColumn
-from chunkplan.intake.records import JsonObject, LengthRecord, Record
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import JsonObject, LengthRecord, Record, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, count_unread, parse
 from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.unread import named

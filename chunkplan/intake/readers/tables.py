@@ -19,7 +19,7 @@ from chunkplan.intake.pieces import LengthColumn, Piece
 from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled, too_large
 from chunkplan.intake.readers.streams import fetch, unreadable
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.keys import may_say
 from chunkplan.intake.schemas.messages import SUSPECT

@@ -11,7 +11,7 @@ import numpy as np
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers.rows import BOM, Row, RowBlock, sampled, too_large
 from chunkplan.intake.readers.streams import chunks
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 

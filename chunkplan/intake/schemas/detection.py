@@ -9,8 +9,7 @@ from typing import Any
 
 from chunkplan.config.intake import Said
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas.fields import (
     MOST_LISTED,
     TRY,
