@@ -32,11 +32,9 @@ def assemble(
 ) -> None:
     """Write the analysis of `sources`, all of whose pieces are in the folders that `locate` names, into `folder`.
 
-    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`.
-
-    Raises:
-        DataError: there is no sequence, or a source has no target.
-        UsageError: there is no room for the analysis, or a piece is gone.
+    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`. Raises
+    DataError: there is no sequence, or a source has no target; UsageError: there is no room for the analysis, or a
+    piece is gone.
     """
     pieces = [piece for source in sources for piece in source.pieces]
     rejected: Counter[str] = Counter()

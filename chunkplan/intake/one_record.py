@@ -73,11 +73,8 @@ def find_record(
     """Read the record at `place` with `options`, less what these say of a sample and of errors.
 
     `sources` are the paths that the columns of `options` may name, and `named` the index of this one among them, or
-    None.
-
-    Raises:
-        UsageError: there is no such file or record, or nobody can tell which one is meant.
-        DataError: the file cannot be read, or no schema fits its records.
+    None. Raises UsageError: there is no such file or record, or nobody can tell which one is meant; DataError: the file
+    cannot be read, or no schema fits its records.
     """
     file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)

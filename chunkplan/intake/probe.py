@@ -47,9 +47,8 @@ _OF_RECORDS = ("empty", "undesirable")
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
     """Find the layout of a source, where its file shows it before it is read.
 
-    Raises:
-        DataError: the source cannot be read; where errors stop the run, also that none of its first records can be.
-        UsageError: as `find_layout`, or the file cannot be opened.
+    Raises DataError: the source cannot be read; where errors stop the run, also that none of its first records can be;
+    UsageError: as `find_layout`, or the file cannot be opened.
     """
     file = source.file
     if file.damage is not None:
@@ -141,10 +140,8 @@ def _raising(error: RecordError) -> Iterator[Piece]:
 def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """Return the layout of a source that begins with `records`.
 
-    Raises:
-        LayoutError: no schema is known that fits, or several do.
-        DataError: the source is unreadable.
-        UsageError: there is no such schema or role.
+    Raises LayoutError: no schema is known that fits, or several do; DataError: the source is unreadable; UsageError:
+    there is no such schema or role.
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD

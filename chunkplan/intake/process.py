@@ -63,9 +63,8 @@ class IntakeSettings:
 def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report: Report) -> PieceResult:
     """Read a piece, encode it and put it into the store, unless it is there.
 
-    Raises:
-        RecordError: `--on-error stop`, and a record cannot become a sequence.
-        UsageError: records need a chat template that is not there, or the disk is full.
+    Raises RecordError: `--on-error stop`, and a record cannot become a sequence; UsageError: records need a chat
+    template that is not there, or the disk is full.
     """
     store = Store(settings.store, is_trusted=settings.use_cache)
     found = digest(piece)

@@ -281,10 +281,9 @@ class IntakeRun:
     def run(self, runner: Runner, report: Report) -> None:
         """Have all pieces of all sources processed.
 
-        Raises:
-            RecordError: a record, or a file, cannot be read and the run is not to go on without it.
-            DataError: sources cannot be read at all, or one changed while it was read.
-            UsageError: a source cannot be opened, records need a chat template, or the disk is full.
+        Raises RecordError: a record, or a file, cannot be read and the run is not to go on without it; DataError:
+        sources cannot be read at all, or one changed while it was read; UsageError: a source cannot be opened, records
+        need a chat template, or the disk is full.
         """
         self._probe()
 

@@ -147,8 +147,7 @@ class Workers:
     def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have something done in a process.
 
-        Raises:
-            ChunkplanError: a process was killed, or the system has no room for one.
+        Raises ChunkplanError: a process was killed, or the system has no room for one.
         """
         resource_tracker.ensure_running()  # starting it later would unblock signals
         with _named_errors(BrokenProcessPool, OSError), _blocked_signals(), _without_main():
@@ -171,8 +170,7 @@ class Workers:
 def run_in_processes(tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, workers: Workers) -> Outcomes:
     """Do the tasks in `workers`, in whichever order they end; none begins after one has failed.
 
-    Raises:
-        ChunkplanError: a process was killed.
+    Raises ChunkplanError: a process was killed.
     """
     running: dict[Future[_Done], Task] = {}
 
@@ -256,9 +254,8 @@ def run_on_ray(
 ) -> Outcomes:
     """Do the tasks on the cluster at `address`, one Ray task each; `num_workers` are the CPUs of a local cluster.
 
-    Raises:
-        UsageError: Ray is not installed, or there is no cluster.
-        ChunkplanError: a task was lost more often than Ray tries.
+    Raises UsageError: Ray is not installed, or there is no cluster; ChunkplanError: a task was lost more often than Ray
+    tries.
     """
     try:
         import ray as package

@@ -294,8 +294,7 @@ def read_rejected(folder: Path) -> Iterator[Rejected]:
 def check_room(folder: Path, num_bytes: float, what: str) -> None:
     """Refuse to begin `what`, which writes about `num_bytes` below `folder`, where there is no room for it.
 
-    Raises:
-        UsageError: the disk has less than that, and a reserve.
+    Raises UsageError: the disk has less than that, and a reserve.
     """
     while not folder.exists():
         folder = folder.parent

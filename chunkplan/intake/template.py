@@ -114,11 +114,9 @@ class ChatTemplate:
 
         An assistant message counts where it stands in generation blocks, else from the end of the generation prompt to
         the token that ends it; any other message as a whole. Calls and tools are given in the first form at which the
-        template does not raise. What of the conversation is missing, see `LEFT_OUT`, is added to `left_out`.
-
-        Raises:
-            RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or
-                the place of a message is not known.
+        template does not raise. What of the conversation is missing, see `LEFT_OUT`, is added to `left_out`. Raises
+        RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or the
+        place of a message is not known.
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation, left_out)

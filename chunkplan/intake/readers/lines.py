@@ -142,10 +142,7 @@ def line_blocks(path: str, start: int, stop: int, *, max_line_bytes: int, max_li
     """The lines of a local file that begin in its bytes [start, stop), in blocks of at most `max_lines`.
 
     Only LF ends a line, and the end of the file. A line of more than `max_line_bytes` that is longer than a block is
-    not held in memory.
-
-    Raises:
-        UsageError: the file cannot be read.
+    not held in memory. Raises UsageError: the file cannot be read.
     """
     with reading(path), Path(path).open("rb") as file:
         at = _first_line(file, start, stop)

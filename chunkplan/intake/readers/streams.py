@@ -64,10 +64,8 @@ def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is
     Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
 
     `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
-
-    Raises:
-        RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way.
-        UsageError: it cannot be opened or read.
+    Raises RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way;
+    UsageError: it cannot be opened or read.
     """
     taken = taken or Taken()
     block_bytes = pieces.LOOK_BYTES if is_look and is_url(path) else pieces.BLOCK_BYTES
@@ -131,8 +129,7 @@ def fetch(path: str, target: Path) -> str:
 def check_head(head: bytes, path: str) -> None:
     """Refuse a file that begins with `head` if there is nothing to read in it.
 
-    Raises:
-        RecordError: it is empty, or a pointer of Git LFS.
+    Raises RecordError: it is empty, or a pointer of Git LFS.
     """
     if not head:
         name = "the standard input" if path == STDIN else "the file"
@@ -164,11 +161,8 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
     """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
 
-    `taken` and `is_look` are as in `chunks`.
-
-    Raises:
-        RecordError: unreadable; also while the bytes are taken, after all that can be read.
-        UsageError: the file cannot be read.
+    `taken` and `is_look` are as in `chunks`. Raises RecordError: unreadable; also while the bytes are taken, after all
+    that can be read; UsageError: the file cannot be read.
     """
     data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
@@ -259,8 +253,7 @@ def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, byt
 def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
     """The elements of the array in `data`, which begins with its `[`: each on a line that ends with LF, in parts.
 
-    Raises:
-        RecordError: unreadable: no `]`, something behind it, an element that is missing, or a comma; or as `data`.
+    Raises RecordError: unreadable: no `]`, something behind it, an element that is missing, or a comma; or as `data`.
     """
     marks = _Marks(1)
     depth = num_done = 0
@@ -319,8 +312,7 @@ def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
 def objects(data: Iterator[bytes], path: str) -> Iterator[bytes]:
     """The objects in `data`, each over as many lines as it likes: each on a line that ends with LF, in parts.
 
-    Raises:
-        RecordError: unreadable: something is between them, or the last has no end; or as `data`.
+    Raises RecordError: unreadable: something is between them, or the last has no end; or as `data`.
     """
     marks = _Marks(0)
     num_done, is_open = 0, False
