@@ -126,7 +126,9 @@ def _read(folder: Path) -> _Shard:
                 f"expected a shard of version {SCHEMA_VERSION}",
                 hint=_HINT,
             )
-        return msgspec.convert(manifest, _Shard, str_keys=True)
+        shard = msgspec.convert(manifest, _Shard, str_keys=True)
+        IntakeOptions(**shard.options)  # refuses what is none
+        return shard
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"damaged: {type(error).__name__}: {error}", where=str(path), hint=_AGAIN) from error
 

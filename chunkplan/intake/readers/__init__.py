@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from chunkplan.config.intake import MAX_RECORD_BYTES
 from chunkplan.intake import pieces
@@ -26,7 +26,7 @@ from chunkplan.intake.sources import SourceFile
 __all__ = ["alone", "cut", "default_columns", "digest", "first_records", "is_stream", "num_rows", "read"]
 
 #: By `Piece.reader`; elements of JSON are spooled as lines.
-_READERS: dict[str, Any] = {
+_READERS: dict[str, ModuleType] = {
     **dict.fromkeys(("lines", "elements"), lines),
     **dict.fromkeys(("parquet", "arrow"), tables),
     "text": texts,
