@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from chunkplan.intake.backends.fast import FastTokenizer
     from chunkplan.intake.backends.tiktoken_name import TiktokenTokenizer
 
-    TokenizerLibrary = FastTokenizer | TiktokenTokenizer
+    TokenizerLibrary: TypeAlias = FastTokenizer | TiktokenTokenizer
 
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,10 @@ class RowBlock(NamedTuple):
 def make_batch(layout: RecordLayout, block: RowBlock) -> Batch:
     """Make records of the rows of a block."""
     sizes = block.num_records, block.num_rows, block.num_bytes
-    found = (block.rows, block.unread) if isinstance(block.rows, LengthColumn) else _plain_lengths(block.rows, layout)
-    if found is not None:
-        return Batch(block.numbers, found[0], *sizes, list(block.rejected), found[1])
+    if isinstance(block.rows, LengthColumn):
+        return Batch(block.numbers, block.rows, *sizes, list(block.rejected), block.unread)
+    if (lengths := _plain_lengths(block.rows, layout)) is not None:
+        return Batch(block.numbers, lengths[0], *sizes, list(block.rejected), lengths[1])
     kept: list[int] = []
     read: list[JsonObject] = []
     records: list[Record] = []
@@ -75,15 +76,16 @@ def are_lengths(values: Int64Array) -> bool:
 
 def _plain_lengths(rows: Sequence[Row], layout: RecordLayout) -> tuple[LengthColumn, Counter[str]] | None:
     """The lengths in rows none of which is to be refused, and their other keys; None where each has to be looked at."""
-    key = layout.columns.get("length")
-    if layout.schema != "length" or layout.ignored or set(map(type, rows)) != {dict}:
+    objects = [row for row in rows if isinstance(row, dict)]
+    if layout.schema != "length" or layout.ignored or not objects or len(objects) < len(rows):
         return None
-    shapes = Counter(map(tuple, rows))
+    key = layout.columns["length"]
+    shapes = Counter(map(tuple, objects))
     names = {name for shape in shapes for name in shape} - {key}
-    values = [row.get(key) for row in rows]  # type: ignore[union-attr]
+    values: list[Any] = [row.get(key) for row in objects]
     if not SUSPECT.isdisjoint(names) or set(map(type, values)) != {int}:
         return None
-    if min(values) < 1 or max(values) > _INT32_MAX or (names and any(None in row.values() for row in rows)):  # type: ignore[union-attr]
+    if min(values) < 1 or max(values) > _INT32_MAX or (names and any(None in row.values() for row in objects)):
         return None
     unread: Counter[str] = Counter()
     for shape, count in shapes.items():

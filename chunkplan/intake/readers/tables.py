@@ -91,8 +91,8 @@ def rows(
             decoded, large, others = [found.error] * int(is_chosen.sum()), [], unread
         else:
             large = _too_large_rows(found, is_chosen, max_record_bytes)
-            decoded, others = _decode(_take(found, is_chosen), layout)
-            others = unread | others
+            decoded, beside = _decode(_take(found, is_chosen), layout)
+            others = {**unread, **beside}
         before, behind = (piece.num_bytes * count // max(total, 1) for count in (row, row + found.num_rows))
         rejected = [error.of_row(row + index) for index, error in large]
         sizes = found.num_rows, found.num_rows, behind - before
