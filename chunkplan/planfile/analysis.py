@@ -134,7 +134,7 @@ class Analysis:
             digests = []
             for _, batch in self.tokens().batches():
                 ids = batch.column("input_ids")
-                tokens = memoryview(to_numpy(ids.values).astype("<i4", copy=False)).cast("B")
+                tokens = to_numpy(ids.values).astype("<i4", copy=False).view(np.uint8).data
                 edges = pairwise((4 * to_numpy(ids.offsets).astype(np.int64)).tolist())
                 digests += [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in edges]
             keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)

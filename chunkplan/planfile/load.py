@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -134,7 +134,7 @@ def load_analysis(path: str | Path) -> Analysis:
 
 
 def _complaints(
-    manifest: dict[str, Any], content_hash: str, num_sequences: int, sources: list[int]
+    manifest: Mapping[str, Any], content_hash: str, num_sequences: int, sources: list[int]
 ) -> Iterator[tuple[str, str]]:
     """What of an analysis does not belong together: the file, and the words.
 

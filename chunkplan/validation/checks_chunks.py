@@ -156,11 +156,12 @@ def check_totals(columns: ChunkColumns) -> Iterator[Violation | None]:
         "num_target_tokens": sum_runs(chunks["num_target_tokens"], columns.step_chunks),
         "num_chunks": np.diff(columns.step_chunks),
     }
-    for name in sums:
-        yield columns.at_step(
-            steps[name] != sums[name],
-            lambda row, name=name: f"{name} is {steps[name][row]}, its chunks have {sums[name][row]}",
-        )
+
+    def differs(name: str) -> Violation | None:
+        stated, actual = steps[name], sums[name]
+        return columns.at_step(stated != actual, lambda row: f"{name} is {stated[row]}, its chunks have {actual[row]}")
+
+    yield from map(differs, sums)
     fewest, packed, number = steps["chunks_lower_bound"], steps["packing_lower_bound"], steps["num_chunks"]
     bad = (fewest < 0) | (packed < fewest) | (number < packed) | (steps["optimal"] != (number == fewest))
     yield columns.at_step(bad, lambda row: "num_chunks, its lower bounds and `optimal` contradict")

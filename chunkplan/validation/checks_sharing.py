@@ -55,13 +55,15 @@ def check_cp_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
     yield columns.at(absent, lambda row: f"rank {first[row]}, of the same block, has no such chunk")
     other = np.arange(columns.num_chunks)
     other[columns.shared] = columns.leader
-    for name in _ALIKE:
-        yield columns.at(
-            chunks[name] != chunks[name][other],
-            lambda row, name=name, values=chunks[name]: (
-                f"{name} is {values[row]}, but {values[other[row]]} on rank {first[row]} of the same block"
-            ),
+
+    def differs(name: str) -> Violation | None:
+        values = chunks[name]
+        return columns.at(
+            values != values[other],
+            lambda row: f"{name} is {values[row]}, but {values[other[row]]} on rank {first[row]} of the same block",
         )
+
+    yield from map(differs, _ALIKE)
     num_members = np.bincount(other, minlength=columns.num_chunks)[other]
     yield columns.at(
         columns.is_shared & (num_members != size),
