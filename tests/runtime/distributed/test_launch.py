@@ -18,7 +18,7 @@ from tests.support.process_pool import process_pool
 NO_GPU = OwnGpu("node0", 0, 0, None)
 
 
-def gpu(uuid: str | None, index: int = 0, num_seen: int = 1, machine: str = "node0") -> OwnGpu:
+def gpu(uuid, index=0, num_seen=1, machine="node0"):
     return OwnGpu(machine, index, num_seen, uuid)
 
 
