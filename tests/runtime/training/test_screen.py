@@ -281,7 +281,7 @@ def test_elsewhere_there_are_plain_lines_of_120_columns_at_most(capsys):
 
 
 def test_a_full_gpu_is_reported_with_what_to_do(made, tmp_path, monkeypatch, capsys):
-    def fill() -> None:
+    def fill():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
     after_step(monkeypatch, 1, fill)
