@@ -134,22 +134,14 @@ def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
     refuse_other_content(output, "analysis")
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
-            tokenizer = done.tokenizer and _found_from(output, done.tokenizer)
+            tokenizer = done.tokenizer
+            # Its path leads to it from a folder above the analysis; where this folder is none, it is made absolute.
+            if tokenizer and Path(tokenizer["path"]).exists() and Path.cwd() not in output.resolve().parents:
+                tokenizer = {**tokenizer, "path": str(Path(tokenizer["path"]).absolute())}
             assemble(folder, done.sources, done.store.path, done.settings.options, tokenizer)
             analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)
     return replace(analysis, path=output)
-
-
-def _found_from(output: Path, tokenizer: TokenizerEntry) -> TokenizerEntry:
-    """The entry for a tokenizer whose path leads to it from an analysis in `output`, wherever one is then.
-
-    A relative path does so from a folder above; where this folder is none of these, it is made absolute.
-    """
-    path = Path(tokenizer["path"])
-    if not path.exists() or Path.cwd() in output.resolve().parents:
-        return tokenizer
-    return {**tokenizer, "path": str(path.absolute())}
 
 
 @contextmanager
