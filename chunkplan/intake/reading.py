@@ -201,22 +201,21 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
 
 def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
     """What all tasks share, and the entry of the manifest for the tokenizer."""
+    tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
+    if tokenizer is None and template is not None:
+        raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
+    today = date.today().isoformat()
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer, template, today=today)
     settings = IntakeSettings(
-        tokenizer=None,
-        chat_template=None if request.chat_template is None else str(request.chat_template),
-        today=date.today().isoformat(),
-        identity=None,
+        tokenizer=tokenizer,
+        chat_template=template,
+        today=today,
+        identity=encoder and encoder.identity,
         options=request.options,
         store=request.cache,
         use_cache=request.use_cache,
     )
-    if request.tokenizer is None:
-        if request.chat_template is not None:
-            raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
-        return settings, None
-    encoder = load_tokenizer(request.tokenizer, request.chat_template, today=settings.today)
-    settings = replace(settings, tokenizer=str(request.tokenizer), identity=encoder.identity)
-    return settings, encoder.describe()
+    return settings, encoder and encoder.describe()
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, stack: ExitStack) -> Runner:
