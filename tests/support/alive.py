@@ -15,8 +15,8 @@ from chunkplan_runtime.attention import function as attention
 from chunkplan_runtime.attention.function import ATTEND
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.sharing import Span
 
 
 class Alive(TorchDispatchMode):

@@ -17,9 +17,8 @@ from chunkplan.errors import UsageError
 from chunkplan_runtime import sharing
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.kv.store import GatheredMemory
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import Exchanges, RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import Exchanges
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.training_cases import run_main
 

@@ -18,7 +18,7 @@ from chunkplan.intake.rejection import RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, count_unread, parse
 from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
 from chunkplan.intake.schemas.unread import named
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.schema import to_numpy
 
 #: A row as a reader decodes it: its keys and values as JSON has them, or what is wrong with it.
 Row = JsonObject | RecordError

@@ -16,7 +16,7 @@ from torch import Tensor
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart, Span
+from chunkplan_runtime.layout import Run, SharedPart, Span
 
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents
