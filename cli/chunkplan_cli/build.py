@@ -176,10 +176,8 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
     for given in options:
         for name in given:
             if name in _OF_TUNE:
-                words += [
-                    options_of(TuneOptions)[name].flag,
-                    *([given.typed[name]] if name in given.typed else []),
-                ]  # a flag has no text
+                typed = [given.typed[name]] if name in given.typed else []  # a flag has no text
+                words += [options_of(TuneOptions)[name].flag, *typed]
     return ["chunkplan", "tune", *words]
 
 

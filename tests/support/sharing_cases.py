@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime import sharing
+from chunkplan_runtime import layout as layouts
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import Exchanges, RankLayout
@@ -29,7 +29,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     Of gradients that are summed, so many as a process sends that passes sums on.
     """
     counts: Counter[tuple[str, torch.dtype]] = Counter()
-    all_to_all, gather, reduce = dist.all_to_all_single, sharing.all_gather, sharing.reduce_scatter
+    all_to_all, gather, reduce = dist.all_to_all_single, layouts.all_gather, layouts.reduce_scatter
 
     def counted_all_to_all(
         out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
