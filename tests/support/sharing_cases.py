@@ -50,8 +50,8 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
-        patch.object(sharing, "all_gather", counted_gather),
-        patch.object(sharing, "reduce_scatter", counted_reduce),
+        patch.object(layouts, "all_gather", counted_gather),
+        patch.object(layouts, "reduce_scatter", counted_reduce),
     ):
         stage.run(stage.work(0))
     return counts
