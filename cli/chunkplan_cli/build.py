@@ -24,8 +24,15 @@ from chunkplan_cli.build_options import (
     plan_config,
     resolve,
 )
-from chunkplan_cli.declared import AnalysisArgument, Given, JsonOption, WorkspaceOption, output_option, takes
-from chunkplan_cli.places import find_analysis
+from chunkplan_cli.declared import (
+    AnalysisArgument,
+    Given,
+    JsonOption,
+    WorkspaceOption,
+    find_analysis,
+    output_option,
+    takes,
+)
 from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions
 from chunkplan_cli.progress import note_compilation, planning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn

@@ -16,8 +16,7 @@ from chunkplan.domains import one_of, tokens
 from chunkplan.errors import UsageError, one_line
 from chunkplan.options import Options, option
 from chunkplan.quantities import percent
-from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, output_option, takes
-from chunkplan_cli.places import find_plan
+from chunkplan_cli.declared import Given, JsonOption, WorkspaceOption, find_plan, output_option, takes
 from chunkplan_cli.progress import note_compilation, progress
 from chunkplan_cli.terminal import note, print_json, stdout
 
