@@ -23,9 +23,9 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.table import SCHEMAS
 from chunkplan.packing import PACKERS
 from chunkplan_cli.app import app
-from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
 from chunkplan_runtime.train import read_options
+from chunkplan_runtime.training.config import ATTENTION
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"

@@ -21,12 +21,11 @@ from chunkplan.planfile.plan import Action
 from chunkplan.reporting.replay import describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.executor import ActionClock, RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.timeline import ActionClock, stage_rows
+from chunkplan_runtime.training.metrics import stage_rows
 from tests.support.analyses import write_analysis
 from tests.support.process_pool import process_pool
 from tests.support.shared_plans import build_blocks
@@ -386,7 +385,7 @@ def run_timed(rank, plan, config):
     model = new_model(read_config(config), torch.float32, seed=1)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
     model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.num_model_stages), layout)
-    executor = RankExecutor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
+    executor = RankExecutor(model, links=groups.links(model.config.hidden_size, model.dtype))
     work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
     clock = ActionClock(model.device)
     dist.barrier()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus, find_own_gpu, joined
+from chunkplan_runtime.distributed.job import OwnGpu, check_gpus, find_own_gpu, joined
 from tests.support.distributed_cases import refuse_gpus
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, TrainingArguments, get_scheduler
 
-from chunkplan_runtime.distributed.sharding import clip, gradient_norm
+from chunkplan_runtime.distributed.job import clip, gradient_norm
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -137,7 +137,7 @@ def test_fp32_master_weights_keep_what_bfloat16_would_round_away(tiny_config):
 
 def test_the_norm_of_large_gradients_is_not_that_of_float32_sums(monkeypatch):
     """Three million values in one tensor or in three, looked at in pieces: the same to the last digits of float32."""
-    monkeypatch.setattr("chunkplan_runtime.distributed.sharding.NUMBERS_AT_ONCE", 1_000_000)
+    monkeypatch.setattr("chunkplan_runtime.distributed.job.NUMBERS_AT_ONCE", 1_000_000)
     whole, parts = torch.nn.Parameter(torch.zeros(3 << 20)), [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in "abc"]
     whole.grad = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
     for part, gradient in zip(parts, whole.grad.split(1 << 20), strict=True):
