@@ -93,8 +93,7 @@ def filling(place: Path, *, hint: str = _ROOM_HINT) -> Iterator[None]:
 def writing(place: Path, *, room_hint: str = _ROOM_HINT) -> Iterator[None]:
     """Turn errors of writing `place`, a file or what is below a folder, into a UsageError.
 
-    Raises:
-        UsageError: no room is left (with the hint `room_hint`), or the place is not there or not ours to write.
+    Raises UsageError: no room is left (with the hint `room_hint`), or the place is not there or not ours to write.
     """
     try:
         with filling(place, hint=room_hint):
@@ -120,10 +119,8 @@ def _reason(error: OSError) -> str:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """Yield a file under a temporary name beside `path`, synced and then renamed when the block ends without an error.
 
-    What a link points at is replaced, not the link; into a pipe or a device it is written as it comes.
-
-    Raises:
-        UsageError: `path` is a folder or cannot be written.
+    What a link points at is replaced, not the link; into a pipe or a device it is written as it comes. Raises
+    UsageError: `path` is a folder or cannot be written.
     """
     with writing(path):
         places = _target_and_temporary(path)
@@ -145,8 +142,7 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 def refuse_unwritable(path: Path) -> None:
     """Refuse what `whole_file` could not write, for who has much to compute first.
 
-    Raises:
-        UsageError: `path` is a folder or cannot be written.
+    Raises UsageError: `path` is a folder or cannot be written.
     """
     with writing(path):
         places = _target_and_temporary(path)
@@ -168,8 +164,7 @@ def _target_and_temporary(path: Path) -> tuple[Path, Path] | None:
 def refuse_overwriting(output: Path, inputs: Iterable[Path | str | None]) -> None:
     """Refuse to write `output` over one of `inputs`, or into a folder that is one.
 
-    Raises:
-        UsageError: naming the input.
+    Raises UsageError: naming the input.
     """
     target = Path(os.path.realpath(output))
     for path in inputs:
@@ -184,11 +179,9 @@ def hold(target: Path) -> Iterator[None]:
     """Keep other runs from writing `target` until the block ends.
 
     The lock is on a file beside it, `.NAME.lock`, which says who holds it and is removed at the end. One that a killed
-    run left is in nobody's way. Where the file system has no locks the block runs without one.
-
-    Raises:
-        UsageError: another run holds `target`, or its lock is no file but a link, a pipe or the like.
-        OSError: no file can be written there.
+    run left is in nobody's way. Where the file system has no locks the block runs without one. Raises UsageError:
+    another run holds `target`, or its lock is no file but a link, a pipe or the like; OSError: no file can be written
+    there.
     """
     path = target.with_name(f".{target.name}.lock")
 
@@ -208,8 +201,7 @@ def hold(target: Path) -> Iterator[None]:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file or folder, without waiting; False where its file system has no locks.
 
-    Raises:
-        BlockingIOError: another process holds it.
+    Raises BlockingIOError: another process holds it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
