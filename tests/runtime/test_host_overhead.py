@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.planfile.plan import Action
-from chunkplan_runtime.attention.function import ATTEND, _run_call
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -46,16 +45,13 @@ def counting(found: Counter[str], name: str) -> Iterator[None]:
 
 
 class Dispatched(TorchDispatchMode):
-    """Within the block operators are counted, those within attention too."""
+    """Within the block operators are counted."""
 
     def __init__(self, found: Counter[str], name: str) -> None:
         super().__init__()
         self.found, self.name = found, name
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is ATTEND:
-            with self:
-                return _run_call(*args)
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
 
