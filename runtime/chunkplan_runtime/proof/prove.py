@@ -33,9 +33,8 @@ from chunkplan.files.writing import whole_file
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Links, Wire
+from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import MODEL_TYPES
@@ -129,7 +128,7 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     with evaluate_in_float64(model.model):
         is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
-        whole = _whole(model, sequences, num_targets, with_router_loss=scope != NO_ROUTER_LOSS)
+        whole = _whole(model, sequences, num_targets, with_router_loss=scope != "none")
         own = model if num_stages == 1 else _two_stages(model)
         proofs = [_compared(_chunked(own, sequences, num_targets, k, scope), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
@@ -151,7 +150,7 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
     """The same in chunks, on all stages that the model has."""
     work = work_of(sequences, k, len(model.parts))
-    links = Links(Wire(1, torch.float64, torch.device("cpu")), range(len(model.parts)), {})
+    links = Links(torch.zeros(1, 1, dtype=torch.float64), range(len(model.parts)), {})
     executor = RankExecutor(model, links=links, router_loss=scope)
     num_tokens = sum(len(each.tokens) for each in sequences)
     executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"))
@@ -310,9 +309,9 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: st
     scope = router_loss_scope(config, router_loss, where)
     if config.model_type in MODEL_TYPES:
         return scope
-    if bool(getattr(config, "output_router_logits", False)) != (scope != NO_ROUTER_LOSS):
+    if bool(getattr(config, "output_router_logits", False)) != (scope != "none"):
         config = copy.copy(config)
-        config.output_router_logits = scope != NO_ROUTER_LOSS
+        config.output_router_logits = scope != "none"
     hint = "docs/models.md has the models that are known to be exact, and why others are not"
     model = f"model type {config.model_type!r}{' on pipeline stages' if num_stages > 1 else ''}"
     try:
