@@ -16,7 +16,7 @@ from chunkplan.errors import DataError
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import config_of, reduction_us_of, sights_of
+from chunkplan.planfile.manifest import attention_patterns_of, config_of, reduction_us_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class PlanSummary:
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
     """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
-    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, sights_of(manifest)))
+    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, attention_patterns_of(manifest)))
     return summary_of(steps_table, chunks, manifest)
 
 

@@ -131,7 +131,7 @@ def chunk_block(
     chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
     add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
     add_slices(chunks, config.dp, dataset.mask)
-    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
+    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(

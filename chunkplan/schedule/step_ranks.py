@@ -45,7 +45,7 @@ def simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> 
     """
     config, place = plan.config, f"step {described.step}" + (f", rank {ranks[0]}" if len(ranks) == 1 else "")
     rows = [described.chunks.get(rank, []) for rank in ranks]
-    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.sights)
+    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.attention_patterns)
     chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
     actions = join_actions([_planned_actions(described, rank, config) for rank in ranks])
     _check_groups(chunks, place)
