@@ -12,11 +12,10 @@ import pyarrow as pa
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.errors import DataError
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import attention_patterns_of, config_of, reduction_us_of
+from chunkplan.planfile.manifest import attention_patterns_of, config_of, cost_of, reduction_us_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         .with_columns(excess=pl.col("heaviest") - pl.col("mean"))
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
-    cost = _cost_model(manifest["predictions"]["cost_model"])
+    cost = cost_of(manifest)
     of_a_step = reduction_us_of(manifest)
     reduction = None if of_a_step is None else of_a_step * totals["num_steps"]
     work = None if cost is None else _work_us(chunks, cost)
@@ -169,13 +168,6 @@ def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostMode
     alone = shared.with_columns(alone=pl.Series(alone_us(cost, shared["tokens"].to_numpy(), pp)))
     by_step = steps.join(alone.group_by("step").agg(pl.col("alone").max()), on="step", how="left")
     return _total(by_step.select(pl.max_horizontal(pl.col("lower_bound_us").cast(pl.Float64), "alone")).to_series())
-
-
-def _cost_model(described: Any) -> CostModel | None:
-    try:
-        return CostModel.from_dict(described, where="manifest")
-    except DataError:
-        return None
 
 
 def _work_us(chunks: pl.DataFrame, cost: CostModel) -> float:

@@ -15,7 +15,6 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.packing.histogram import Histogram, Solution
 
 # Lower bounds on the number of bins from counting alone: no packing needs fewer.
 
@@ -99,13 +98,6 @@ def best_fit(
             place -= 1
         room[place], owner[place] = rest, target
     return bin_of, num_bins
-
-
-def best_fit_decreasing(items: Histogram, capacity: int) -> Solution:
-    """Pack `items`, each of length 1 to `capacity`."""
-    sorted_bins = np.empty(items.num_items, np.int64)
-    num_bins = best_fit_decreasing_counted(items.distinct, items.counts, capacity, sorted_bins)
-    return Solution(sorted_bins, num_bins, martello_toth_counted(items.distinct, items.counts, capacity), "bfd")
 
 
 @compiled

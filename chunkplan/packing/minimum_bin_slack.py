@@ -12,24 +12,10 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing, martello_toth_counted
-from chunkplan.packing.histogram import Histogram, Solution, starts
+from chunkplan.packing.histogram import starts
 
 # Items put into a bin or taken back, for one set.
 _SEARCH = 2000
-
-
-def minimum_bin_slack(items: Histogram, capacity: int) -> Solution:
-    """Pack `items`, each of length 1 to `capacity`."""
-    sorted_bins = np.empty(items.num_items, np.int64)  # [n]
-    num_bins = minimum_bin_slack_counted(items.distinct, items.counts, capacity, sorted_bins)
-    return Solution(sorted_bins, num_bins, martello_toth_counted(items.distinct, items.counts, capacity), "mbs")
-
-
-def pack_quickly(items: Histogram, capacity: int) -> Solution:
-    """Best-fit decreasing, and minimum bin slack where that is not proved to be best."""
-    solution = best_fit_decreasing(items, capacity)
-    return solution if solution.optimal else solution.better(minimum_bin_slack(items, capacity))
 
 
 @compiled

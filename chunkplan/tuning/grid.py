@@ -22,6 +22,7 @@ from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
 from chunkplan.planning.pipeline import result_of
 from chunkplan.quantities import ZERO
+from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
@@ -92,11 +93,7 @@ def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tupl
                 model.add_bool_or([~k, *shorter[place:]])
         choices.append(of_class)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, costs))
-    solver = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = deterministic_solver(_EFFORT)
     while len(found) < min(most, len({candidate.family for candidate in candidates})):
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             break
