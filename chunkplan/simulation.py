@@ -21,8 +21,7 @@ from chunkplan.operations import OPS
 from chunkplan.options import UNSET
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, times_of
 from chunkplan.planfile.load import load_plan
-from chunkplan.planfile.places import check_rank, find_step
-from chunkplan.planfile.plan import VALIDATE_HINT, Action, Plan, PlanStep
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, Plan, PlanStep, check_rank, find_step
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
 from chunkplan.schedule.actions import Actions, actions_of_rank, times_of_rank

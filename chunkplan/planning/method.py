@@ -2,7 +2,7 @@
 
 In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 
-1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`, `pipeline.py`).
+1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`).
 2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
    chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
 3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, so that the slowest rank is done as soon as

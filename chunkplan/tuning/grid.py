@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chunkplan.building import result_of
 from chunkplan.config.plan import VIRTUAL, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, checkpointing_words
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
-from chunkplan.planning.pipeline import result_of
 from chunkplan.quantities import ZERO
 from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.mixing import fitted, mixed
