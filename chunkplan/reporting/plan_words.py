@@ -24,6 +24,7 @@ from chunkplan.quantities import (
     seconds,
     selection_words,
 )
+from chunkplan.tuning.document_entries import CostModelEntry
 
 if TYPE_CHECKING:
     from chunkplan.planning.memory import LongestSequence
@@ -45,7 +46,7 @@ class PlanHeader:
     """What the manifest of a plan says of it: its configuration, its machine, its data, and the reduction of a step."""
 
     config: PlanConfig
-    cost_model: dict[str, Any]
+    cost_model: CostModelEntry
     selection: Selection
     exact: bool
     sample: float | None
@@ -132,7 +133,7 @@ def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float |
     return f"{words}, at least {seconds(least)} ({percent(least / max(predicted_us + after, 1e-30))})"
 
 
-def machine_words(cost_model: dict[str, Any]) -> str:
+def machine_words(cost_model: CostModelEntry) -> str:
     """Say which model and GPUs times are predicted for, and how memory is saved."""
     shape, hardware = cost_model["shape"], cost_model["hardware"]
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []

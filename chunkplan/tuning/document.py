@@ -1,36 +1,24 @@
-"""A tuning as one JSON document, and back: what `tune` writes, and `build --auto` reads.
-
-A document may come from anywhere. What readers rely on (`EXPECTED`) is checked once, when it is read.
-"""
+"""A tuning as one JSON document, and back: what `tune` writes, and `build --auto` reads."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import SHARDINGS, CostModel
-from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, Expected, find_mismatch, one_of, or_null, whole
+from chunkplan.cost.model import CostModel
+from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json, write_json
-from chunkplan.options import entries_of
 from chunkplan.tuning.baselines import Baseline
+from chunkplan.tuning.document_entries import EXPECTED, LEFT_OUT, PLAN_ENTRIES, TuningDocument
 from chunkplan.tuning.grid import Choice
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.tune import FirstLook, Tuning
 from chunkplan.version import __version__
 
-_HINT = "write it again with `chunkplan tune`"
-
-#: An object of the document, or all of it.
-Entry = dict[str, Any]
-
-#: Entries of a choice that a plan is built with, as a `PlanConfig` has them; some are there only where they are not so.
-_LEFT_OUT = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
-_STATED = ("chunk_size", "k", "k_by_length", "dp", "pp", "schedule", "virtual_stages", "equal_chunks")
-PLAN_ENTRIES = (*_STATED, *_LEFT_OUT)
+_STATED = tuple(name for name in PLAN_ENTRIES if name not in LEFT_OUT)
 
 #: What a tuning was found for.
 _OPTIONS = (
@@ -38,63 +26,7 @@ _OPTIONS = (
     *("fused_kernels", "global_batch", "seed", "chunk_sizes", "ks", "schedules", "cp", "keep_attention"),
 )
 
-_SHARES = Domain(
-    lambda value: (
-        isinstance(value, dict)
-        and all(key.isdecimal() and 0 < int(key) < 2**63 and NUMBER.holds(share) for key, share in value.items())
-    ),
-    "shares by number of tokens",
-)
-
-#: Rounding may take what is nothing below zero.
-_RATIO = Domain(lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
-
-#: No step takes no time, and what is nowhere near a step cannot be drawn beside one.
-_SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
-
-#: Of a choice, and of a baseline. `memory`: bytes by what takes them, and their total.
-_OUTCOME: dict[str, Expected] = {
-    "step_seconds": _SECONDS,
-    "memory": {"total": whole(1)},
-    "checkpointing": TEXT,
-    "fits": FLAG,
-}
-_CHOICE = {
-    **_OUTCOME,
-    **{
-        f"{name}?" if name in _LEFT_OUT else name: domain
-        for name, domain in entries_of(PlanConfig).items()
-        if name in PLAN_ENTRIES
-    },
-    "schedule": TEXT,
-    "tp": whole(1),
-    "kv_offload": FLAG,
-    "sharding": one_of(*SHARDINGS),
-    "mfu": _RATIO,
-    "bubble": _RATIO,
-    "recompute_share": _RATIO,
-    "plan_only": or_null(TEXT),
-}
-
-#: What `CostModel.from_dict` checks is not said again. `pareto` has places in `choices`; `chosen` is what a plan is
-#: built with; `lost_tokens` is the share that a baseline cuts off.
-EXPECTED: Expected = {
-    "kind": one_of("tuning"),
-    "schema_version": whole(1, 1),
-    "options": {
-        "gpu_memory": whole(1),
-        "sharding": one_of("auto", *SHARDINGS),
-        "global_batch": whole(1),
-        "seed": whole(),
-    },
-    "data": {"longest_sequence": whole(1), "token_histogram": _SHARES},
-    "baselines": [{**_OUTCOME, "name": TEXT, "lost_tokens": NUMBER}],
-    "choices": [_CHOICE],
-    "pareto": [whole()],
-    "chosen": _CHOICE,
-    "cost_model": {},
-    "recommended": FLAG,
-}
+_HINT = "write it again with `chunkplan tune`"
 
 
 @dataclass(frozen=True)
@@ -123,13 +55,13 @@ def tuned(tuning: Tuning) -> Tuned:
     )
 
 
-def tuning_document(tuning: Tuning) -> Entry:
+def tuning_document(tuning: Tuning) -> TuningDocument:
     """Return all of a tuning, for JSON. Times are in seconds, memory in bytes.
 
     `chosen` is what a plan is built with: the recommended choice, where there is one, else the fastest.
     """
     chosen, price = tuning.best, tuning.options.gpu_hour_price
-    return {
+    document = {
         "kind": "tuning",
         "schema_version": 1,
         "tool_version": __version__,
@@ -156,22 +88,23 @@ def tuning_document(tuning: Tuning) -> Entry:
         "price": None if price is None else price * tuning.gpu_hours,
         "cost_model": chosen.cost.to_dict(),
     }
+    return cast(TuningDocument, document)
 
 
-def _options_entry(options: TuneOptions) -> Entry:
+def _options_entry(options: TuneOptions) -> dict[str, object]:
     entry = {name: getattr(options, name) for name in _OPTIONS}
     lists = {name: list(value) for name, value in entry.items() if isinstance(value, tuple)}
     return entry | lists | ({"compile": True} if options.compile else {})
 
 
-def answers(document: Entry, options: TuneOptions) -> bool:
+def answers(document: TuningDocument, options: TuneOptions) -> bool:
     """Whether a document is what `tune` with these options has found, for whatever data."""
     cost = CostModel.from_dict(document["cost_model"], where="")
     same = (cost.shape, cost.hardware) == (options.shape, options.gpu)
     return same and document["options"] == _options_entry(options)
 
 
-def _choice_entry(choice: Choice) -> Entry:
+def _choice_entry(choice: Choice) -> dict[str, object]:
     config, cost = choice.config, choice.cost
     return {
         **{name: getattr(config, name) for name in _STATED},
@@ -185,18 +118,18 @@ def _choice_entry(choice: Choice) -> Entry:
         "host_memory": choice.host_bytes,
         "fits": choice.fits,
         "plan_only": choice.plan_only,
-        **{name: getattr(config, name) for name, usual in _LEFT_OUT.items() if getattr(config, name) != usual},
+        **{name: getattr(config, name) for name, usual in LEFT_OUT.items() if getattr(config, name) != usual},
     }
 
 
-def _layout_entry(look: FirstLook) -> Entry:
+def _layout_entry(look: FirstLook) -> dict[str, object]:
     return look.layout._asdict() | {
         "step_seconds": None if look.step_ns is None else look.step_ns / 1e9,
         "runnable_seconds": None if look.runnable_ns is None else look.runnable_ns / 1e9,
     }
 
 
-def _baseline_entry(row: Baseline, tokens_per_step: float) -> Entry:
+def _baseline_entry(row: Baseline, tokens_per_step: float) -> dict[str, object]:
     return {
         "name": row.name,
         **row.layout._asdict(),
@@ -220,7 +153,7 @@ def write_tuning(tuning: Tuning, path: Path) -> None:
     write_json(path, tuning_document(tuning), indent=2)
 
 
-def read_tuning_document(path: Path) -> Entry:
+def read_tuning_document(path: Path) -> TuningDocument:
     """Read the document at `path`, and check every entry that is relied on.
 
     Raises:
@@ -229,7 +162,7 @@ def read_tuning_document(path: Path) -> Entry:
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="`chunkplan tune` writes one")
-    document: Entry = read_json(path, hint=_HINT)
+    document = cast(TuningDocument, read_json(path, hint=_HINT))
     if found := find_mismatch(document, EXPECTED):
         raise DataError(found, where=str(path), hint=_HINT)
     if max(document["pareto"], default=0) >= len(document["choices"]):
@@ -242,7 +175,7 @@ def read_tuning(path: Path) -> Tuned:
     """Read what a plan takes from the document at `path`; raises as `read_tuning_document` does."""
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
-    entries = _LEFT_OUT | {name: chosen[name] for name in PLAN_ENTRIES if name in chosen}
+    entries: dict[str, Any] = LEFT_OUT | {name: value for name, value in chosen.items() if name in PLAN_ENTRIES}
     try:
         config = PlanConfig(**entries, global_batch=options["global_batch"], seed=options["seed"])
     except UsageError as error:

@@ -37,7 +37,8 @@ def choose(
     The configuration that is returned has `values`, and of the tuning what these do not say. Where `file` is None, and
     there is the tuning `saved`, of this machine or none is given, it is taken.
     """
-    from chunkplan.tuning.document import PLAN_ENTRIES, read_tuning, tuned
+    from chunkplan.tuning.document import read_tuning, tuned
+    from chunkplan.tuning.document_entries import PLAN_ENTRIES
     from chunkplan.tuning.plan_only import why_plan_only
     from chunkplan.tuning.tune import tune
     from chunkplan_cli.build_options import plan_config

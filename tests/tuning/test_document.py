@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 
 from chunkplan.errors import DataError
 from chunkplan.tuning.document import read_tuning, tuned, tuning_document, write_tuning
+from chunkplan.tuning.document_entries import (
+    EXPECTED,
+    BaselineEntry,
+    ChoiceEntry,
+    DataEntry,
+    OptionsEntry,
+    TuningDocument,
+)
 from chunkplan.tuning.drift import find_drift
 from chunkplan.tuning.tune import Tuning
 
@@ -67,3 +75,24 @@ def test_drift_is_the_share_of_tokens_that_changed_their_length_class(tuning: Tu
     assert longer.has_drifted
     assert not longer.fits
     assert longer.longest_now == 40_000_000
+
+
+def relied_on(entry: type) -> set[str]:
+    """The entries that readers of a typed dict rely on."""
+    hints = get_type_hints(entry, include_extras=True)
+    return {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+
+
+def test_every_entry_that_is_relied_on_is_checked_when_a_document_is_read() -> None:
+    expected: Any = EXPECTED
+    assert relied_on(TuningDocument) == set(expected)
+    assert relied_on(OptionsEntry) == set(expected["options"])
+    assert relied_on(DataEntry) == set(expected["data"])
+    assert relied_on(ChoiceEntry) == set(expected["chosen"]) - {
+        "cp?",
+        "stage_layers?",
+        "split?",
+        "keep_attention?",
+    }
+    assert expected["choices"] == [expected["chosen"]]
+    assert relied_on(BaselineEntry) == set(expected["baselines"][0])

@@ -13,7 +13,14 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PURPLE, PlotlyEntries, axis, layout, plain
 from chunkplan.reporting.tables import Table
-from chunkplan.tuning.document import PLAN_ENTRIES, Entry
+from chunkplan.tuning.document_entries import (
+    PLAN_ENTRIES,
+    BaselineEntry,
+    ChoiceEntry,
+    CostModelEntry,
+    PlanEntries,
+    TuningDocument,
+)
 
 #: The plot on a narrow screen, and a baseline's point on it, in pixels.
 WIDTH, HEIGHT = 250, 330
@@ -97,14 +104,17 @@ _TICKS = ((0.8, (1, 1.5, 2, 3, 4, 5, 7)), (1.2, (1, 2, 3, 5)), (3.0, (1, 2, 5)),
 #: Room around what is drawn, of the range.
 _ROOM = 0.06
 
+#: A point of the chart.
+Row = ChoiceEntry | BaselineEntry
 
-def choice_of_plan(document: Entry, plan: Plan) -> Entry | None:
+
+def choice_of_plan(document: TuningDocument, plan: Plan) -> ChoiceEntry | None:
     """Find the choice of a tuning (see `tuning_document`) with the layout and all settings of `plan` or None."""
     wanted = _settings(plan.manifest["config"], plan.manifest["predictions"]["cost_model"])
     return next((choice for choice in document["choices"] if _settings(choice, choice) == wanted), None)
 
 
-def _settings(config: Entry, cost_model: Entry) -> list[object]:
+def _settings(config: PlanEntries, cost_model: CostModelEntry | ChoiceEntry) -> list[object]:
     """List what sets a choice apart from others; K by length is a tuple, or a list where it was read from a file."""
     by_length = [list(pair) for pair in config["k_by_length"] or ()]
     left_out = {"split": "full"}  # what a document does not say and a manifest does
@@ -113,7 +123,7 @@ def _settings(config: Entry, cost_model: Entry) -> list[object]:
     return [*entries, by_length, *machine, cost_model.get("sharding", "optimizer")]
 
 
-def candidates_figure(document: Entry, own: Entry | None) -> go.Figure:
+def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.Figure:
     """Draw each choice and baseline of a tuning by memory and time of a step; `own` is the choice of a plan."""
     figure = go.Figure()
     fitting = [choice for choice in document["choices"] if choice["fits"]]
@@ -148,7 +158,7 @@ def candidates_figure(document: Entry, own: Entry | None) -> go.Figure:
     return figure
 
 
-def limit_words(document: Entry) -> str:
+def limit_words(document: TuningDocument) -> str:
     """Say how much memory a GPU has, and where in the chart that is."""
     limit = document["options"]["gpu_memory"]
     memory = _memory(document)
@@ -156,11 +166,11 @@ def limit_words(document: Entry) -> str:
     return f"A GPU has {gibibytes(limit)}, {where}; what is drawn takes {min(memory):,.1f} to {max(memory):,.1f}."
 
 
-def _rows(document: Entry) -> list[Entry]:
+def _rows(document: TuningDocument) -> list[Row]:
     return [*document["choices"], *document["baselines"]]
 
 
-def _memory(document: Entry) -> list[float]:
+def _memory(document: TuningDocument) -> list[float]:
     """Return the memory of all that is drawn, in GiB."""
     return [row["memory"]["total"] / 2**30 for row in _rows(document)]
 
@@ -186,7 +196,7 @@ def _axis(title: str, values: list[float]) -> PlotlyEntries:
     )
 
 
-def _place(row: Entry, x_axis: PlotlyEntries, y_axis: PlotlyEntries) -> Place:
+def _place(row: Row, x_axis: PlotlyEntries, y_axis: PlotlyEntries) -> Place:
     """Where a choice or a baseline is in the plot, as shares of its axes."""
     return _share(row["memory"]["total"] / 2**30, x_axis), _share(row["step_seconds"], y_axis)
 
@@ -199,7 +209,7 @@ def _share(value: float, along: PlotlyEntries) -> float:
 def _add(
     figure: go.Figure,
     name: str,
-    rows: Sequence[Entry],
+    rows: Sequence[Row],
     marker: PlotlyEntries,
     *,
     line: PlotlyEntries | None = None,
@@ -227,14 +237,14 @@ def _kind(name: str, label: Label | None) -> str:
     return name if label is None else "what people run today"
 
 
-def _words(row: Entry) -> str:
+def _words(row: Row) -> str:
     """Say what a choice, or a baseline, is."""
     if "name" in row:
-        return str(row["name"])
+        return row["name"]
     return f"ChunkSize {row['chunk_size']:,}, K {k_words(row['k'], row['k_by_length'])}, {_how(row)}"
 
 
-def _how(row: Entry) -> str:
+def _how(row: ChoiceEntry) -> str:
     """Say which schedule and layout a choice has, and how it saves memory."""
     words = [row["schedule"], f"dp {row['dp']}, tp {row['tp']}, pp {row['pp']}"]
     words += checkpointing_words(row["checkpointing"])
@@ -243,7 +253,7 @@ def _how(row: Entry) -> str:
     return ", ".join(words + ([ZERO[shared]] if shared != "optimizer" and row["dp"] > 1 else []))
 
 
-def candidates_tables(document: Entry, own: Entry | None) -> list[Table]:
+def candidates_tables(document: TuningDocument, own: ChoiceEntry | None) -> list[Table]:
     """List the baselines, and the choices that fit: those on the Pareto front, the fastest, and a plan's `own`."""
     baselines = [
         (
@@ -275,7 +285,7 @@ def candidates_tables(document: Entry, own: Entry | None) -> list[Table]:
     ]
 
 
-def _choice_row(row: Entry, on_front: bool, chosen: Entry, own: Entry | None) -> tuple[str, ...]:
+def _choice_row(row: ChoiceEntry, on_front: bool, chosen: ChoiceEntry, own: ChoiceEntry | None) -> tuple[str, ...]:
     notes = ["this plan"] if row == own else []
     notes += ["chosen"] if row == chosen else []
     notes += ["Pareto front"] if on_front else []

@@ -41,7 +41,7 @@ from chunkplan.reporting.plan_words import PlanHeader, caveats
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.token_text import TextSource
 from chunkplan.summary import PlanSummary
-from chunkplan.tuning.document import Entry
+from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
 from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.tune import A_GAIN
 
@@ -107,7 +107,7 @@ def _resource(name: str) -> str:
 _NAMED = 3
 
 
-def gain_facts(tuning: Entry, own: Entry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
+def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
     """Say how many times as fast a step is as with the fastest way of today that fits and loses no token.
 
     The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
@@ -241,7 +241,7 @@ def plan_page(
     plan: Plan,
     text: TextSource,
     why_no_lengths: str | None,
-    tuning: Entry | None,
+    tuning: TuningDocument | None,
     warnings: Sequence[str],
     step: int | None,
 ) -> str:
@@ -283,7 +283,7 @@ def plan_page(
     return render(title, warned, facts, sections, train_command(plan))
 
 
-def analysis_page(analysis: Analysis, text: TextSource, tuning: Entry | None, warnings: Sequence[str]) -> str:
+def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
     """Return the HTML of an analysis, which is that of `text`; `tuning` is as `tuning_document` has it."""
     sections = [
         analysis_lengths_section(analysis.num_tokens),

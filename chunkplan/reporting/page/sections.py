@@ -29,7 +29,7 @@ from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, S
 from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
 from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
-from chunkplan.tuning.document import Entry
+from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.visible import visible
 
 #: How a page shows what is trained, in words.
@@ -235,7 +235,7 @@ def plan_lengths_section(
     )
 
 
-def candidates_section(tuning: Entry | None, warnings: Sequence[str], plan: Plan | None) -> Section:
+def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
     """Show what a tuning found, with `warnings` of it and the choice of `plan`; or how to get a tuning."""
     title = "Candidates: time against memory"
     if tuning is None:

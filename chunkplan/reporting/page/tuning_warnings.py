@@ -11,11 +11,12 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent
-from chunkplan.tuning.document import Entry, read_tuning_document
+from chunkplan.tuning.document import read_tuning_document
+from chunkplan.tuning.document_entries import CostModelEntry, DataEntry, TuningDocument
 from chunkplan.tuning.drift import length_drift
 
 
-def tuning_warnings(tuning: Entry, plan: Plan | None, analysis: Analysis | None) -> list[str]:
+def tuning_warnings(tuning: TuningDocument, plan: Plan | None, analysis: Analysis | None) -> list[str]:
     """What a tuning (see `tuning_document`) was found for and `plan`, or `analysis`, is not; those that are None are
     not looked at."""
     said = [] if analysis is None else _of_data(tuning["data"], analysis)
@@ -37,7 +38,7 @@ def is_tuning_of(path: Path, plan_or_analysis: Path, analysis: str | Path | None
         return False
 
 
-def _of_data(data: Entry, analysis: Analysis) -> list[str]:
+def _of_data(data: DataEntry, analysis: Analysis) -> list[str]:
     before = {int(length): share for length, share in data["token_histogram"].items()}
     drift = length_drift(analysis.num_tokens, before, data["longest_sequence"])
     if not drift.has_drifted:
@@ -48,8 +49,8 @@ def _of_data(data: Entry, analysis: Analysis) -> list[str]:
     ]
 
 
-def _of_plan(tuning: Entry, plan: Plan) -> list[str]:
-    here: Entry = plan.manifest["predictions"]["cost_model"]
+def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
+    here: CostModelEntry = plan.manifest["predictions"]["cost_model"]
     there = tuning["cost_model"]
     said = []
     for what, planned, tuned in (

@@ -12,7 +12,8 @@ from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.page.tuning_warnings import tuning_warnings
 from chunkplan.reporting.token_text import TextSource, open_tokenizer
-from chunkplan.tuning.document import Entry, read_tuning_document, tuning_document
+from chunkplan.tuning.document import read_tuning_document, tuning_document
+from chunkplan.tuning.document_entries import TuningDocument
 from chunkplan.tuning.tune import Tuning
 
 
@@ -82,7 +83,7 @@ def _refuse_sources(path: Path, analysis: Analysis | None) -> None:
         refuse_overwriting(path, [source["path"] for source in analysis.manifest.get("sources", [])])
 
 
-def _document(tuning: Tuning | str | Path) -> Entry:
+def _document(tuning: Tuning | str | Path) -> TuningDocument:
     return tuning_document(tuning) if isinstance(tuning, Tuning) else read_tuning_document(Path(tuning))
 
 

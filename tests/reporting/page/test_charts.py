@@ -26,7 +26,7 @@ from chunkplan.reporting.page.lengths import histogram, lengths_figure
 from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.slow_steps import step_times
-from chunkplan.tuning.document import PLAN_ENTRIES
+from chunkplan.tuning.document_entries import PLAN_ENTRIES
 from tests.support.page_cases import build_plan, tuning_of, write_and_read
 
 
