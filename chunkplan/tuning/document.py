@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -175,7 +176,8 @@ def read_tuning(path: Path) -> Tuned:
     """Read what a plan takes from the document at `path`; raises as `read_tuning_document` does."""
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
-    entries: dict[str, Any] = LEFT_OUT | {name: value for name, value in chosen.items() if name in PLAN_ENTRIES}
+    stated = cast(Mapping[str, Any], chosen)
+    entries = {name: stated.get(name, LEFT_OUT.get(name)) for name in PLAN_ENTRIES}
     try:
         config = PlanConfig(**entries, global_batch=options["global_batch"], seed=options["seed"])
     except UsageError as error:

@@ -6,8 +6,8 @@ A document may come from anywhere. It is checked once, when it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NotRequired, TypedDict, final
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict, final
 
 from chunkplan.config.plan import KeepAttention, PlanConfig, Split
 from chunkplan.cost.model import SHARDINGS
@@ -35,7 +35,7 @@ class PlanEntries(TypedDict):
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 
 #: Those that are missing where they are as said here.
-LEFT_OUT = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
+LEFT_OUT: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
 
 
 @final
