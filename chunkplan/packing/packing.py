@@ -12,9 +12,8 @@ from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PACKERS as PACKER_NAMES
 from chunkplan.errors import UsageError
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing_counted, martello_toth_counted
+from chunkplan.packing.heuristics import best_fit_decreasing_counted, martello_toth_counted, minimum_bin_slack_counted
 from chunkplan.packing.histogram import Histogram, Packing, histogram, starts
-from chunkplan.packing.minimum_bin_slack import minimum_bin_slack_counted
 from chunkplan.packing.relaxation import (
     FINEST,
     Relaxation,

@@ -2,7 +2,7 @@
 
 In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 
-1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`, `pipeline.py`).
+1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`).
 2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
    chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
 3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, so that the slowest rank is done as soon as
@@ -129,7 +129,7 @@ def chunk_block(
     targets = dataset.num_target_tokens[ids]  # [num_sequences]
     chunks = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
     add_part_targets(chunks, config.dp, dataset.mask)
-    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
+    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(
