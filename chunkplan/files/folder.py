@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.files.lock import hold
-from chunkplan.files.writing import changing, filling, undone, writing
+from chunkplan.files.writing import changing, filling, hold, undone, writing
 
 MANIFEST = "manifest.json"
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
+from chunkplan.errors import visible
 from chunkplan.planfile.manifest import config_of, reduction_us_of
 from chunkplan.quantities import counted, k_words, seconds, selection_words
-from chunkplan.visible import visible
 
 #: Hexadecimal digits of a content hash that are shown.
 _SHOWN = 16

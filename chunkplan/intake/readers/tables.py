@@ -26,7 +26,7 @@ from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.tokens import HARMLESS
 from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
-from chunkplan.planfile.arrow import to_arrow, to_numpy
+from chunkplan.planfile.schema import to_arrow, to_numpy
 
 _INT32 = np.iinfo(np.int32)
 

@@ -38,7 +38,7 @@ from chunkplan_runtime.models.model import (
     read_config,
 )
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 #: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
@@ -98,7 +98,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
         DataError: one is damaged, or not of the same analysis as the other.
     """
     where = str(config.model or config.model_config)
-    router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
+    router_loss = check_exact(model_config, where, num_stages=layout.pp, router_loss=config.router_loss)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
     evaluation = next(iter(load_plans(config)[1:]), None)
