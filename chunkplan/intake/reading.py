@@ -210,12 +210,12 @@ def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry
         tokenizer=tokenizer,
         chat_template=template,
         today=today,
-        identity=encoder and encoder.identity,
+        identity=encoder.identity if encoder else None,
         options=request.options,
         store=request.cache,
         use_cache=request.use_cache,
     )
-    return settings, encoder and encoder.describe()
+    return settings, encoder.describe() if encoder else None
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, stack: ExitStack) -> Runner:

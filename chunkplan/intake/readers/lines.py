@@ -18,12 +18,13 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from chunkplan.arrays import Int64Array
 from chunkplan.intake import pieces
 from chunkplan.intake.files import reading
-from chunkplan.intake.pieces import Piece
-from chunkplan.intake.readers.rows import BOM, Row, RowBlock, sampled, too_large
+from chunkplan.intake.pieces import LengthColumn, Piece
+from chunkplan.intake.readers.rows import BOM, Row, RowBlock, lengths_of, sampled, too_large
 from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import json_type
@@ -99,9 +100,12 @@ def rows(
         ]
         is_chosen &= ~is_large
         lines = [data[a:b] for a, b in zip(starts[is_chosen].tolist(), stops[is_chosen].tolist(), strict=True)]
-        decoded = decode_lines(lines, are_elements=piece.reader == "elements")
+        decoded, unread = (_lengths(lines, layout) if layout and layout.schema == "length" else None) or (
+            decode_lines(lines, are_elements=piece.reader == "elements"),
+            {},
+        )
         numbers = row + np.flatnonzero(is_chosen)
-        yield RowBlock(decoded, numbers, int(is_record.sum()), len(starts), block.num_bytes, rejected)
+        yield RowBlock(decoded, numbers, int(is_record.sum()), len(starts), block.num_bytes, rejected, unread)
         row += len(starts)
 
 
@@ -199,6 +203,28 @@ def _split(data: bytes, offset: int, max_lines: int) -> Iterator[LineBlock]:
         some = slice(line, line + max_lines)
         start, stop = int(starts[line]), min(int(stops[some][-1]) + 1, len(data))
         yield LineBlock(data[start:stop], starts[some] - start, stops[some] - start, offset + start, stop - start)
+
+
+def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> tuple[LengthColumn, dict[str, int]] | None:
+    """The lengths on lines that pyarrow reads as `decode_lines` would, as `lengths_of` has them; None for others."""
+    from pyarrow import json as arrow_json
+
+    block = _LF.join(lines)
+    if not block or b"\\" in block or not _are_objects(lines, block):
+        return None
+    try:
+        block.decode()
+        table = arrow_json.read_json(
+            pa.py_buffer(block),
+            arrow_json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+            arrow_json.ParseOptions(explicit_schema=pa.schema([(layout.columns["length"], pa.int64())])),
+        )
+    except (pa.ArrowException, UnicodeDecodeError):
+        return None
+    # Fractions, and what is in lists and objects, it may take where it is none of JSON's.
+    if len(table) != len(lines) or any(pa.types.is_floating(t) or pa.types.is_nested(t) for t in table.schema.types):
+        return None
+    return lengths_of(table.combine_chunks().to_batches()[0], layout)
 
 
 def _are_objects(lines: Sequence[bytes], block: bytes) -> bool:

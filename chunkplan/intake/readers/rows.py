@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int64Array, split_mix
 from chunkplan.intake.pieces import Batch, LengthColumn
@@ -16,6 +16,7 @@ from chunkplan.intake.records import JsonObject, LengthRecord, Record, RecordErr
 from chunkplan.intake.schemas import RecordLayout, count_unread, parse
 from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.unread import named
+from chunkplan.planfile.schema import to_numpy
 
 #: A row as a reader decodes it: its keys and values as JSON has them, or what is wrong with it.
 Row = JsonObject | RecordError
@@ -46,8 +47,6 @@ def make_batch(layout: RecordLayout, block: RowBlock) -> Batch:
     sizes = block.num_records, block.num_rows, block.num_bytes
     if isinstance(block.rows, LengthColumn):
         return Batch(block.numbers, block.rows, *sizes, list(block.rejected), block.unread)
-    if (lengths := _plain_lengths(block.rows, layout)) is not None:
-        return Batch(block.numbers, lengths[0], *sizes, list(block.rejected), lengths[1])
     kept: list[int] = []
     read: list[JsonObject] = []
     records: list[Record] = []
@@ -74,23 +73,25 @@ def are_lengths(values: Int64Array) -> bool:
     return not values.size or (int(values.min()) >= 1 and int(values.max()) <= _INT32_MAX)
 
 
-def _plain_lengths(rows: Sequence[Row], layout: RecordLayout) -> tuple[LengthColumn, Counter[str]] | None:
-    """The lengths in rows none of which is to be refused, and their other keys; None where each has to be looked at."""
-    if layout.schema != "length" or layout.ignored or set(map(type, rows)) != {dict}:
-        return None
-    objects = cast(Sequence[JsonObject], rows)
+def is_valid(array: pa.Array) -> BoolArray:
+    """Which values of an array are not null, bool [n]."""
+    valid: BoolArray = to_numpy(array.is_valid()) if array.null_count else np.ones(len(array), np.bool_)
+    return valid
+
+
+def lengths_of(batch: pa.RecordBatch, layout: RecordLayout) -> tuple[LengthColumn, dict[str, int]] | None:
+    """The lengths in a batch, and its other keys with how many rows have them; None where a row has to be looked at."""
     key = layout.columns["length"]
-    shapes = Counter(map(tuple, objects))
-    names = {name for shape in shapes for name in shape} - {key}
-    values: list[Any] = [row.get(key) for row in objects]
-    if not SUSPECT.isdisjoint(names) or set(map(type, values)) != {int}:
+    column = batch.column(key) if key in batch.schema.names and key not in layout.ignored else None
+    others = [name for name in batch.schema.names if name != key]
+    if column is None or not pa.types.is_integer(column.type) or column.null_count:
         return None
-    if min(values) < 1 or max(values) > _INT32_MAX or (names and any(None in row.values() for row in objects)):
+    if any(is_valid(batch.column(name)).any() for name in SUSPECT.intersection(others)):
         return None
-    unread: Counter[str] = Counter()
-    for shape, count in shapes.items():
-        unread.update(dict.fromkeys({named(name) for name in shape if name != key}, count))
-    return LengthColumn(np.array(values, np.int32)), unread
+    values = to_numpy(column).astype(np.int64)
+    unread = {named(name): int(is_valid(batch.column(name)).sum()) for name in others}
+    found = LengthColumn(values.astype(np.int32)), {name: count for name, count in unread.items() if count}
+    return found if are_lengths(values) else None
 
 
 def sampled(positions: Int64Array, rate: float | None) -> BoolArray:

@@ -16,7 +16,7 @@ from chunkplan.arrays import BoolArray, offsets_of
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled, too_large
+from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large
 from chunkplan.intake.readers.streams import fetch, unreadable
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import RecordError
@@ -193,23 +193,7 @@ def _decode(
     if layout is None or layout.schema != "length":
         is_tokens = layout is not None and layout.schema == "input_ids"
         return (_token_rows if is_tokens else _rows)(batch), {}
-    key = layout.columns["length"]
-    column = batch.column(key) if key in batch.schema.names and key not in layout.ignored else None
-    others = [name for name in batch.schema.names if name != key]
-    is_plain = column is not None and pa.types.is_integer(column.type) and not column.null_count
-    if not is_plain or any(_is_valid(batch.column(name)).any() for name in SUSPECT.intersection(others)):
-        return _rows(batch), {}
-    values = to_numpy(column).astype(np.int64)
-    if not are_lengths(values):
-        return _rows(batch), {}
-    unread = {named(name): int(_is_valid(batch.column(name)).sum()) for name in others}
-    return LengthColumn(values.astype(np.int32)), {name: count for name, count in unread.items() if count}
-
-
-def _is_valid(array: pa.Array) -> BoolArray:
-    """Which values of an array are not null, bool [n]."""
-    valid: BoolArray = to_numpy(array.is_valid()) if array.null_count else np.ones(len(array), np.bool_)
-    return valid
+    return lengths_of(batch, layout) or (_rows(batch), {})
 
 
 def _rows(batch: pa.RecordBatch) -> list[Row]:
@@ -240,7 +224,7 @@ def _token_rows(batch: pa.RecordBatch) -> list[Row]:
     for name in names:
         column = batch.column(name)
         present, values = (
-            _is_valid(column),
+            is_valid(column),
             to_numpy(column.flatten()).astype(np.int32),
         )  # without what is behind a null
         offsets = offsets_of(np.where(present, np.diff(to_numpy(column.offsets)), 0)).tolist()
