@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +40,7 @@ from chunkplan.planfile.likeness import EPOCHS, samples_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
-from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder, remove_folder, shared_folder, why
 from chunkplan_runtime.training.setup import TrainingData
 
@@ -88,7 +88,7 @@ class BestLoss:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the last evaluations have been no lower, as many as are waited for."""
+        """Whether as many evaluations as are waited for have been no lower."""
         return self._patience is not None and self.since >= self._patience
 
 
@@ -119,9 +119,8 @@ def write_checkpoint(
         if job.is_main:
             files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.glob("*/*"))}
             states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-            found = {"step": step, "random": [each.numpy().tobytes().hex() for each in states], "files": files}
-            text = json.dumps({**state, **found, _HASH: _hash({**state, **found})}, allow_nan=False)
-            (temporary / _STATE).write_text(f"{text}\n", encoding="utf-8")
+            whole = {**state, "step": step, "random": [each.numpy().tobytes().hex() for each in states], "files": files}
+            (temporary / _STATE).write_text(json.dumps({**whole, _HASH: _hash(whole)}, allow_nan=False) + "\n")
     kept = None if best is None else folder.checkpoint(best)
     others = [each for each in folder.checkpoints() if each != kept] if job.is_main else []
     for old in others[:-keep_last]:
@@ -156,12 +155,14 @@ def read_tensors(
 
     Raises DataError: they cannot be read, or are of another model.
     """
-    with _reading(checkpoint / _WEIGHTS):
-        load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), **_processes(job))
-    with _reading(checkpoint / _OPTIMIZER):
+    no_dist = job.groups is None
+    try:
+        load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), no_dist=no_dist)
         stored = HuggingFaceStorageReader(str(checkpoint / _OPTIMIZER))
         names = optimizer.keys() & stored.read_metadata().state_dict_metadata.keys()
-        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, **_processes(job))
+        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, no_dist=no_dist)
+    except (CheckpointException, SafetensorError, OSError) as error:
+        raise DataError(f"cannot be read: {why(error)}", where=str(checkpoint), hint=_HINT) from error
     return names
 
 
@@ -180,24 +181,9 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job) -> Non
     sizes: dict[str, int] = {}
     for found in job.all_gather_object({name: each.nbytes for name, each in local.items()}):
         sizes |= found
-    files, before = {}, 0
-    for name, size in sizes.items():
-        files[name] = 1 + before // _FILE_BYTES
-        before += size
+    files = {name: 1 + end // _FILE_BYTES for name, end in zip(sizes, accumulate(sizes.values()), strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    save(own, storage_writer=writer, **_processes(job))
-
-
-def _processes(job: Job) -> dict[str, Any]:
-    return {"no_dist": job.groups is None}
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointException, SafetensorError, OSError) as error:
-        raise DataError(f"cannot be read: {why(error)}", where=str(folder), hint=_HINT) from error
+    save(own, storage_writer=writer, no_dist=job.groups is None)
 
 
 def _digest(path: Path) -> str:
@@ -270,8 +256,7 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
     done = earlier.state["step"]
 
     def rates(steps: int) -> list[float]:
-        how = {"warmup": config.warmup, "lowest": config.min_lr}
-        return [learning_rate_factor(config.lr_schedule, step, steps, **how) for step in range(done)]
+        return [config.learning_rate(step, steps) for step in range(done)]
 
     why_not = why_not_as_long(done, earlier.state["num_steps"], num_steps, rates)
     differ = changes(earlier.state["fixed"], json.loads(json.dumps(fixed)), of_epochs=bool(why_not))

@@ -207,8 +207,7 @@ def _causal_lm(model: Any) -> tuple[Any, str]:
                 hint="use plain LoRA (peft.LoraConfig)",
             )
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
-    is_model = isinstance(base, PreTrainedModel)
-    if not is_model:
+    if not isinstance(base, PreTrainedModel):
         hint = "give what AutoModelForCausalLM has loaded, not what torch.compile or DistributedDataParallel made of it"
         raise UsageError("not a model of transformers", where=where, hint=hint)
     config = base.config

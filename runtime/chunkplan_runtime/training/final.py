@@ -59,8 +59,8 @@ def save_final(
 ) -> None:
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
-    `whole`: the model, without numbers where there are several processes. `merges`: save all weights with the adapters
-    added to them; these are no longer in the models afterwards. Raises ChunkplanError: it cannot be written.
+    `merges`: save all weights with the adapters added to them; these are no longer in the models afterwards. Raises
+    ChunkplanError: it cannot be written.
     """
     own, described = train_step.model.model, whole.model
     if merges:
@@ -133,17 +133,21 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     is_adapter = has_adapters(whole)
     if job.is_main and not is_adapter:
         whole.save_pretrained(folder, state_dict={})  # its configs
-    names, held = _saved_names(whole), own.state_dict()
+    weights, held = dict(whole.named_parameters(remove_duplicate=False)), own.state_dict()
+    if is_adapter:
+        names = {name for name, weight in weights.items() if weight.requires_grad}
+    else:  # of tied weights one
+        tied = {name for name, kept in whole.all_tied_weights_keys.items() if weights[name] is weights[kept]}
+        names = {*whole.state_dict()} - tied - {*(whole._keys_to_ignore_on_save or ())}
     stages: dict[str, int] = {}
     for stage, its_names in job.all_gather_object((job.layout.stage, [name for name in held if name in names])):
         for name in its_names:
             stages.setdefault(name, stage)  # tied embeddings are on two
-    dtypes = {name: weight.dtype for name, weight in whole.named_parameters(remove_duplicate=False)}
     files, places, size, failure = _files(whole, stages, file_bytes), dict[str, str](), 0, ""
     for number, (stage, in_file) in enumerate(files):
         tensors: dict[str, Tensor] = {}
         for name in in_file if stage == job.layout.stage else ():
-            tensors[name] = _gathered(held[name].to(dtypes.get(name, held[name].dtype))).cpu()
+            tensors[name] = _gathered(held[name].to(weights.get(name, held[name]).dtype)).cpu()
             if number % job.layout.dp != job.layout.replica:
                 del tensors[name]
         if not tensors:
@@ -171,26 +175,16 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     tensors = {name: value for path in written for name, value in load_file(path).items()}
     for path in written:
         path.unlink()
-    if not is_adapter:
+    if is_adapter:
+        for name, value in tensors.items():
+            weights[name].data = value
+        whole.save_pretrained(folder)
+    else:
         _save(tensors, folder / "model.safetensors")
-        return
-    for name, value in tensors.items():
-        whole.get_parameter(name).data = value
-    whole.save_pretrained(folder)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
-
-
-def _saved_names(whole: Any) -> set[str]:
-    """Names of the weights and buffers that are saved of a model: trained adapters, or of tied weights one."""
-    weights = dict(whole.named_parameters(remove_duplicate=False))
-    if has_adapters(whole):
-        return {name for name, weight in weights.items() if weight.requires_grad}
-    left_out = {*(whole._keys_to_ignore_on_save or ())}
-    left_out |= {name for name, kept in whole.all_tied_weights_keys.items() if weights[name] is weights[kept]}
-    return {*whole.state_dict()} - left_out
 
 
 def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple[int, list[str]]]:
@@ -206,11 +200,11 @@ def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple
     filled = 0
     for (stage, _), names in sorted(layers.items(), key=lambda layer: layer[0][0]):
         size = sum(sizes[name] for name in names)
-        if not files or files[-1][0] != stage or filled + size > file_bytes:
-            files.append((stage, []))
-            filled = 0
-        files[-1][1].extend(names)
         filled += size
+        if not files or files[-1][0] != stage or filled > file_bytes:
+            files.append((stage, []))
+            filled = size
+        files[-1][1].extend(names)
     return files
 
 

@@ -1,13 +1,11 @@
 """What updates weights: fp32 master weights of those in bfloat16, and the optimizers by name, with their states.
 
-A bfloat16 weight has 8 bits of precision: most updates are too small to change it, and a gradient that is added up over
-many chunks stops growing. Each bfloat16 parameter therefore has an fp32 master weight that the optimizer owns;
-gradients are added to the master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740),
-those of products without being made in bfloat16 before (`models.products`).
+Most updates are too small to change a bfloat16 weight, and a gradient that is added up over many chunks stops growing
+in it. Each bfloat16 parameter therefore has an fp32 master weight that the optimizer owns; gradients are added to the
+master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740).
 
-The moments of `adamw-8bit` have 8 bits (Dettmers et al., arXiv 2110.02861), updated by bitsandbytes. As many numbers in
-the order of a weight as `BLOCK` have a scale in common. A block lies within a row, so that any rows of a weight have
-blocks of their own: processes that share it, and checkpoints that others read, need no more. Weights whose rows are no
+The moments of `adamw-8bit` have 8 bits (Dettmers et al., arXiv 2110.02861), updated by bitsandbytes: `BLOCK` numbers of
+a row have a scale in common, so that any rows of a weight can lie on a process of their own. Weights whose rows are no
 whole blocks, and small ones, keep moments in float32, which torch updates.
 """
 
@@ -172,10 +170,9 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
     """Rows of a weight, and blocks of each; None where its moments are float32."""
-    if weight.ndim < 2 or weight.numel() < _LEAST:
-        return None
     row = weight.shape[1:].numel()
-    return None if row % BLOCK else (weight.shape[0], row // BLOCK)
+    has_blocks = weight.ndim >= 2 and weight.numel() >= _LEAST and row % BLOCK == 0
+    return (weight.shape[0], row // BLOCK) if has_blocks else None
 
 
 def _local(tensor: Tensor) -> Tensor:
