@@ -68,8 +68,8 @@ def this_machine() -> str:
 class Heartbeat:
     """The beats of this process and the last ones of those it watches: process 0 all, each other one process 0.
 
-    The main thread sets `step` and `stops`, and `activity`, by which it tells what it is at. `silent` has for how many
-    exchanges nothing new has come of each process that runs: what passes while this one is suspended does not count.
+    `silent` has for how many exchanges nothing new has come of each process that runs: what passes while this one is
+    suspended does not count.
     """
 
     def __init__(self, store: Store, process: int, world_size: int) -> None:
@@ -245,10 +245,8 @@ class Watchdog:
     def _do_round(self) -> None:
         """Exchange beats; end the job if another process ends it, this one fails, one died, or some were stopped."""
         self.heartbeat.exchange()
-        if self._store.check(["exit_status"]):
-            self._end(self._store.get("exit_status"), None, is_first=False)
-        elif self._fails_with is not None:
-            self._end_job(self._fails_with, None)
+        if self._fails_with is not None or self._store.check(["exit_status"]):
+            self._end_job(self._fails_with or 0, None)
         elif lost := [each for each, silent in self.heartbeat.silent.items() if silent >= _BEATS]:
             self.heartbeat.read(range(self.layout.world_size))  # who waits for it may be none that is watched
             beat = self.heartbeat.latest[lost[0]]
@@ -281,7 +279,7 @@ class Watchdog:
     def _lose_store(self, liveness: str, heard: str) -> None:
         if not self._over.is_set():
             error = self._lost(0, liveness, heard, "torchrun on the machine of " if self._by_launcher else "")
-            self._end(b"1", error, is_first=self._prints_without_store or self._fails_with is not None)
+            self._end(1, error, is_first=self._prints_without_store or self._fails_with is not None)
 
     def _end_job(self, status: int, error: ChunkplanError | None, lost: Beat | None = None) -> None:
         """Write how the job ends, unless another process has; wake the process of `lost` if it is suspended."""
@@ -290,10 +288,10 @@ class Watchdog:
         if lost is not None and lost.liveness() == "suspended":
             with suppress(OSError):
                 os.kill(lost.pid, signal.SIGCONT)  # else its launcher would wait for it
-        self._end(written, error, is_first=written == own.encode())
+        self._end(int(written.split()[0]), error, is_first=written == own.encode())
 
-    def _end(self, written: bytes, error: ChunkplanError | None, *, is_first: bool) -> None:
-        """End this process with the status that was written, unless its main thread does; the first call counts."""
+    def _end(self, status: int, error: ChunkplanError | None, *, is_first: bool) -> None:
+        """End this process with this status, unless its main thread does; the first call counts."""
         if not self._ending.acquire(blocking=False):
             return
         self._is_first = is_first and self._main_thread_ends
@@ -305,14 +303,13 @@ class Watchdog:
             sys.stderr.write(f"error: {one_line(str(error))}\nhint: {error.hint}\n")  # in one piece
         time.sleep(2 * self._interval)  # others read the status; a process that fails too may end by itself
         sys.stderr.flush()
-        os._exit(int(written.split()[0]))
+        os._exit(status)
 
     def _lost(self, process: int, liveness: str, heard: str, what: str = "") -> ChunkplanError:
         """The error about a process, or `what` of it, that is not heard any more."""
         heard += last_heard(process, self.heartbeat.activities())
-        beat = self.heartbeat.latest.get(process)
-        who = what + self.layout.describe(process)
-        return lost_process(liveness, who, self._when(process), heard, beat.pid if beat else 0)
+        pid = self.heartbeat.latest[process].pid if process in self.heartbeat.latest else 0
+        return lost_process(liveness, what + self.layout.describe(process), self._when(process), heard, pid)
 
     def _when(self, process: int) -> str:
         """The step of a process, whose beat may be some steps old: all processes begin a step together."""

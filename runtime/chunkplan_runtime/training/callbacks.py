@@ -85,10 +85,7 @@ def _named(tracker: str | None) -> Iterator[None]:
 
 
 class Callbacks(CallbackHandler):
-    """The callbacks of a run, on each of its processes, called as transformers' own Trainer calls them.
-
-    What the callbacks of one process ask for is done by all: stop, save, evaluate. Trackers are on the main one alone.
-    """
+    """The callbacks of a run, called as transformers does; what those of one process ask for is done by all."""
 
     def __init__(
         self,

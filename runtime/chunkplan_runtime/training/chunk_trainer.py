@@ -287,10 +287,7 @@ def _check_settings(args: TrainingArguments) -> None:
 def _settings_of_plan(
     args: TrainingArguments, plan: Plan, train_data: _PlanSteps, eval_data: _PlanSteps | None
 ) -> TrainingArguments:
-    """A copy of `args` that says what the plan decides: epochs, sequences a step, one GPU, no loader processes.
-
-    What was set otherwise is reported in one line.
-    """
+    """A copy of `args` that says what the plan decides; what was set otherwise is reported in one line."""
     defaults = {field.name: field.default for field in fields(TrainingArguments)}
     epochs, num_steps = plan.manifest["epochs"], plan.manifest["totals"]["num_steps"]
     if args.max_steps > num_steps:

@@ -1,8 +1,7 @@
 """Saves the model that a run leaves, as `save_pretrained` of transformers does, and the tokenizer that goes with it.
 
-Of several processes each has a part of the model. They gather it weight by weight, and each writes some of the files
-with safetensors: none needs more memory than those of a file take. torch's own consolidation would write every number
-twice, those of a weight without dimensions as 0, and no integers.
+Several processes gather it weight by weight, and each writes some of the files with safetensors: torch's own
+consolidation would write every number twice, those of a weight without dimensions as 0, and no integers.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def save_final(
 ) -> None:
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
-    `merges`: save all weights with the adapters added to them; these are no longer in the models afterwards. Raises
-    ChunkplanError: it cannot be written.
+    `merges`: save all weights, with the adapters added for good. Raises ChunkplanError: it cannot be written.
     """
     own, described = train_step.model.model, whole.model
     if merges:
@@ -188,10 +186,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple[int, list[str]]]:
-    """The stage and the weights of each file, of whole layers: transformers saves some otherwise than a model has them.
-
-    Each is of about `file_bytes`, or of a layer that has more. `stages`: that of each weight.
-    """
+    """The stage and the weights of each file, of whole layers and about `file_bytes`; `stages`: that of each weight."""
     layers: dict[tuple[int, str], list[str]] = {}
     sizes = {name: value.nbytes for name, value in whole.state_dict().items() if name in stages}
     for name in sizes:
@@ -209,10 +204,7 @@ def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple
 
 
 def find_tokenizer(config: TrainConfig) -> list[Path]:
-    """The files of the run's tokenizer: that of `--tokenizer`, else that of the model; none where it has none.
-
-    Raises UsageError: `--tokenizer` has none, or the hub cannot be reached.
-    """
+    """The files of the tokenizer of the run, or of its model, if any; UsageError: `--tokenizer` has none."""
     name = config.tokenizer or config.model or str(config.model_config and config.model_config.parent)
     folder = Path(name)
     if not folder.exists() and not name.startswith((".", "/", "~")):

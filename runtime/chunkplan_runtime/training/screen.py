@@ -1,7 +1,4 @@
-"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar.
-
-It is compared with the plan's times, where they are of its model and devices, and with the peak of these.
-"""
+"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Groups, Job
-from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
@@ -59,8 +55,7 @@ class Comparison(NamedTuple):
 def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
-    MFU takes the FLOPs of the model that is trained, so only the device has to be the profile's. Where keys, values and
-    weights lie does not matter: fetching them hides behind other work, in the cost model too.
+    For MFU only the device has to be the profile's. Where keys, values and weights lie does not matter to times.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -164,9 +159,9 @@ def describe_run(
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
-    groups: Groups | None = None,
+    job: Job,
 ) -> list[str]:
-    """The lines before the first step: each a name and what there is to say about it."""
+    """The lines before the first step: each a name and what there is to say about it; all of `job` have to ask."""
     model, plan = built.whole, data.plan
     parameters = list(model.model.parameters())
     num_all = sum(map(num_weights, parameters))
@@ -182,6 +177,9 @@ def describe_run(
         parts += [f"{layout.pp} pipeline stages{virtual}"] if layout.pp > 1 else []
         device = f"{layout.world_size} processes ({' x '.join(parts)}), each on {config.device.partition(':')[0]},"
     on_gpu = torch.device(config.device).type == "cuda"
+    kernels, *others = job.all_gather_object(
+        ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
+    )  # each process chooses for itself, and all wait for the slowest
     left_out = broken_packages() | model.kernels.left_out if config.attention == AUTO and on_gpu else {}
     scopes = {"sequence": "each sequence", "batch": "the whole batch: each chunk runs forward once more"}
     routers = scopes.get(router_loss_scope(model.config, config.router_loss, ""))
@@ -189,7 +187,7 @@ def describe_run(
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
-        f"runs on   {device} in {config.precision}, attention {_kernels(config, model)}",
+        f"runs on   {device} in {config.precision}, attention {kernels}",
         *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
         *([f"compiled  {built.compiled}"] if built.compiled else ()),
         *(f"          without {name}: {reason}" for name, reason in left_out.items()),
@@ -198,23 +196,17 @@ def describe_run(
         *([f"not read  of the data: {unread}"] if unread else ()),
         *comparison.lines,
         *([f"routers   load-balancing loss over {routers}"] if routers else ()),
-        *group_lines(groups),
+        *group_lines(job.groups),
         f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
         *([f"tracked   tensorboard --logdir {logs}"] if "tensorboard" in (config.report_to or ()) else ()),
+        *(
+            f"attends   otherwise on {layout.describe(process)}: {other}"
+            for process, other in enumerate(others, 1)
+            if other != kernels
+        ),
     ]
-
-
-def _kernels(config: TrainConfig, model: CausalLM) -> str:
-    return ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
-
-
-def other_kernels(config: TrainConfig, model: CausalLM, job: Job) -> list[str]:
-    """Say which processes attend by other kernels than the first: each chooses for itself, all wait for the slowest."""
-    first, *others = job.all_gather_object(_kernels(config, model))
-    of_others = [(job.layout.describe(process), other) for process, other in enumerate(others, 1) if other != first]
-    return [f"attends   otherwise on {process}: {other}" for process, other in of_others]
 
 
 def group_lines(groups: Groups | None) -> list[str]:
@@ -255,10 +247,7 @@ class Screen:
             sys.stderr.flush()
 
     def show_step(self, row: Row) -> None:
-        """Print the line of a step from its metrics, and move the bar.
-
-        It has the step's number in the plan, from 0, and how many steps are done now: "step 4 (5/5)" is the last of 5.
-        """
+        """Print the line of a step, with its number from 0 and how many are done ("step 4 (5/5)"); move the bar."""
         step = row["step"]
         parts = [
             f"step {step} ({step + 1}/{self._num_steps})  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}",

@@ -64,11 +64,7 @@ class TrainingData:
     layout: RankLayout
 
     def stream(self, plan: Plan) -> PlanStream:
-        """A stream of the steps of `plan`, for the model of the run.
-
-        Raises:
-            UsageError: the data has no tokens, or the model does not take a token, a length or the plan.
-        """
+        """A stream of the steps of `plan`; UsageError: the model does not take a token, a length or the plan."""
         how: Any = {"layout": self.layout, "router_loss": self.router_loss}
         return plan_stream(self.model_config, plan, self.analysis, pin_memory=self.pin_memory, **how)
 
@@ -88,9 +84,7 @@ class TrainingData:
 def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
     """Open the plans that `config` names, for a model that is refused where its gradients are not exact.
 
-    Raises:
-        UsageError: one is not there, or is not for the processes or for the model there are.
-        DataError: one is damaged, or not of the same analysis as the other.
+    Raises UsageError: one is not there, or not for these processes or this model; DataError: one is damaged.
     """
     where = str(config.model or config.model_config)
     router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
@@ -170,10 +164,7 @@ class Built(NamedTuple):
 def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
     """Load or draw a model, after `choose_device`: of a saved one each of several processes reads what it has of it.
 
-    Raises:
-        UsageError: its weights cannot be loaded, or an option is not one for this model, or for this plan; a pattern
-            of weights is of none.
-        DataError: some of them are missing or of other shapes, or transformers cannot build it.
+    Raises UsageError: it cannot be loaded, or an option is not one for it; DataError: weights are missing or misshapen.
     """
     is_alone = job.groups is None
     own, identity, note = _load_part(config, model_config, plan, job)
@@ -268,10 +259,9 @@ def check_layout(config: TrainConfig, layout: RankLayout) -> None:
 
 @torch.no_grad()
 def fingerprint(own: CausalLM, whole: CausalLM, job: Job, *, only_frozen: bool = False) -> str | None:
-    """Identify weights by a hash of up to `_SAMPLES` numbers of each, evenly spaced: other weights differ there too.
+    """Identify weights, whatever part of them each process has, by a hash of up to `_SAMPLES` numbers of each.
 
-    It is the same for whatever part of the weights each process has. `only_frozen`: of those that are not trained, and
-    so in no checkpoint. None where there are no such weights.
+    `only_frozen`: of those that are not trained, and so in no checkpoint. None where there are no such weights.
     """
     named = whole.model.named_parameters()
     shapes = {name: tuple(value.shape) for name, value in named if not (only_frozen and value.requires_grad)}

@@ -1,7 +1,4 @@
-"""A model, its optimizer and what an optimizer step does with them: gradients, then an update.
-
-On several processes each has a stage of the model and some of the step's chunks, and all know the same losses and norm.
-"""
+"""A model, its optimizer and what an optimizer step does with them on all processes: gradients, then an update."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ class Gradients:
 
 
 class StepExecutor:
-    """Runs steps of a plan, forward and backward or forward alone: all ranks that this process has of them.
-
-    With `shards` all data-parallel processes have to make the same calls.
-    """
+    """Runs steps of a plan, of all ranks that a process has; with `shards` all replicas have to make the same calls."""
 
     def __init__(self, ranks: RankExecutor, shards: Shards | None = None, job: Job | None = None) -> None:
         self.ranks = ranks

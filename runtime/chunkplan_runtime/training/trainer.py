@@ -1,7 +1,4 @@
-"""The trainer: opens everything that a run needs, refuses what cannot be done, and trains.
-
-A run has one optimizer step per step of the plan, and a line of metrics each.
-"""
+"""The trainer: opens everything that a run needs, refuses what cannot be done, and trains."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ from chunkplan_runtime.training.run_folder import (
     lines_before,
     remove_folder,
 )
-from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
+from chunkplan_runtime.training.screen import Screen, compare, describe_run
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given.
@@ -56,8 +53,7 @@ _PLANNED = ["kv_offload", "checkpointing", "lora_rank", "load_in_4bit", "optimiz
 def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
 
-    `config` is as `choose_device` left it. All processes of `job` call this with the same one. `callbacks`: of
-    transformers, called on the processes that are given them.
+    `config` is as `choose_device` left it; all processes of `job` call this with the same one.
 
     Raises:
         ChunkplanError: loss or gradients are not finite, or the disk is full.
@@ -83,10 +79,7 @@ def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = 
 
 
 class TrainingRun:
-    """A run that can begin: everything is opened and compared, and it stands where its last checkpoint was written.
-
-    Of several processes the main one prints and writes lines; checkpoints are written by all.
-    """
+    """A run that stands where its last checkpoint was written; the main process prints, and all write checkpoints."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, job: Job, callbacks: Sequence[TrainerCallback]) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
@@ -112,8 +105,8 @@ class TrainingRun:
             refuse_other_run(earlier, self.fixed, config, self.num_steps)
         self.flops = metrics.FlopCounter(model.whole)
         self.comparison = compare(config, data, job)
-        description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job.groups)
-        self.description = description + other_kernels(config, model.whole, job) + tokens_note
+        description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job)
+        self.description = description + tokens_note
         self.train_step = TrainStep(model.own, config, self.num_steps, job)
         self.start, losses = 0, []
         if earlier is not None:
@@ -263,10 +256,7 @@ class TrainingRun:
         return row
 
     def _evaluate(self, step: int) -> bool:
-        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
-
-        Returns whether it is the lowest so far.
-        """
+        """Evaluate by all steps of the evaluation plan; returns whether its loss is the lowest so far."""
         data = self.data
         if data.evaluation is None:
             return False
