@@ -54,10 +54,8 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
 
     A killed run leaves the old folder or none, never half of a new one; if none, the next run puts the old one back.
     Only an empty folder or one of the same kind (see `_MARKS`), with nothing else in it (see `_CONTENTS`), is replaced.
-
-    Raises:
-        UsageError: `target` is something else, cannot be written, holds the current folder or lies in a folder of ours,
-            or another run is writing it.
+    Raises UsageError: `target` is something else, cannot be written, holds the current folder or lies in a folder of
+    ours, or another run is writing it.
     """
     with reserve_folder(target, kind), fill_folder(target) as temporary:
         yield temporary
@@ -162,8 +160,7 @@ def refuse_other_content(target: Path, kind: str) -> None:
 def refuse_inside_ours(target: Path) -> None:
     """Refuse to write into a folder of ours, which would then hold more than that, and never be replaced again.
 
-    Raises:
-        UsageError: naming that folder.
+    Raises UsageError: naming that folder.
     """
     for folder in Path(os.path.realpath(target)).parents:
         for kind, name in _NAMES.items():

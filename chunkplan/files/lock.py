@@ -29,11 +29,9 @@ def hold(target: Path) -> Iterator[None]:
     """Keep other runs from writing `target` until the block ends.
 
     The lock is on a file beside it, `.NAME.lock`, which says who holds it and is removed at the end. One that a killed
-    run left is in nobody's way. Where the file system has no locks the block runs without one.
-
-    Raises:
-        UsageError: another run holds `target`, or its lock is no file but a link, a pipe or the like.
-        OSError: no file can be written there.
+    run left is in nobody's way. Where the file system has no locks the block runs without one. Raises UsageError:
+    another run holds `target`, or its lock is no file but a link, a pipe or the like; OSError: no file can be written
+    there.
     """
     path = target.with_name(f".{target.name}.lock")
 
@@ -53,8 +51,7 @@ def hold(target: Path) -> Iterator[None]:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file or folder, without waiting; False where its file system has no locks.
 
-    Raises:
-        BlockingIOError: another process holds it.
+    Raises BlockingIOError: another process holds it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,8 +81,7 @@ def filling(place: Path, *, hint: str = _ROOM_HINT) -> Iterator[None]:
 def writing(place: Path, *, room_hint: str = _ROOM_HINT) -> Iterator[None]:
     """Turn errors of writing `place`, a file or what is below a folder, into a UsageError.
 
-    Raises:
-        UsageError: no room is left (with the hint `room_hint`), or the place is not there or not ours to write.
+    Raises UsageError: no room is left (with the hint `room_hint`), or the place is not there or not ours to write.
     """
     try:
         with filling(place, hint=room_hint):
@@ -108,10 +107,8 @@ def _reason(error: OSError) -> str:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """Yield a file under a temporary name beside `path`, synced and then renamed when the block ends without an error.
 
-    What a link points at is replaced, not the link; into a pipe or a device it is written as it comes.
-
-    Raises:
-        UsageError: `path` is a folder or cannot be written.
+    What a link points at is replaced, not the link; into a pipe or a device it is written as it comes. Raises
+    UsageError: `path` is a folder or cannot be written.
     """
     with writing(path):
         places = _target_and_temporary(path)
@@ -133,8 +130,7 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 def refuse_unwritable(path: Path) -> None:
     """Refuse what `whole_file` could not write, for who has much to compute first.
 
-    Raises:
-        UsageError: `path` is a folder or cannot be written.
+    Raises UsageError: `path` is a folder or cannot be written.
     """
     with writing(path):
         places = _target_and_temporary(path)
@@ -156,8 +152,7 @@ def _target_and_temporary(path: Path) -> tuple[Path, Path] | None:
 def refuse_overwriting(output: Path, inputs: Iterable[Path | str | None]) -> None:
     """Refuse to write `output` over one of `inputs`, or into a folder that is one.
 
-    Raises:
-        UsageError: naming the input.
+    Raises UsageError: naming the input.
     """
     target = Path(os.path.realpath(output))
     for path in inputs:

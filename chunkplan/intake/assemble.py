@@ -13,7 +13,7 @@ import pyarrow as pa
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.rejection import HINTS_OF_ALL
+from chunkplan.intake.records import HINTS_OF_ALL
 from chunkplan.intake.source import Source
 from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry
@@ -32,11 +32,9 @@ def assemble(
 ) -> None:
     """Write the analysis of `sources`, all of whose pieces are in the folders that `locate` names, into `folder`.
 
-    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`.
-
-    Raises:
-        DataError: there is no sequence, or a source has no target.
-        UsageError: there is no room for the analysis, or a piece is gone.
+    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`. Raises
+    DataError: there is no sequence, or a source has no target; UsageError: there is no room for the analysis, or a
+    piece is gone.
     """
     pieces = [piece for source in sources for piece in source.pieces]
     rejected: Counter[str] = Counter()

@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
-from chunkplan.config.intake import SCHEMAS, Said
+from chunkplan.config.intake import SCHEMAS, SourceOverrides
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
@@ -144,17 +144,15 @@ def find_sources(
     A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
     pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
     JSONL from the standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote
-    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there.
-
-    Raises:
-        UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
-            standard input is said to be something else than JSON lines.
-        DataError: a folder of `save_to_disk` does not say what its files are.
+    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there. Raises
+    UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
+    standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
+    its files are.
     """
     search = _Search([] if beside is None else beside, suffixes or {})
     for name, suffix in search.suffixes.items():
         if describe(_named(suffix)) is None:
-            place = Said.of(search.suffixes).place(name, "--format")
+            place = SourceOverrides.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
@@ -307,8 +305,7 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
 def _files_of_dataset(files: Files, folder: str) -> list[str]:
     """The data files of a folder of `save_to_disk`, as it lists them.
 
-    Raises:
-        DataError: it does not say what its files are, or one is missing.
+    Raises DataError: it does not say what its files are, or one is missing.
     """
     if files.exists(join(folder, _SPLITS)):
         splits = _listed(join(folder, _SPLITS), "splits")

@@ -12,9 +12,11 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import ChunkTimes, ExchangeTimes, Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.rates import UNIT
 from chunkplan.cost.shape import FULL, Sight
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
 from chunkplan.planfile.arrow import codes_of, to_numpy
@@ -211,6 +213,14 @@ def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
     for of_all, of_shared in zip(exchange, found, strict=True):
         of_all[rows] = of_shared
     return exchange
+
+
+def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:
+    """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
+    rates = UNIT if cost is None else cost.rates_on(config.dp)
+    layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
+    exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
+    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange, chunks.kept_attention)
 
 
 #: What a plan says that nobody knows is none, which `validate` refuses.

@@ -32,7 +32,7 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
 
     `predicted_us` is without it. None where the plan does not describe the model and the GPU it was made for.
     """
-    config, cost = config_of(manifest), _cost_of(manifest)
+    config, cost = config_of(manifest), cost_of(manifest)
     if cost is None:
         return None
     return (
@@ -45,11 +45,12 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
 
 def sights_of(manifest: Mapping[str, Any]) -> tuple[Sight, ...]:
     """What the attention sees of the model that a plan was made for; all where the plan does not describe it."""
-    cost = _cost_of(manifest)
+    cost = cost_of(manifest)
     return FULL if cost is None else cost.shape.sights
 
 
-def _cost_of(manifest: Mapping[str, Any]) -> CostModel | None:
+def cost_of(manifest: Mapping[str, Any]) -> CostModel | None:
+    """The model and the GPU that a plan was made for; None where its manifest does not describe them."""
     try:
         return CostModel.from_dict(manifest["predictions"]["cost_model"], where=MANIFEST)
     except DataError:

@@ -12,7 +12,19 @@ SCHEMA_VERSION = 6
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+    return pa.schema(_fields(columns))
+
+
+def _fields(columns: Mapping[str, pa.DataType]) -> list[pa.Field]:
+    return [pa.field(name, kind, nullable=False) for name, kind in columns.items()]
+
+
+def _list(item: pa.DataType) -> pa.ListType:
+    return pa.list_(pa.field("item", item, nullable=False))
+
+
+def _structs(**columns: pa.DataType) -> pa.ListType:
+    return _list(pa.struct(_fields(columns)))
 
 
 SEQUENCES = _schema(
@@ -24,10 +36,7 @@ SEQUENCES = _schema(
 )
 
 #: Rows are in sequence_id order; the manifest says which is the first of each file.
-TOKENS = _schema(
-    input_ids=pa.list_(pa.field("item", pa.int32(), nullable=False)),
-    target=pa.list_(pa.field("item", pa.bool_(), nullable=False)),
-)
+TOKENS = _schema(input_ids=_list(pa.int32()), target=_list(pa.bool_()))
 
 STEPS = _schema(
     step=pa.int32(),
@@ -46,14 +55,6 @@ STEPS = _schema(
     lower_bound_us=pa.float32(),
 )
 
-_SEGMENT = pa.struct(
-    [
-        pa.field("sequence_id", pa.int64(), nullable=False),
-        pa.field("start", pa.int32(), nullable=False),
-        pa.field("end", pa.int32(), nullable=False),
-    ]
-)
-
 _WORD = pa.dictionary(pa.int8(), pa.string())
 
 CHUNKS = _schema(
@@ -69,7 +70,7 @@ CHUNKS = _schema(
     keeps_activations=pa.bool_(),
     kept_attention=_WORD,
     cost=pa.float32(),
-    segments=pa.list_(pa.field("item", _SEGMENT, nullable=False)),
+    segments=_structs(sequence_id=pa.int64(), start=pa.int32(), end=pa.int32()),
 )
 CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.int32(), nullable=True))
 
@@ -77,24 +78,16 @@ CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.
 CP_COLUMNS = ("cp_first_rank", "cp_size", "cp_heads", "cp_tokens")
 SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_COLUMNS})])
 
-_ACTION = pa.struct(
-    [
-        pa.field("op", _WORD, nullable=False),
-        pa.field("chunk_id", pa.int32(), nullable=False),
-        pa.field("virtual_stage", pa.int32(), nullable=False),
-    ]
-)
-
 SCHEDULE = _schema(
     step=pa.int32(),
     dp_rank=pa.int32(),
     stage=pa.int32(),
-    actions=pa.list_(pa.field("item", _ACTION, nullable=False)),
+    actions=_structs(op=_WORD, chunk_id=pa.int32(), virtual_stage=pa.int32()),
     predicted_us=pa.float32(),
 )
 
 #: schedule.parquet of plans with several data-parallel ranks, whose actions are done in slots of their stage.
-SLOTS = pa.schema([*SCHEDULE, *_schema(slots=pa.list_(pa.field("item", pa.int32(), nullable=False)))])
+SLOTS = pa.schema([*SCHEDULE, *_schema(slots=_list(pa.int32()))])
 
 
 def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:

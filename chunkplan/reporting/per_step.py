@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import Chunks, read_chunks
 from chunkplan.planfile.manifest import reduction_us_of, sights_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
+from chunkplan.summary import chunk_frame
 
 
 @dataclass(frozen=True)

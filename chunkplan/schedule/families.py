@@ -21,21 +21,11 @@ from chunkplan.schedule.actions import (
     times_of_rank,
     times_of_ranks,
 )
-from chunkplan.schedule.alignment import align_steps, meeting_of
+from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.slots import ends_in_slots
-from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
-
-#: Name -> the rule it follows, the same for all ranks.
-_TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "interleaved": INTERLEAVED}
-
-#: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
-_SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
-    "zero-bubble-v": lambda chunks, times, pp, memory_tokens: (_zero_bubble_v(chunks, times, pp), 0),
-    "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
-}
+from chunkplan.schedule.templates import TEMPLATES, follow_template
 
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
@@ -47,9 +37,6 @@ _kept: dict[bytes, Actions] = {}
 
 #: What of chunks their order depends on, beside their times.
 _LOOKED_AT = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
-
-#: All by name.
-SCHEDULES = (*_TEMPLATES, *_OF_STEPS, *_SEARCHES)
 
 
 class Scheduled(NamedTuple):
@@ -85,7 +72,7 @@ def schedule_ranks(
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate`).
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: one of `layers.FAMILIES`.
         memory_tokens: what a stage may retain; "search", "auto" and "zero-bubble" make use of it, others are refused
             where they do not fit.
         place: names a rank, for errors.
@@ -102,8 +89,8 @@ def schedule_ranks(
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
-    if actions is None and schedule in _TEMPLATES:
-        actions = follow_template(_TEMPLATES[schedule], chunks, times, pp)
+    if actions is None and schedule in TEMPLATES:
+        actions = follow_template(chunks, times, pp, TEMPLATES[schedule])
     elif actions is None:
         found = []
         if schedule in _OF_STEPS:
@@ -117,7 +104,7 @@ def schedule_ranks(
                 if is_cancelled():
                     raise CancelledError
                 of_rank = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-                actions, lower_bound[rank] = _SEARCHES[schedule](*of_rank, pp, memory_tokens)
+                actions, lower_bound[rank] = _of_rank(schedule, *of_rank, pp, memory_tokens)
                 found.append(actions)
         actions = join_actions(found)
     placement = family_of(schedule).placement._replace(virtual_stages=times.durations.shape[1] // pp)
@@ -162,19 +149,23 @@ def _of_step(
     return answer
 
 
-def _zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
+def _of_rank(
+    schedule: str, chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
+) -> tuple[Actions, int]:
+    """The best that is found for one rank, "search" within so many tokens; no order is done before what comes with it.
+
+    Both are imported where they are used: they take long to compile.
+    """
+    if schedule == "search":
+        from chunkplan.schedule.search import search
+
+        found = search(chunks, times, pp, memory_tokens)
+        return found.actions, found.lower_bound
     from chunkplan.schedule.zero_bubble_v import zero_bubble_v
 
     actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
     zero_bubble_v(chunks, times, pp, actions)
-    return actions
-
-
-def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:
-    from chunkplan.schedule.search import search
-
-    found = search(chunks, times, pp, memory_tokens)
-    return found.actions, found.lower_bound
+    return actions, 0
 
 
 def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int], str], dp: int) -> None:

@@ -13,14 +13,15 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from chunkplan.building import result_of
 from chunkplan.config.plan import VIRTUAL, PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
-from chunkplan.planning.pipeline import result_of
 from chunkplan.quantities import ZERO
+from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.levels import (
     Ladder,
     Tried,
@@ -96,11 +97,7 @@ def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tupl
                 model.add_bool_or([~k, *shorter[place:]])
         choices.append(of_class)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, costs))
-    solver = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = deterministic_solver(_EFFORT)
     while len(found) < min(most, len({candidate.family for candidate in candidates})):
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             break

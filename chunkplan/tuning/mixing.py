@@ -34,6 +34,7 @@ from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
 from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
+from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.levels import fits
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -85,11 +86,7 @@ def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: 
     for *of_terms, most in binding.tolist():
         model.add(cp_model.LinearExpr.weighted_sum(terms, of_terms) <= most)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, again_ns.tolist() * counts.size))
-    solver = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = deterministic_solver(_EFFORT)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return np.array([[solver.value(each) for each in of_kind] for of_kind in takes])

@@ -240,7 +240,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 
 
 def _show_step(plan: Plan, number: int, rank: int | None, *, lists_actions: bool, as_json: bool) -> None:
-    from chunkplan.planfile.places import check_rank, find_step
+    from chunkplan.planfile.plan import check_rank, find_step
     from chunkplan.reporting.plan_words import PlanHeader
     from chunkplan.reporting.shared_sequences import step_shares
     from chunkplan_cli.step_report import print_step

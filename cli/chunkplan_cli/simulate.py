@@ -106,7 +106,7 @@ def simulate(
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
     from chunkplan.files.writing import refuse_overwriting
-    from chunkplan.planfile.places import find_step
+    from chunkplan.planfile.plan import find_step
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 

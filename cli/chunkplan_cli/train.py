@@ -56,7 +56,7 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     from chunkplan.workspace import Workspace
     from chunkplan_runtime import require_torch
     from chunkplan_runtime.layout import choose_layout
-    from chunkplan_runtime.train import main
+    from chunkplan_runtime.train import main, start
 
     options, place = StartOptions(**how), Workspace.find(workspace)
     values = {**(read_toml(options.config, TrainConfig) if options.config else {}), **run}
@@ -69,8 +69,6 @@ def train(*, how: Given, run: Given, workspace: WorkspaceOption = None) -> None:
     choose_layout(loaded, count, 0)  # refused now if it cannot be
     if count == 1:
         raise typer.Exit(main(config=config))
-    from chunkplan_runtime.distributed.launch import start
-
     in_file = ["--config", str(options.config)] if options.config else []
     arguments = ["--plan", str(plan), "--output", str(output), *in_file, *_typed(run)]
     note(

@@ -25,8 +25,7 @@ from chunkplan.errors import UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
-from chunkplan_runtime.distributed.job import Groups
-from chunkplan_runtime.distributed.launch import TIMEOUT
+from chunkplan_runtime.distributed.job import TIMEOUT, Groups
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_heard, lost_process
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice

@@ -21,17 +21,18 @@ from chunkplan.layers import StagePlacement
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
-from chunkplan_runtime.distributed.job import Groups, gather_objects, make_groups
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus
-from chunkplan_runtime.distributed.sharding import (
-    Shards,
-    _weights,
+from chunkplan_runtime.distributed.job import (
+    Groups,
+    OwnGpu,
+    check_gpus,
+    gather_objects,
     gradient_norm,
+    make_groups,
     tied_weight,
 )
+from chunkplan_runtime.distributed.sharding import Shards, _weights
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
-from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -339,7 +340,7 @@ def make_stage(
         how = {"master_weights": master_weights, "sharding": sharding}
         shards = Shards(model, groups.replicas, **how)
     model = shards.model if shards else model
-    links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
+    links = groups.links(model.config.hidden_size, model.dtype)
     executor = RankExecutor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
     return StageProcess(model, groups, shards, executor, stream, sharding)

@@ -17,10 +17,10 @@ from chunkplan.intake.records import (
     Message,
     PromptRecord,
     Record,
+    RecordError,
     TextRecord,
     as_tools,
 )
-from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import (
     column_flags,
     empty,

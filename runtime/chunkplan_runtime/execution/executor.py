@@ -1,11 +1,12 @@
-"""Does the actions of one rank in one step, in their order. After it the gradients are those of whole sequences."""
+"""Does the actions of a rank in a step, in order, and times them. After them gradients are those of whole sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.planfile.measured import StepTimeline, TimedAction
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
-from chunkplan_runtime.devices import wide
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.devices import synchronize, wide
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
@@ -38,6 +39,9 @@ Around = Callable[[Action], AbstractContextManager[object]]
 
 #: Called before each action, before what it waits for from other stages, and with None after the last one.
 Meet = Callable[[Action | None], None]
+
+#: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
+_Mark = Any
 
 #: By op, what must have happened to a chunk before.
 _AFTER = {
@@ -69,7 +73,7 @@ class RankExecutor:
         kv_offload: bool = False,
         links: Links | None = None,
         exchanges: Exchanges | None = None,
-        router_loss: str = NO_ROUTER_LOSS,
+        router_loss: str = "none",
         loss: ChunkLoss | None = None,
     ) -> None:
         self.model = model
@@ -291,3 +295,70 @@ def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkK
 def _named(key: ChunkKey) -> str:
     virtual_stage, chunk_id = key
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
+
+
+class ActionClock:
+    """Times what one process does in a step, anew for every step.
+
+    On a GPU moments are those at which the device gets there, and nobody waits for it before `stop`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
+
+    def start(self, step: int) -> None:
+        """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
+        self._step, self._actions = step, []
+        self._reductions: list[tuple[_Mark, _Mark]] = []
+        synchronize(self._device)
+        self._zero = self._mark()
+
+    def around(self, dp_rank: int) -> Around:
+        """What `RankExecutor.run` enters around each action of a rank's work, to time it."""
+
+        @contextmanager
+        def timed(action: Action) -> Iterator[None]:
+            start = self._mark()
+            yield
+            self._actions.append((dp_rank, action, start, self._mark()))
+
+        return timed
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Time the block, which reduces gradients."""
+        start = self._mark()
+        yield
+        self._reductions.append((start, self._mark()))
+
+    def stop(self) -> StepTimeline:
+        """Wait for the device, and give what was timed since `start`."""
+        synchronize(self._device)
+
+        def since_start(mark: _Mark) -> int:
+            return int(mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6))
+
+        actions = [
+            TimedAction(dp_rank, each.op, each.chunk_id, since_start(start), since_start(end), each.virtual_stage)
+            for dp_rank, each, start, end in self._actions
+        ]
+        reduced = sum(since_start(end) - since_start(start) for start, end in self._reductions)
+        return StepTimeline(self._step, actions, reduced)
+
+    def on_device(self) -> str | None:
+        """Which action the GPU is at, of those that it was given whole; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        for dp_rank, action, start, end in list(self._actions):
+            if not end.query():
+                at = "in" if start.query() else "before"
+                return f"its GPU is {at} the {action.op} of chunk {action.chunk_id} of rank {dp_rank}"
+        return "its GPU has done all actions that it was given"
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return perf_counter_ns()
+        event: _Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event

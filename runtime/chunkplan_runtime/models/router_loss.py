@@ -29,9 +29,11 @@ from transformers.utils.output_capturing import OutputRecorder
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
+
+#: What the counts of the loss are of; without such a loss the first.
+ROUTER_LOSSES = ("none", "batch", "sequence")
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]
@@ -48,8 +50,8 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     """
     if asked not in (None, *ROUTER_LOSSES):
         raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
-    scope = asked or ("batch" if getattr(config, "output_router_logits", False) else NO_ROUTER_LOSS)
-    if scope == NO_ROUTER_LOSS:
+    scope = asked or ("batch" if getattr(config, "output_router_logits", False) else "none")
+    if scope == "none":
         return scope
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     compute = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None) if kind else None
@@ -97,7 +99,7 @@ class RouterLoss:
         self._value: Tensor | None = None
         #: By context: of each token the index of its span [num_tokens]; of each span its weight [num_spans].
         self._weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        if scope == NO_ROUTER_LOSS:
+        if scope == "none":
             return
         whole = whole_of(model.model)
         self._weight: Any = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))

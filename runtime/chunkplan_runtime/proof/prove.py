@@ -32,9 +32,8 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Links, Wire
+from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.checks import MODEL_TYPES
@@ -129,7 +128,7 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     with evaluate_in_float64(model.model):
         is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
-        whole = _whole(model, sequences, num_targets, with_router_loss=scope != NO_ROUTER_LOSS)
+        whole = _whole(model, sequences, num_targets, with_router_loss=scope != "none")
         own = model if num_stages == 1 else _two_stages(model)
         proofs = [_compared(_chunked(own, sequences, num_targets, k, scope), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
@@ -151,7 +150,7 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
     """The same in chunks, on all stages that the model has."""
     work = work_of(sequences, k, len(model.parts))
-    links = Links(Wire(1, torch.float64, torch.device("cpu")), range(len(model.parts)), {})
+    links = Links(torch.zeros(1, 1, dtype=torch.float64), range(len(model.parts)), {})
     executor = RankExecutor(model, links=links, router_loss=scope)
     num_tokens = sum(len(each.tokens) for each in sequences)
     executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"))
@@ -307,7 +306,7 @@ def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
 def exact_router_loss(config: Any, asked: str | None, where: str, num_stages: int = 1) -> str:
     """See `router_loss_scope`; the model is refused if it is not exact with that, see `check_exact`."""
     scope = router_loss_scope(config, asked, where)
-    check_exact(config, where, num_stages=num_stages, router_loss=scope != NO_ROUTER_LOSS)
+    check_exact(config, where, num_stages=num_stages, router_loss=scope != "none")
     return scope
 
 

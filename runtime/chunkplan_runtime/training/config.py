@@ -6,18 +6,30 @@ Options are declared and checked here, without torch, so that a mistake is found
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkplan.cost.attention_rates import KERNELS
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
+from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
-from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
+
+#: The names that `chunkplan_runtime.attention.kernels` knows; which of them run depends on the machine.
+ATTENTION = ("auto", *KERNELS)
+
+DEVICE = Domain(
+    lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None,
+    "auto, cpu, cuda or cuda:N",
+    metavar="NAME",
+    completed=("auto", "cpu", "cuda"),
+)
+KERNEL = text("KERNEL", expected="the name of an attention kernel", completed=ATTENTION)
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
@@ -149,7 +161,7 @@ class TrainConfig(Options):
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
     router_loss: str | None = _learning(
-        one_of(*ROUTER_LOSSES),
+        one_of("none", "batch", "sequence"),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
         **_unset("batch if the model's config has output_router_logits, else none"),
     )

@@ -18,7 +18,6 @@ from chunkplan.cost.checkpointing import CHECKPOINTING
 from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
@@ -42,9 +41,7 @@ class Executor:
     its dtype and device, `model.train()` or `model.eval()`, and a `torch.autocast` around a call.
     """
 
-    def __init__(
-        self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = NO_ROUTER_LOSS
-    ) -> None:
+    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = "none") -> None:
         self._model = model
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         called = replace(model, call=self._call)

@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import let_umask_decide
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
+from chunkplan.planfile.tokenizer_hash import tokenizer_hash
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import layer_of
@@ -230,12 +230,12 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
     expected = made_with.get("content_hash")
     try:
         content = files[0].read_bytes() if files[0].name == _TOKENIZER else None
-        hashes = () if content is None else tokenizer_hashes(json.loads(content), content)
+        found = None if content is None else tokenizer_hash(json.loads(content))
         num_tokens = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # whatever it is, what it writes could not be loaded either
         told = f"the tokenizer in {folder} cannot be loaded: {error}"
         raise UsageError(told, hint="give another --tokenizer") from error
-    if expected and hashes and expected not in hashes:
+    if expected and found and expected != found:
         raise UsageError(
             f"{files[0]} is not the tokenizer that the data was made with, {made_with.get('path')}",
             hint="give that one with --tokenizer, or analyze again with this one",

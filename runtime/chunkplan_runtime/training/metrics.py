@@ -7,7 +7,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.measured import StepTimeline, write_measured
+from chunkplan.planfile.measured import Spent, StepTimeline, write_measured
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
 from chunkplan_runtime.distributed.job import Job
@@ -140,6 +140,32 @@ class LargestStep:
         if timelines and job.is_main:
             write_measured(path, plan, timelines, job.layout.dp, planned=planned)
         return bool(timelines)
+
+
+def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[Row]:
+    """What each process did and waited for in a step, in their order, each a row of JSON; times in seconds.
+
+    What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
+    idle from then on until the last pipeline is done, when gradients can be reduced.
+    """
+    last = max(own.end for own in spent)
+    rows: list[Row] = []
+    for process, own in enumerate(spent):
+        at = replace(layout, process=process)
+        span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))
+        rows.append(
+            {
+                "process": process,
+                "stage": at.stage,
+                "pipeline": at.replica,
+                "busy_seconds": own.busy,
+                "wait_seconds": span - own.busy,
+                "bubble": (span - own.busy) / span if span else 0.0,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+            }
+        )
+    return rows
 
 
 class FlopCounter:

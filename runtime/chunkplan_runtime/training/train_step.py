@@ -15,16 +15,13 @@ import torch
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, tied_weight
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_weight
+from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import add_up
@@ -65,7 +62,7 @@ class StepExecutor:
     @property
     def router_loss(self) -> float | None:
         """The load-balancing loss of the last step, of this process's chunks; None where there is none."""
-        return None if self.ranks.router_loss.scope == NO_ROUTER_LOSS else self.ranks.router_loss.value
+        return None if self.ranks.router_loss.scope == "none" else self.ranks.router_loss.value
 
     def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: nullcontext) -> list[RankLoss]:
         """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
@@ -110,12 +107,11 @@ class TrainStep:
         if groups and groups.replicas:
             shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
         self.model = shards.model if shards else model
-        wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = RankExecutor(
             self.model,
             seed=config.seed,
             kv_offload=bool(config.kv_offload),
-            links=groups.links(wire) if groups else None,
+            links=groups.links(model.config.hidden_size, self.model.dtype) if groups else None,
             exchanges=groups.exchanges if groups else None,
             router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
             loss=cross_entropy(config.label_smoothing),

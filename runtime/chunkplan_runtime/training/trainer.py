@@ -23,7 +23,6 @@ from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.model import read_config
-from chunkplan_runtime.timeline import stage_rows
 from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
@@ -252,7 +251,7 @@ class TrainingRun:
         if gradients.router_loss is not None:
             row["router_loss"] = gradients.router_loss
         if self.job.groups is not None:
-            row["processes"] = stage_rows(gradients.spent, layout)
+            row["processes"] = metrics.stage_rows(gradients.spent, layout)
         return row
 
     def _evaluate(self, step: int) -> bool:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +14,14 @@ from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.distributed.test_train import all_well, options, same_run
 from tests.runtime.test_parity import MODELS
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.process_pool import process_pool
 from tests.support.training_checks import learning, lines, make_training, same_weights
 
 TIED = MODELS["llama with biases, tied"]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
+def pool():
     with process_pool(4) as started:
         yield started
 
@@ -43,21 +40,19 @@ def pool() -> Iterator[ProcessPool]:
         ),
     ],
 )
-def test_what_is_trained_has_the_gradients_of_plain_training(
-    pool: ProcessPool, made: Any, world_size: int, plan: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_what_is_trained_has_the_gradients_of_plain_training(pool, made, world_size, plan, how):
     """In float64, of a head of its own; whole layers, ends of the model, single matrices."""
     check(pool, world_size, made(**{"k": 2, **plan}), evaluates=True, **how)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_tied_weights_are_frozen_by_either_name(pool: ProcessPool, made: Any, name: str) -> None:
+def test_tied_weights_are_frozen_by_either_name(pool, made, name):
     check(pool, 2, made(TIED, pp=2), freeze=[name])
     check(pool, 2, made(TIED, pp=2), train_only=[name])
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def trained(tmp_path_factory, tiny_config, random_sequences):
     """With plans on one process, and on four; `base/` is a saved model."""
     folder = make_training(tmp_path_factory.mktemp("frozen") / "made", tiny_config, random_sequences)
     for name, layout in (("one", {}), ("both", {"dp": 2, "pp": 2})):
@@ -71,12 +66,12 @@ def trained(tmp_path_factory, tiny_config, random_sequences) -> Path:
 FROZEN = ("--freeze", "model.embed_tokens*,*.0.self_attn.*")
 
 
-def learn(trained: Path, output: Path, *more: object, plan: str = "one") -> list[str]:
+def learn(trained, output, *more, plan="one"):
     arguments = ["--plan", trained / plan, "--model", trained / "base", "--output", output, "--lr", "3e-3"]
     return [str(argument) for argument in (*arguments, "--device", "cpu", *more)]
 
 
-def is_frozen(name: str) -> bool:
+def is_frozen(name):
     return name.startswith("model.embed_tokens") or ".0.self_attn." in name
 
 

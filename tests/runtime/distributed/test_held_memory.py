@@ -6,9 +6,6 @@ That is no less than what is measured, and no more than a tenth above it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import CostModel, PlanConfig, build, plan_report
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.held import Held
-from chunkplan.cost.memory import StageMemory, stage_memory
+from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model_config import shape_of_config
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.process_pool import process_pool
 from tests.support.training_cases import run_main_and_count
 
 SIZES = {
@@ -31,24 +28,21 @@ SIZES = {
     "num_hidden_layers": 8,
     "max_position_embeddings": 4096,
 }
-MODELS: dict[str, dict[str, int]] = {
-    "llama": {},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-}
+MODELS = {"llama": {}, "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}}
 #: ChunkSizes with which most is of states, and of activations.
 FEW, MANY = 32, 256
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
+def pool():
     with process_pool(4, joined=False) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: Any, tiny_config: Any, random_sequences: Any) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     """Configs, and plans of two steps in which every rank has two chunks, so that there are sums beside the second."""
-    folder: Path = tmp_path_factory.mktemp("held")
+    folder = tmp_path_factory.mktemp("held")
     for chunk_size in (FEW, MANY):
         analysis = folder / f"analysis-{chunk_size}"
         write_analysis(analysis, random_sequences([chunk_size] * 8, seed=1))
@@ -60,7 +54,7 @@ def made(tmp_path_factory: Any, tiny_config: Any, random_sequences: Any) -> Path
     return folder
 
 
-def run(pool: ProcessPool, plan: Path, output: Path, size: int, *more: object) -> list[tuple[int, int]]:
+def run(pool, plan, output, size, *more):
     """Of each of `size` processes the bytes between steps and the most in one, of what operators have made."""
     given = ["--plan", plan, "--output", output, "--lr", "3e-3", "--device", "cpu"]
     arguments = [str(each) for each in (*given, "--max-steps", 2, *more)]
@@ -69,7 +63,7 @@ def run(pool: ProcessPool, plan: Path, output: Path, size: int, *more: object) -
     return [(between, most) for _, _, between, most in told]
 
 
-def counted(config: Path, dp: int, chunk_size: int, **cost: Any) -> StageMemory:
+def counted(config, dp, chunk_size, **cost):
     """What the planner counts of a stage with all layers that holds a chunk."""
     shape = shape_of_config(json.loads(config.read_text()), "a test")
     held = [Held(chunk_size)]
@@ -97,16 +91,7 @@ SWEEP = [
     ("model_type", "sharding", "chunk_size", "level", "precision"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in SWEEP if case not in CASES)],
 )
-def test_two_processes(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    model_type: str,
-    sharding: Any,
-    chunk_size: int,
-    level: str,
-    precision: Any,
-) -> None:
+def test_two_processes(pool, made, tmp_path, model_type, sharding, chunk_size, level, precision):
     """No sum of gradients is there before a process waits for it, as if another one came late to all of them."""
     config = made / f"{model_type}.json"
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
@@ -142,16 +127,7 @@ def test_two_processes(
         ),
     ],
 )
-def test_adapters(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    model_type: str,
-    dp: int,
-    sharding: Any,
-    chunk_size: int,
-    level: str,
-) -> None:
+def test_adapters(pool, made, tmp_path, model_type, dp, sharding, chunk_size, level):
     """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file.
 
     But for those of experts, which operators put together into one weight.
@@ -191,18 +167,8 @@ def test_adapters(
     ],
 )
 def test_stages_of_a_pipeline(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    random_sequences: Any,
-    model_type: str,
-    dp: int,
-    schedule: str,
-    chunk_size: int,
-    sharding: Any,
-    level: str,
-    precision: Any,
-) -> None:
+    pool, made, tmp_path, random_sequences, model_type, dp, schedule, chunk_size, sharding, level, precision
+):
     """Of the fullest one, as `inspect` says.
 
     In each of two steps a rank has four chunks, so that there are sums of gradients while a stage holds two of them.
@@ -253,18 +219,8 @@ def test_stages_of_a_pipeline(
     ],
 )
 def test_split_sequences(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    random_sequences: Any,
-    dp: int,
-    k: int,
-    num_chunks: float,
-    sharding: Any,
-    level: str,
-    precision: Any,
-    kv_offload: bool,
-) -> None:
+    pool, made, tmp_path, random_sequences, dp, k, num_chunks, sharding, level, precision, kv_offload
+):
     """In each of two steps a rank has one of `num_chunks` chunks of which K hold activations, and a shorter sequence.
 
     With KV offload that fills a chunk: the fullest moment is still one in which keys are there. Half a chunk more is

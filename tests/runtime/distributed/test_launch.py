@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus, find_own_gpu, joined
+from chunkplan_runtime.distributed.job import OwnGpu, check_gpus, find_own_gpu, joined
 from tests.support.distributed_cases import refuse_gpus
 from tests.support.ports import free_port
 from tests.support.process_pool import process_pool
@@ -18,7 +18,7 @@ from tests.support.process_pool import process_pool
 NO_GPU = OwnGpu("node0", 0, 0, None)
 
 
-def gpu(uuid: str | None, index: int = 0, num_seen: int = 1, machine: str = "node0") -> OwnGpu:
+def gpu(uuid, index=0, num_seen=1, machine="node0"):
     return OwnGpu(machine, index, num_seen, uuid)
 
 

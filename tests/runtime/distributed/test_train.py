@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ from chunkplan_runtime.training import setup
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.process_pool import process_pool
 from tests.support.training_cases import (
     run_main,
     run_main_counting_reductions,
@@ -42,7 +40,7 @@ from tests.support.training_checks import hidden_files, learning, lines, make_tr
 from tests.support.wait_cases import stalled_main
 
 #: Plans of the same steps: name -> their layout.
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "one": {},
     "four": {"dp": 4},
     "both": {"dp": 2, "pp": 2},
@@ -54,7 +52,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     folder = make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
     for name, changes in PLANS.items():
         settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, "cp": "off", **changes}
@@ -69,19 +67,17 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
+def pool():
     with process_pool(4, joined=False) as started:
         yield started
 
 
-def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
+def options(made, output, *more, plan):
     """Without GPUs, of which there may be too few."""
     return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
 
 
-def together(
-    pool: ProcessPool, size: int, *arguments: list[str], gpus: list[str] | None = None
-) -> list[tuple[int, str]]:
+def together(pool, size, *arguments, gpus=None):
     """Exit codes and stderr by rank; one command line for all, or one for each. `gpus`: UUIDs, one for each."""
     port = free_port()
     how = {"size": size, "port": port, "arguments": list(arguments)}
@@ -90,7 +86,7 @@ def together(
     return told
 
 
-def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
+def all_well(pool, size, arguments):
     """What the main process said; the others have nothing to say."""
     told = together(pool, size, arguments)
     assert [code for code, _ in told] == [0] * size, told
@@ -98,7 +94,7 @@ def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
     return told[0][1]
 
 
-def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
+def same_run(one, other, tolerance=1e-12):
     """Losses, norms and evaluations agree, and so do the weights of final/."""
     assert len(learning(one)) == len(learning(other)) > 0
     for row, expected in zip(learning(one), learning(other), strict=True):
@@ -198,12 +194,7 @@ def test_a_run_reduces_in_last_backwards(made, tmp_path, pool):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("more", "changes"),
-    [
-        ((), {}),
-        ((), {"pp": 2}),
-        (("--sharding", "weights"), {"pp": 2}),
-        (("--sharding", "gradients"), {}),
-    ],
+    [((), {}), ((), {"pp": 2}), (("--sharding", "weights"), {"pp": 2}), (("--sharding", "gradients"), {})],
 )
 def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
     more, changes, tiny_config, random_sequences, tmp_path, pool
@@ -366,7 +357,7 @@ def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, t
     kill_and_go_on(made, tmp_path, pool)
 
 
-def kill_and_go_on(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
+def kill_and_go_on(made, tmp_path, pool):
     """Under torchrun; the message names the process and its step."""
     how = ("--save-every", 2, "--max-steps", 40)
     arguments = options(made, tmp_path / "run", *how, plan="long")
@@ -393,10 +384,10 @@ def kill_and_go_on(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
     assert hidden_files(tmp_path / "run") == []
 
 
-def children(process: int) -> list[int]:
+def children(process):
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def environment_of(process: int) -> dict[str, str]:
+def environment_of(process):
     entries = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

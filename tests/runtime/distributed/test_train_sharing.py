@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_train import all_well, options, same_run, together
 from tests.support.analyses import write_analysis
 from tests.support.ports import free_port
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.process_pool import process_pool
 from tests.support.shared_plans import given_blocks
 from tests.support.sharing_cases import stalled_exchange
 from tests.support.training_checks import hidden_files, lines, same_weights
@@ -26,7 +23,7 @@ from tests.support.training_checks import hidden_files, lines, same_weights
 LENGTHS = [33, 6, 14, 40, 3, 25, 12, 9, 33, 14, 40, 25]
 
 #: Plans of the same steps: name -> their ranks and stages, and who shares what, see `given_blocks`.
-PLANS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
+PLANS = {
     "one": ({}, {}),
     "heads": ({"dp": 4}, {40: (0, 4, 4), 33: (0, 4, 2), 25: (2, 2, 2)}),
     "pages": ({"dp": 4}, {40: (0, 4, 1), 33: (0, 2, 1), 25: (2, 2, 1)}),
@@ -36,15 +33,13 @@ PLANS: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
+def pool():
     with process_pool(4, joined=False) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]
-) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     folder = tmp_path_factory.mktemp("training")
     write_analysis(folder / "analysis", random_sequences(LENGTHS, seed=4))
     for name, (layout, blocks) in PLANS.items():
@@ -62,19 +57,11 @@ def made(
     "layouts",
     [
         [(4, "pipes", ("--kv-offload",)), (4, "pipes", ("--sharding", "weights"))],
-        pytest.param(
-            [
-                (4, "heads", ()),
-                (4, "pages", ("--checkpointing", "keep-attention")),
-            ],
-            marks=pytest.mark.soak,
-        ),
+        pytest.param([(4, "heads", ()), (4, "pages", ("--checkpointing", "keep-attention"))], marks=pytest.mark.soak),
     ],
     ids=["few", "others"],
 )
-def test_every_layout_that_shares_sequences_trains_as_one_process_does(
-    layouts: list[tuple[int, str, tuple[str, ...]]], made: Path, tmp_path: Path, pool: ProcessPool
-) -> None:
+def test_every_layout_that_shares_sequences_trains_as_one_process_does(layouts, made, tmp_path, pool):
     more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 2, "--log-sequences")
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
     of_each = lines(tmp_path / "one" / "sequences.jsonl")
@@ -102,9 +89,7 @@ def test_every_layout_that_shares_sequences_trains_as_one_process_does(
         ),
     ],
 )
-def test_a_run_goes_on_in_an_epoch_with_a_plan_like_its_own_for_other_ranks(
-    made: Path, tmp_path: Path, pool: ProcessPool, first: tuple[str, int], then: tuple[str, int]
-) -> None:
+def test_a_run_goes_on_in_an_epoch_with_a_plan_like_its_own_for_other_ranks(made, tmp_path, pool, first, then):
     """As if it had not been stopped; with its own plan bit for bit."""
     like = tmp_path / "like"
     with given_blocks({40: (0, 2, 1)} if then[0] == "two" else {}):
@@ -128,20 +113,14 @@ def test_a_run_goes_on_in_an_epoch_with_a_plan_like_its_own_for_other_ranks(
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final") or first != then
 
 
-def run_on(pool: ProcessPool, size: int, arguments: list[str]) -> None:
+def run_on(pool, size, arguments):
     if size == 1:
         assert main(arguments) == 0
     else:
         all_well(pool, size, arguments)
 
 
-def test_what_cannot_be_shared_is_refused_by_name(
-    made: Path,
-    tmp_path: Path,
-    pool: ProcessPool,
-    tiny_config: Callable[..., Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_shared_is_refused_by_name(made, tmp_path, pool, tiny_config, capsys):
     (tmp_path / "two.json").write_text(json.dumps(tiny_config("qwen2", num_key_value_heads=2)))
     heads = "4 processes cannot share the model's 2 key and value heads evenly"
     for size, plan, more, message, hint in (
@@ -167,9 +146,7 @@ def test_what_cannot_be_shared_is_refused_by_name(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_process_that_waits_for_a_page_says_for_which_and_for_whom(
-    made: Path, tmp_path: Path, pool: ProcessPool
-) -> None:
+def test_a_process_that_waits_for_a_page_says_for_which_and_for_whom(made, tmp_path, pool):
     arguments = options(made, tmp_path / "run", "--max-steps", 1, "--save-every", 0, plan="pages")
     told = pool.run(4, stalled_exchange, size=4, port=free_port(), arguments=[arguments])
     pool.stop()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +13,9 @@ from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_train import all_well, kill_and_go_on, options, same_run, together
 from tests.runtime.distributed.test_train import pool as pool  # a fixture
 from tests.support.analyses import write_analysis
-from tests.support.process_pool import ProcessPool
 from tests.support.training_checks import learning, same_weights
 
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "one": {},
     "virtual": {"pp": 2, "schedule": "interleaved"},
     "both": {"pp": 2, "dp": 2, "schedule": "interleaved"},
@@ -28,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     folder = tmp_path_factory.mktemp("virtual")
     write_analysis(folder / "analysis", random_sequences([25, 6, 14, 40, 3, 9], seed=4))
     for name, changes in PLANS.items():
@@ -48,9 +45,7 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
         pytest.param("both", 2, (), marks=pytest.mark.soak),
     ],
 )
-def test_a_run_on_virtual_stages_is_that_of_one_process_and_goes_on_bit_for_bit(
-    made: Path, tmp_path: Path, pool: ProcessPool, plan: str, size: int, more: tuple[str, ...]
-) -> None:
+def test_a_run_on_virtual_stages_is_that_of_one_process_and_goes_on_bit_for_bit(made, tmp_path, pool, plan, size, more):
     how = ("--precision", "fp64", "--save-every", 2, "--keep-last", 9, "--eval-every", 2, "--max-steps", 4)
     assert main(options(made, tmp_path / "one", *how, plan="one")) == 0
     arguments = options(made, tmp_path / "run", *how, *more, plan=plan)
@@ -66,7 +61,7 @@ def test_a_run_on_virtual_stages_is_that_of_one_process_and_goes_on_bit_for_bit(
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_an_evaluation_plan_for_other_virtual_stages_is_refused(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
+def test_an_evaluation_plan_for_other_virtual_stages_is_refused(made, tmp_path, pool):
     held_out = load_held_out(load_plan(made / "1f1b"))
     assert held_out is not None
     told = together(pool, 2, options(made, tmp_path / "run", "--eval-plan", held_out.path, plan="virtual"))
@@ -76,7 +71,5 @@ def test_an_evaluation_plan_for_other_virtual_stages_is_refused(made: Path, tmp_
 
 
 @pytest.mark.soak
-def test_a_process_with_virtual_stages_that_is_killed_is_named_and_the_run_goes_on(
-    made: Path, tmp_path: Path, pool: ProcessPool
-) -> None:
+def test_a_process_with_virtual_stages_that_is_killed_is_named_and_the_run_goes_on(made, tmp_path, pool):
     kill_and_go_on(made, tmp_path, pool)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from chunkplan import PlanConfig, build
 from chunkplan.planfile.analysis_writer import AnalysisWriter

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ STOPPING = ("--eval-every", 1, "--early-stopping", 2, "--save-every", 0, "--lr",
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     folder = make_training(tmp_path_factory.mktemp("best") / "made", tiny_config, random_sequences)
     for name, layout in (("long", {}), ("pair", {"dp": 2})):
         settings = {"chunk_size": 16, "k": 2, "global_batch": 2, "epochs": 20, "holdout": 2, "cp": "off", **layout}
@@ -33,17 +31,17 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stopped(made, tmp_path_factory) -> Path:
+def stopped(made, tmp_path_factory):
     output = tmp_path_factory.mktemp("stopped") / "run"
     assert main(options(made, output, *STOPPING, plan="long")) == 0
     return output
 
 
-def evaluations(output: Path) -> list[Any]:
+def evaluations(output):
     return [(row["step"], row["eval_loss"]) for row in lines(output / "evals.jsonl")]
 
 
-def held_by(checkpoint: Path) -> dict[str, torch.Tensor]:
+def held_by(checkpoint):
     [file] = (checkpoint / "weights").iterdir()
     return {name: weight for name, weight in load_file(file).items() if not name.startswith("step:")}
 

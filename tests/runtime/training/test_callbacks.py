@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
@@ -30,17 +28,15 @@ MOMENTS = re.findall(r"^\| `(on_\w+)` \|", (ROOT / "docs" / "training.md").read_
 class Recorder(TrainerCallback):
     """Notes each moment with what it sees there."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-        self.logs: list[dict[str, float]] = []
-        self.metrics: list[dict[str, float]] = []
-        self.states: list[TrainerState] = []
+    def __init__(self):
+        self.seen = []
+        self.logs = []
+        self.metrics = []
+        self.states = []
 
 
-def _note(moment: str) -> Any:
-    def note(
-        self: Recorder, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **more: Any
-    ):
+def _note(moment):
+    def note(self, args, state, control, model=None, optimizer=None, **more):
         assert isinstance(state, TrainerState) and isinstance(control, TrainerControl)
         assert model is not None and optimizer.param_groups
         assert args.max_steps == state.max_steps
@@ -59,7 +55,7 @@ for _moment in MOMENTS:
     setattr(Recorder, _moment, _note(_moment))
 
 
-def train(made: Path, output: Path, callbacks: Sequence[TrainerCallback], *more: object, plan: str = "long") -> None:
+def train(made, output, callbacks, *more, plan="long"):
     train_alone(read_options([*options(made, output, *more, plan=plan)]), callbacks)
 
 
@@ -91,7 +87,7 @@ def test_every_moment_comes_in_its_order(made, tmp_path):
 class Asks(TrainerCallback):
     """Evaluates and saves after the first step, not after the second one, and stops after the third."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate = control.should_save = state.global_step == 1
         control.should_training_stop = state.global_step == 3
 
@@ -113,7 +109,7 @@ def test_early_stopping_of_transformers_stops_where_ours_does(made, tmp_path):
 
 
 class EndsEpoch(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         control.should_epoch_stop = True
 
 
@@ -130,11 +126,11 @@ def test_what_one_process_asks_for_all_do(made, tmp_path):
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(folder):
     """What tensorboard would show: by name, steps and values of all event files below a folder."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    found = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         data = file.read_bytes()
         while data:

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime import ChunkTrainer

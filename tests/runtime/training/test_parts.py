@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, TrainingArguments, get_scheduler
 
-from chunkplan_runtime.distributed.sharding import clip, gradient_norm
+from chunkplan_runtime.distributed.job import clip, gradient_norm
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -139,7 +139,7 @@ def test_fp32_master_weights_keep_what_bfloat16_would_round_away(tiny_config):
 
 def test_the_norm_of_large_gradients_is_not_that_of_float32_sums(monkeypatch):
     """Three million values in one tensor or in three, looked at in pieces: the same to the last digits of float32."""
-    monkeypatch.setattr("chunkplan_runtime.distributed.sharding.NUMBERS_AT_ONCE", 1_000_000)
+    monkeypatch.setattr("chunkplan_runtime.distributed.job.NUMBERS_AT_ONCE", 1_000_000)
     whole, parts = torch.nn.Parameter(torch.zeros(3 << 20)), [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in "abc"]
     whole.grad = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
     for part, gradient in zip(parts, whole.grad.split(1 << 20), strict=True):
@@ -277,18 +277,14 @@ _LATENTS = 32 * 16 + 16 * 4 * 12 + 32 * (16 + 4) + 16 * 4 * (8 + 6) + 4 * 6 * 32
         ),
     ],
 )
-def test_flops_are_those_counted_by_hand(
-    tiny_config, handmade_plan, random_sequences, kind, changes, weights, widths
-) -> None:
+def test_flops_are_those_counted_by_hand(tiny_config, handmade_plan, random_sequences, kind, changes, weights, widths):
     model = new_model(AutoConfig.for_model(**tiny_config(kind, **changes)), torch.float32, 0)
     assert flops(model, [23, 9], handmade_plan, random_sequences) == pytest.approx(
         6 * ((weights + 32 * 97) * 32 + sum(width * pairs(window, [23, 9]) for window, width in widths.items()))
     )
 
 
-def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(
-    tiny_config, handmade_plan, random_sequences
-) -> None:
+def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(tiny_config, handmade_plan, random_sequences):
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
     config = tiny_config("qwen3_next", num_hidden_layers=3, layer_types=kinds, num_experts=4, **sizes)
@@ -297,7 +293,7 @@ def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(
     assert twice - 2 * once == pytest.approx(6 * 4 * (8 + 8) * (pairs(None, [32]) - 2 * pairs(None, [16])))
 
 
-def flops(model, lengths, handmade_plan, random_sequences) -> float:
+def flops(model, lengths, handmade_plan, random_sequences):
     plan, analysis = handmade_plan(
         random_sequences(lengths), [{0: [[(i, 0, length)] for i, length in enumerate(lengths)]}]
     )
@@ -305,7 +301,7 @@ def flops(model, lengths, handmade_plan, random_sequences) -> float:
     return FlopCounter(model).count(work.step)
 
 
-def pairs(window, lengths) -> float:
+def pairs(window, lengths):
     """How many keys queries see, where one sees half of itself."""
     return sum(min(place + 0.5, window or place + 1) for length in lengths for place in range(length))
 

@@ -23,10 +23,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime import ChunkTrainer
 from tests.support.analyses import write_analysis
-from tests.support.hf_cases import (
-    pad,
-    with_adapters,
-)
+from tests.support.hf_cases import pad, with_adapters
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [

@@ -384,7 +384,7 @@ def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
 
 
 def test_a_file_system_without_locks_can_be_trained_on(made, tmp_path, monkeypatch):
-    def flock(descriptor: int, operation: int) -> None:
+    def flock(descriptor, operation):
         raise OSError(errno.EBADF, "as NFS answers for a folder")
 
     monkeypatch.setattr("fcntl.flock", flock)

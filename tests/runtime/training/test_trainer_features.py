@@ -6,23 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
-from tests.support.hf_cases import (
-    Sequences,
-    plain,
-    whole_gradients,
-    with_adapters,
-)
+from tests.support.hf_cases import Sequences, plain, whole_gradients, with_adapters
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
