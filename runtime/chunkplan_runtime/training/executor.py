@@ -204,7 +204,8 @@ def _causal_lm(model: Any) -> tuple[Any, str]:
                 hint="use plain LoRA (peft.LoraConfig)",
             )
     where = getattr(getattr(base, "config", None), "name_or_path", "") or type(base).__name__
-    if not isinstance(base, PreTrainedModel):
+    is_model = isinstance(base, PreTrainedModel)
+    if not is_model:
         hint = "give what AutoModelForCausalLM has loaded, not what torch.compile or DistributedDataParallel made of it"
         raise UsageError("not a model of transformers", where=where, hint=hint)
     config = base.config

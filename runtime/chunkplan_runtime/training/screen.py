@@ -77,9 +77,9 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     optimizer: Any = config.optimizer
     shared = str(config.sharding)
     if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
-        here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
-        here += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
-        lines.append(f"shares    {here}; it may not fit")
+        less = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
+        less += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
+        lines.append(f"shares    {less}; it may not fit")
     of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
     if of_run > of_plan:
         lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
