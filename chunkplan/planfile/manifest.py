@@ -11,7 +11,7 @@ from typing import Any
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.reduction import reduction_ns
-from chunkplan.cost.shape import FULL, Sight
+from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
@@ -43,10 +43,10 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
     )
 
 
-def sights_of(manifest: Mapping[str, Any]) -> tuple[Sight, ...]:
+def attention_patterns_of(manifest: Mapping[str, Any]) -> tuple[AttentionPattern, ...]:
     """What the attention sees of the model that a plan was made for; all where the plan does not describe it."""
     cost = cost_of(manifest)
-    return FULL if cost is None else cost.shape.sights
+    return FULL if cost is None else cost.shape.attention_patterns
 
 
 def cost_of(manifest: Mapping[str, Any]) -> CostModel | None:

@@ -70,6 +70,9 @@ _SIZE = Domain(
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
+#: What a cost model has of the options as it is.
+_OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
@@ -78,8 +81,7 @@ class TuneOptions(Options):
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
     Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
     and, where stages have two layers, "zero-bubble-v"), and where ranks may share sequences (`cp`), that too where a
-    schedule allows it. `sharding` "auto" shares gradients and
-    weights where that makes room for what is faster.
+    schedule allows it. `sharding` "auto" shares gradients and weights where that makes room for what is faster.
 
     Raises:
         UsageError: a value is out of range.
@@ -189,8 +191,8 @@ class TuneOptions(Options):
             )
         return layouts
 
-    def layouts_of_today(self) -> list[GpuLayout]:
-        """List the layouts of baselines, which people run with tensor parallelism too: within a node."""
+    def baseline_layouts(self) -> list[GpuLayout]:
+        """List the layouts of baselines, which have tensor parallelism too: within a node."""
         layouts = self.layouts()
         if self.gpus is not None:
             for tp in range(1, self.hardware.gpus_per_node + 1):
@@ -226,12 +228,7 @@ class TuneOptions(Options):
         return SHARDINGS[1:] if layout.dp > 1 else SHARDINGS[1:2]
 
     def plan_config(
-        self,
-        layout: GpuLayout,
-        chunk_size: int,
-        k: int,
-        schedule: str,
-        cp: str | int = "off",
+        self, layout: GpuLayout, chunk_size: int, k: int, schedule: str, cp: str | int = "off"
     ) -> PlanConfig:
         """Return the configuration of a plan."""
         return PlanConfig(
@@ -253,17 +250,12 @@ class TuneOptions(Options):
 
     def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:
         """Return the cost model of a layout, a way to save memory, and what ranks share."""
+        stated = {name: getattr(self, name) for name in _OF_COST_MODEL}
         return CostModel(
-            shape=self.shape,
+            **stated,
             hardware=self.gpu,
             tp=layout.tp,
-            precision=self.precision,
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
             sharding=sharding,
-            lora_rank=self.lora_rank,
-            load_in_4bit=self.load_in_4bit,
-            optimizer=self.optimizer,
-            fused_kernels=self.fused_kernels,
-            compile=self.compile,
         ).on_stages(layout.pp)

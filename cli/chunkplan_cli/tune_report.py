@@ -240,11 +240,11 @@ def _longest_words(tuning: Tuning) -> str:
 
 
 def _fewest_words(tuning: Tuning) -> str:
-    from chunkplan.tuning.fewest import COUNTS
+    from chunkplan.tuning.tune import GPU_COUNTS
 
     used = tuning.best.layout.gpus
     if tuning.fewest_gpus == used:
-        fewer = [str(count) for count in COUNTS if count < used]
+        fewer = [str(count) for count in GPU_COUNTS if count < used]
         return f"these {used}: {', '.join(fewer)} would not be enough" if fewer else "this one"
     return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
 

@@ -27,16 +27,9 @@ from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.metrics import stage_rows
 from tests.support.analyses import write_analysis
-from tests.support.process_pool import process_pool
 from tests.support.shared_plans import build_blocks
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(2) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

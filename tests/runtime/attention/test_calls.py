@@ -35,7 +35,6 @@ from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with,
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
 from tests.support.flash_stand_in import PUBLISHED, PUBLISHED_4, write_package, write_package_4
-from tests.support.training_checks import make_training
 
 _NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
 
@@ -453,12 +452,9 @@ def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(e
 
 
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
-def test_a_run_prints_why_flash_attn_is_left_aside(
-    attention, is_told, install, monkeypatch, tmp_path, tiny_config, random_sequences
-):
+def test_a_run_prints_why_flash_attn_is_left_aside(attention, is_told, made, install, monkeypatch, tmp_path):
     install(version="2.6.3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    made = make_training(tmp_path / "made", tiny_config, random_sequences)
     config = TrainConfig(
         plan=made / "plan",
         model_config=made / "config.json",

@@ -12,10 +12,10 @@ import pytest
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
-from tests.runtime.distributed.test_gradients import check, four_layers
+from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_sharing import random_blocks
 from tests.support.analyses import write_analysis
-from tests.support.process_pool import process_pool
+from tests.support.distributed_cases import four_layers
 from tests.support.shared_plans import given_blocks
 
 #: Schedules of pipelines, the first ones with groups of ranks too.
@@ -24,12 +24,6 @@ SCHEDULES = (*FOR_GROUPS, "interleaved", "zero-bubble-v")
 
 #: How many plans, and those that `make test` has; in 9 ranks of a block do weight halves at different times.
 PLANS, FEW = 100, (0, 4, 9)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(4) as started:
-        yield started
 
 
 def random_plan(seed):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from chunkplan import PlanConfig, build, build_like
+from chunkplan import build_like
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.load import load_plan
@@ -15,44 +13,11 @@ from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.holdings import fullest_moments, peak_retained
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.test_parity import MODELS
-from tests.support.analyses import write_analysis
-from tests.support.distributed_cases import compare_master_weights, compare_steps, gradients_with_dropout
+from tests.support.distributed_cases import compare_master_weights, compare_steps, four_layers, gradients_with_dropout
 from tests.support.memory_cases import observe_memory
-from tests.support.process_pool import process_pool
 from tests.support.router_cases import compare_router_loss, gradients_with_noise
 from tests.support.small_plans import by_tokens
 from tests.support.wait_cases import compare_waiting, compare_without_reserve, used_groups
-
-LENGTHS = [23, 5, 9, 3, 1, 30, 8]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(4) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """`make(model, lengths, no_targets, **settings of the plan)`; sequences in `no_targets` have none."""
-
-    def make(model=None, lengths=LENGTHS, no_targets=(), **plan):
-        folder = tmp_path_factory.mktemp("distributed")
-        sequences = enumerate(random_sequences(lengths, seed=3))
-        targets = ((ids, target & (record not in no_targets)) for record, (ids, target) in sequences)
-        write_analysis(folder / "analysis", targets)
-        settings = {"chunk_size": 8, "k": 2, "global_batch": len(lengths), "cp": "off", **plan}
-        build(folder / "analysis", folder / "plan", PlanConfig(**settings))
-        (folder / "config.json").write_text(json.dumps(tiny_config(**four_layers(model or {"model_type": "qwen2"}))))
-        return {"plan": folder / "plan", "config": folder / "config.json"}
-
-    return make
-
-
-def four_layers(model):
-    """A model of two layers, twice."""
-    twice = {name: value * 2 for name, value in model.items() if isinstance(value, list)}
-    return {"num_hidden_layers": 4, **model, **twice}
 
 
 def check(pool, world_size, made, *, run=compare_steps, **how):
@@ -68,8 +33,8 @@ def check(pool, world_size, made, *, run=compare_steps, **how):
 
 
 @pytest.mark.parametrize("dp, pp", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
-def test_every_layout_has_the_gradients_of_one_process(pool, made, dp, pp):
-    check(pool, dp * pp, made(dp=dp, pp=pp), evaluates=True)
+def test_every_layout_has_the_gradients_of_one_process(pool, plan_of, dp, pp):
+    check(pool, dp * pp, plan_of(dp=dp, pp=pp), evaluates=True)
 
 
 #: Mamba-2 and attention, in turn.
@@ -85,9 +50,9 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize(("dp", "pp"), [pytest.param(2, 1, marks=pytest.mark.soak), (2, 2)])
-def test_states_of_recurrent_layers_go_on_in_every_layout(pool, made, dp, pp):
+def test_states_of_recurrent_layers_go_on_in_every_layout(pool, plan_of, dp, pp):
     """Layers run once a segment, of which processes have different numbers."""
-    check(pool, dp * pp, made(RECURRENT, dp=dp, pp=pp, tail_sharing=True), evaluates=True)
+    check(pool, dp * pp, plan_of(RECURRENT, dp=dp, pp=pp, tail_sharing=True), evaluates=True)
 
 
 #: By what crosses a stage's border or is kept for later chunks: tied weights, windows, mixtures, sinks, latents.
@@ -100,9 +65,9 @@ FEW = (
 @pytest.mark.parametrize(
     "name", [*FEW, *(pytest.param(name, marks=pytest.mark.soak) for name in MODELS if name not in FEW)]
 )
-def test_every_model_is_exact_as_two_stages(pool, made, name):
+def test_every_model_is_exact_as_two_stages(pool, plan_of, name):
     """With host memory that is there before links are opened: the model's config says how much a token needs."""
-    check(pool, 2, made(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
+    check(pool, 2, plan_of(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +77,8 @@ def test_every_model_is_exact_as_two_stages(pool, made, name):
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma2, softcaps and sliding window", "qwen3_moe")),
     ],
 )
-def test_models_are_exact_on_two_pipelines_of_two_stages(pool, made, name):
-    check(pool, 4, made(MODELS[name], dp=2, pp=2, tail_sharing=True))
+def test_models_are_exact_on_two_pipelines_of_two_stages(pool, plan_of, name):
+    check(pool, 4, plan_of(MODELS[name], dp=2, pp=2, tail_sharing=True))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +90,8 @@ def test_models_are_exact_on_two_pipelines_of_two_stages(pool, made, name):
         (["lora", "kv_offload", "checkpointing"], "1f1b"),
     ],
 )
-def test_adapters_and_what_saves_memory_are_exact(pool, made, how, schedule):
-    plan = made(MODELS["gemma3_text"], dp=2, pp=2, k=1, schedule=schedule)
+def test_adapters_and_what_saves_memory_are_exact(pool, plan_of, how, schedule):
+    plan = plan_of(MODELS["gemma3_text"], dp=2, pp=2, k=1, schedule=schedule)
     check(pool, 4, plan, **dict.fromkeys(how, True))
 
 
@@ -139,9 +104,9 @@ def test_adapters_and_what_saves_memory_are_exact(pool, made, how, schedule):
         pytest.param({"schedule": "search", "dp": 2}, {"checkpointing": "full"}, marks=pytest.mark.soak),
     ],
 )
-def test_chunks_that_keep_attention_are_exact_on_pipelines(pool, made, settings, how):
+def test_chunks_that_keep_attention_are_exact_on_pipelines(pool, plan_of, settings, how):
     """On the host too, while links are open: a stage that took memory then would be refused it."""
-    plan = made(four_layers(MODELS["qwen3"]), global_batch=4, pp=2, k=1, **settings)
+    plan = plan_of(four_layers(MODELS["qwen3"]), global_batch=4, pp=2, k=1, **settings)
     check(pool, 2 * settings.get("dp", 1), plan, keep_attention=True, **how)
 
 
@@ -154,18 +119,18 @@ def test_chunks_that_keep_attention_are_exact_on_pipelines(pool, made, settings,
         pytest.param({"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble-v"}, {}, marks=pytest.mark.soak),
     ],
 )
-def test_inputs_of_layers_on_the_host_are_exact_on_pipelines(pool, made, settings, how):
+def test_inputs_of_layers_on_the_host_are_exact_on_pipelines(pool, plan_of, settings, how):
     """Several chunks are in flight, and links open: a stage that took host memory then would be refused it."""
-    plan = made(four_layers(MODELS["qwen3"]), global_batch=4, **settings)
+    plan = plan_of(four_layers(MODELS["qwen3"]), global_batch=4, **settings)
     world_size = settings["pp"] * settings.get("dp", 1)
     check(pool, world_size, plan, checkpointing="offload", steps=(0, 1, 0), **how)
 
 
 @pytest.fixture(scope="module")
-def growing(made):
+def growing(plan_of):
     """A plan of two stages whose steps have sequences of 300 and of 1,500 tokens: pages of several sizes."""
     model = {"model_type": "qwen2", "max_position_embeddings": 2048}
-    return made(model, lengths=[300, 1500], chunk_size=256, k=1, pp=2, global_batch=1)
+    return plan_of(model, lengths=[300, 1500], chunk_size=256, k=1, pp=2, global_batch=1)
 
 
 def test_stages_with_kv_on_the_host_do_not_wait_for_each_other_where_memory_waits_for_the_device(pool, growing):
@@ -177,23 +142,23 @@ def test_taking_host_memory_while_links_are_open_is_noticed(pool, growing):
         pool.run(2, compare_without_reserve, **growing, kv_offload=True)
 
 
-def test_every_group_is_used_before_the_first_step(pool, made):
+def test_every_group_is_used_before_the_first_step(pool, plan_of):
     """Of all processes, of replicas of a stage, of two directions of a link, of both ends of a pipeline."""
-    plan = made(MODELS["llama with biases, tied"], dp=2, pp=2)
+    plan = plan_of(MODELS["llama with biases, tied"], dp=2, pp=2)
     for before, during in pool.run(4, used_groups, **plan):
         assert len({group for group, _ in during}) == 5
         assert during <= before
 
 
 @pytest.mark.parametrize("stage_layers", [(3, 1), (1, 2, 1)])
-def test_stages_of_unequal_size_are_exact(pool, made, stage_layers):
+def test_stages_of_unequal_size_are_exact(pool, plan_of, stage_layers):
     pp = len(stage_layers)
-    check(pool, pp, made(MODELS["gemma2, softcaps and sliding window"], pp=pp), stage_layers=stage_layers)
+    check(pool, pp, plan_of(MODELS["gemma2, softcaps and sliding window"], pp=pp), stage_layers=stage_layers)
 
 
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_plan_of_more_ranks_than_processes_is_exact(pool, made, pp):
-    plan = made(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else "algorithm2")
+def test_a_plan_of_more_ranks_than_processes_is_exact(pool, plan_of, pp):
+    plan = plan_of(dp=8 // pp, pp=pp, schedule="search" if pp > 1 else "algorithm2")
     for world_size in (4, 2, 1)[: 3 - pp + 1]:
         chunks = check(pool, world_size, plan)
         assert {len(ranks) for ranks in chunks} == {8 // world_size}
@@ -210,24 +175,24 @@ def test_a_plan_of_more_ranks_than_processes_is_exact(pool, made, pp):
         pytest.param("llama with biases, tied", 2, 2, ["lora"], marks=pytest.mark.soak),
     ],
 )
-def test_split_backwards_are_exact(pool, made, name, dp, k, how):
+def test_split_backwards_are_exact(pool, plan_of, name, dp, k, how):
     """Also in the steps after one that has left nothing of its halves."""
-    plan = made(MODELS[name], dp=dp, pp=2, k=k, schedule="zero-bubble", global_batch=4)
+    plan = plan_of(MODELS[name], dp=dp, pp=2, k=k, schedule="zero-bubble", global_batch=4)
     assert any(action.op == "backward_weight" for action in next(load_plan(plan["plan"]).iter_steps()).actions[0, 0])
     check(pool, 2 * dp, plan, steps=(0, 1), **dict.fromkeys(how, True))
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_states_of_recurrent_layers_go_on_where_backwards_are_split(pool, made, pp):
-    check(pool, 4, made(RECURRENT, dp=4 // pp, pp=pp, k=1, schedule="zero-bubble", tail_sharing=True))
+def test_states_of_recurrent_layers_go_on_where_backwards_are_split(pool, plan_of, pp):
+    check(pool, 4, plan_of(RECURRENT, dp=4 // pp, pp=pp, k=1, schedule="zero-bubble", tail_sharing=True))
 
 
 @pytest.mark.parametrize("dp, pp", [(4, 1), (2, 2)])
-def test_ranks_of_unequal_work_or_none_are_exact(pool, made, dp, pp):
+def test_ranks_of_unequal_work_or_none_are_exact(pool, plan_of, dp, pp):
     model = MODELS["llama with biases, tied"]
-    chunks = check(pool, 4, made(model, lengths=[41, 3], dp=dp, pp=pp, k=1))
+    chunks = check(pool, 4, plan_of(model, lengths=[41, 3], dp=dp, pp=pp, k=1))
     assert sorted(chunks[:dp]) == [[1]] * (dp - 1) + [[6]]
-    check(pool, 4, made(model, lengths=[41], dp=dp, pp=pp, k=1))
+    check(pool, 4, plan_of(model, lengths=[41], dp=dp, pp=pp, k=1))
 
 
 @pytest.mark.parametrize(
@@ -238,16 +203,16 @@ def test_ranks_of_unequal_work_or_none_are_exact(pool, made, dp, pp):
         (2, 2, "llama with biases, tied"),
     ],
 )
-def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targets(pool, made, dp, pp, name):
-    plan = made(MODELS[name], lengths=[17, 5, 20, 4, 9], no_targets=[1, 2], dp=dp, pp=pp, global_batch=2)
+def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targets(pool, plan_of, dp, pp, name):
+    plan = plan_of(MODELS[name], lengths=[17, 5, 20, 4, 9], no_targets=[1, 2], dp=dp, pp=pp, global_batch=2)
     check(pool, dp * pp, plan, steps=(0, 1, 2, 2, 0), evaluates=True)
-    nothing = made(MODELS[name], lengths=[17, 5], no_targets=[0, 1], dp=dp, pp=pp)
+    nothing = plan_of(MODELS[name], lengths=[17, 5], no_targets=[0, 1], dp=dp, pp=pp)
     check(pool, dp * pp, nothing, steps=(0, 0), evaluates=True)
 
 
 @pytest.mark.parametrize("k, schedule", [(1, "1f1b"), (5, "search"), pytest.param(100, "1f1b", marks=pytest.mark.soak)])
-def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool, made, k, schedule):
-    check(pool, 4, made(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
+def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool, plan_of, k, schedule):
+    check(pool, 4, plan_of(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
 
 
 @pytest.mark.parametrize(
@@ -260,27 +225,27 @@ def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool, made, k, schedu
         ),
     ],
 )
-def test_gradients_of_bfloat16_are_summed_in_float32(pool, made, dp, schedule):
+def test_gradients_of_bfloat16_are_summed_in_float32(pool, plan_of, dp, schedule):
     """Chunks give the same bits as on one process, and their sum differs by its order alone."""
     model = MODELS["llama with biases, tied"]
-    found = pool.run(2 * dp, compare_master_weights, **made(model, chunk_size=3, dp=dp, pp=2, schedule=schedule))
+    found = pool.run(2 * dp, compare_master_weights, **plan_of(model, chunk_size=3, dp=dp, pp=2, schedule=schedule))
     assert max(error for error, _ in found) < 1e-6
 
 
 @pytest.mark.parametrize("targets, trained", [(("3.self_attn.q_proj",), [0, 2]), (("0.self_attn.q_proj",), [2, 0])])
-def test_a_stage_that_trains_nothing_passes_gradients_on(pool, made, targets, trained):
-    found = pool.run(4, compare_master_weights, **made(dp=2, pp=2), targets=targets)
+def test_a_stage_that_trains_nothing_passes_gradients_on(pool, plan_of, targets, trained):
+    found = pool.run(4, compare_master_weights, **plan_of(dp=2, pp=2), targets=targets)
     assert [count for _, count in found] == [trained[0], trained[0], trained[1], trained[1]]
     assert max(error for error, _ in found) < 1e-6
 
 
-def test_dropout_is_the_same_whatever_k_and_however_many_stages(pool, made):
+def test_dropout_is_the_same_whatever_k_and_however_many_stages(pool, plan_of):
     found = {}
     for pp in (1, 4):
         for k in (1, 100):
             # One order for all K, so that sums are the same to the last bit.
             order = {"schedule": "1f1b"} if pp > 1 else {}
-            plan = made(lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False, **order)
+            plan = plan_of(lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False, **order)
             # What runs forward twice, because of K or of checkpointing, and what runs once.
             stages = pool.run(pp, gradients_with_dropout, **plan, checkpointing=k == 1)
             found[pp, k] = {name: gradient for stage in stages for name, gradient in stage.items()}
@@ -307,9 +272,9 @@ def routed(model_type="mixtral", **changes):
         pytest.param("batch", 1, 2, [], marks=pytest.mark.soak),
     ],
 )
-def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(pool, made, scope, dp, pp, how):
+def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(pool, plan_of, scope, dp, pp, how):
     """Over the batch, tokens of all processes and layers of all stages are counted before the first backward."""
-    plan = made(routed(), dp=dp, pp=pp, tail_sharing=True)
+    plan = plan_of(routed(), dp=dp, pp=pp, tail_sharing=True)
     options = {name: True for name in how if name != "weights"} | ({"sharding": "weights"} if "weights" in how else {})
     for error, added, expected in pool.run(dp * pp, compare_router_loss, **plan, scope=scope, **options):
         assert error <= TOLERANCE
@@ -320,9 +285,9 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences_in_every_layout(pool
     "world_size, scope",
     [(2, "batch"), *(pytest.param(1, scope, marks=pytest.mark.soak) for scope in ("batch", "sequence"))],
 )
-def test_the_load_balancing_loss_is_exact_where_ranks_share_sequences(pool, made, tmp_path, world_size, scope):
+def test_the_load_balancing_loss_is_exact_where_ranks_share_sequences(pool, plan_of, tmp_path, world_size, scope):
     """Or did, of one process with a plan like that."""
-    plan = made(routed(), lengths=[300, 5, 9, 3], dp=2, cp="auto", chunk_size=64)
+    plan = plan_of(routed(), lengths=[300, 5, 9, 3], dp=2, cp="auto", chunk_size=64)
     assert any(chunk.cp_size > 1 for chunk in next(load_plan(plan["plan"]).iter_steps()).chunks[0])
     if world_size == 1:
         plan["plan"] = build_like(plan["plan"], tmp_path / "like", dp=1).path
@@ -334,10 +299,10 @@ def test_the_load_balancing_loss_is_exact_where_ranks_share_sequences(pool, made
 @pytest.mark.parametrize(
     "model", [routed(router_jitter_noise=0.3), routed("phimoe", router_jitter_noise=0.9, input_jitter_noise=0.2)]
 )
-def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(pool, made, model):
+def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(pool, plan_of, model):
     found = []
     for pp, k in ((1, 100), (2, 1)):
-        plan = made(model, lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False)
+        plan = plan_of(model, lengths=[30, 9, 3, 1], pp=pp, k=k, tail_sharing=False)
         stages = pool.run(pp, gradients_with_noise, **plan, scope="batch")
         found.append({name: gradient for stage in stages for name, gradient in stage.items()})
     assert found[0].keys() == found[1].keys()
@@ -357,8 +322,8 @@ def test_noise_of_routers_is_the_same_whatever_k_and_however_many_stages(pool, m
         ),
     ],
 )
-def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(pool, made, schedule, k):
-    plan = made(lengths=[23, 5, 9, 3, 30, 1, 8, 41, 2, 12, 7, 4], k=k, pp=4, schedule=schedule)
+def test_stages_hold_what_the_plan_predicts_and_nothing_of_a_chunk_that_is_done(pool, plan_of, schedule, k):
+    plan = plan_of(lengths=[23, 5, 9, 3, 30, 1, 8, 41, 2, 12, 7, 4], k=k, pp=4, schedule=schedule)
     found = pool.run(4, observe_memory, **plan)
     assert [stage.leaks for stage in found] == [[]] * 4
     step = next(load_plan(plan["plan"]).iter_steps())

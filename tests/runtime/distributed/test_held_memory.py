@@ -17,9 +17,7 @@ from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model_config import shape_of_config
 from tests.support.analyses import write_analysis
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main_and_count
+from tests.support.training_cases import run_main_and_count, together
 
 SIZES = {
     "hidden_size": 128,
@@ -31,12 +29,6 @@ SIZES = {
 MODELS = {"llama": {}, "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}}
 #: ChunkSizes with which most is of states, and of activations.
 FEW, MANY = 32, 256
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(4, joined=False) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +46,11 @@ def made(tmp_path_factory, tiny_config, random_sequences):
     return folder
 
 
-def run(pool, plan, output, size, *more):
+def run(trainers, plan, output, size, *more):
     """Of each of `size` processes the bytes between steps and the most in one, of what operators have made."""
     given = ["--plan", plan, "--output", output, "--lr", "3e-3", "--device", "cpu"]
     arguments = [str(each) for each in (*given, "--max-steps", 2, *more)]
-    told = pool.run(size, run_main_and_count, size=size, port=free_port(), arguments=[arguments])
+    told = together(trainers, size, arguments, run=run_main_and_count)
     assert [code for code, *_ in told] == [0] * size, told
     return [(between, most) for _, _, between, most in told]
 
@@ -91,7 +83,7 @@ SWEEP = [
     ("model_type", "sharding", "chunk_size", "level", "precision"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in SWEEP if case not in CASES)],
 )
-def test_two_processes(pool, made, tmp_path, model_type, sharding, chunk_size, level, precision):
+def test_two_processes(trainers, made, tmp_path, model_type, sharding, chunk_size, level, precision):
     """No sum of gradients is there before a process waits for it, as if another one came late to all of them."""
     config = made / f"{model_type}.json"
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
@@ -99,7 +91,7 @@ def test_two_processes(pool, made, tmp_path, model_type, sharding, chunk_size, l
     predicted = found.total - found.reserved
     rows = {"bf16": 0, "fp32": 4}[precision]  # bytes of a weight that are shared between steps beside its states
     states = found.optimizer * (1 + rows / 8)
-    for between, most in run(pool, made / f"plan-2-{chunk_size}", tmp_path / "run", 2, *more):
+    for between, most in run(trainers, made / f"plan-2-{chunk_size}", tmp_path / "run", 2, *more):
         assert most <= predicted <= 1.1 * most
         assert between == pytest.approx(states, rel=0.01)  # norms are no matrices
 
@@ -127,7 +119,7 @@ def test_two_processes(pool, made, tmp_path, model_type, sharding, chunk_size, l
         ),
     ],
 )
-def test_adapters(pool, made, tmp_path, model_type, dp, sharding, chunk_size, level):
+def test_adapters(trainers, made, tmp_path, model_type, dp, sharding, chunk_size, level):
     """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file.
 
     But for those of experts, which operators put together into one weight.
@@ -142,7 +134,7 @@ def test_adapters(pool, made, tmp_path, model_type, dp, sharding, chunk_size, le
     more += ["--sharding", sharding]
     found = counted(config, dp, chunk_size, lora_rank=4, checkpointing=level, sharding=sharding)
     predicted = found.total - found.reserved
-    for _, most in run(pool, made / f"plan-{dp}-{chunk_size}", tmp_path / "run", dp, *more):
+    for _, most in run(trainers, made / f"plan-{dp}-{chunk_size}", tmp_path / "run", dp, *more):
         assert most + loaded <= predicted <= 1.1 * (most + loaded)
 
 
@@ -167,7 +159,7 @@ def test_adapters(pool, made, tmp_path, model_type, dp, sharding, chunk_size, le
     ],
 )
 def test_stages_of_a_pipeline(
-    pool, made, tmp_path, random_sequences, model_type, dp, schedule, chunk_size, sharding, level, precision
+    trainers, made, tmp_path, random_sequences, model_type, dp, schedule, chunk_size, sharding, level, precision
 ):
     """Of the fullest one, as `inspect` says.
 
@@ -183,7 +175,7 @@ def test_stages_of_a_pipeline(
     assert memory is not None
     predicted = memory.memory.total - memory.memory.reserved
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
-    held = run(pool, tmp_path / "plan", tmp_path / "run", 2 * dp, *more)
+    held = run(trainers, tmp_path / "plan", tmp_path / "run", 2 * dp, *more)
     most = max(most for _, most in held)
     assert most <= predicted <= 1.1 * most
 
@@ -219,7 +211,7 @@ def test_stages_of_a_pipeline(
     ],
 )
 def test_split_sequences(
-    pool, made, tmp_path, random_sequences, dp, k, num_chunks, sharding, level, precision, kv_offload
+    trainers, made, tmp_path, random_sequences, dp, k, num_chunks, sharding, level, precision, kv_offload
 ):
     """In each of two steps a rank has one of `num_chunks` chunks of which K hold activations, and a shorter sequence.
 
@@ -239,5 +231,5 @@ def test_split_sequences(
     predicted = memory.memory.total - memory.memory.reserved
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
     of_step = 12 * sum(lengths)  # token ids, positions and labels
-    most = max(most for _, most in run(pool, tmp_path / "plan", tmp_path / "run", dp, *more)) - of_step
+    most = max(most for _, most in run(trainers, tmp_path / "plan", tmp_path / "run", dp, *more)) - of_step
     assert most <= predicted <= 1.1 * most

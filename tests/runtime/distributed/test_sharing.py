@@ -22,12 +22,11 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.layout import choose_layout
-from tests.runtime.distributed.test_gradients import check, four_layers
+from tests.runtime.distributed.test_gradients import check
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
-from tests.support.distributed_cases import compare_master_weights
+from tests.support.distributed_cases import compare_master_weights, four_layers
 from tests.support.memory_cases import exchange_peaks
-from tests.support.process_pool import process_pool
 from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
 from tests.support.sharing_cases import made_groups, refused_backend, sent_bytes
@@ -41,12 +40,6 @@ BY_HEADS = {97: (0, 4, 4), 26: (2, 2, 2)}
 BY_PAGES = {97: (0, 4, 1), 26: (2, 2, 1)}
 BY_BOTH = {97: (0, 4, 2), 26: (2, 2, 2), 30: (0, 2, 1)}
 WAYS = {"heads": BY_HEADS, "pages": BY_PAGES, "both": BY_BOTH}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(4) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,11 @@ from chunkplan.operations import OPS
 from chunkplan.schedule.search import search
 from chunkplan_runtime.layout import RankLayout
 from tests.support.link_cases import Pipeline, drive, random_chunks, random_order
-from tests.support.process_pool import process_pool
 from tests.support.schedule_checks import ALONE, make_rank, template
 from tests.support.wait_cases import drive_waiting
 
 PP = 4
 LAYOUT = RankLayout(pp=PP)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(PP) as started:
-        yield started
 
 
 def check(pool, pipelines, hidden_size=3, **how):

@@ -8,17 +8,10 @@ import torch
 from chunkplan_runtime.attention.kernel import Form
 from tests.runtime.attention.test_attention import plain
 from tests.support.kv_cases import attend_together, read_and_add
-from tests.support.process_pool import process_pool
 
 #: (heads, dim) of what is kept of a token: of keys, a latent that all heads have in common, and something odd.
 SHAPES = [(4, 8), (1, 20), (2, 3)]
 PARTS = [(0, 9), (9, 20), (20, 24), (24, 47)]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with process_pool(3) as started:
-        yield started
 
 
 def tensors_of(shapes, tokens=47):

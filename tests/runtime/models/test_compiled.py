@@ -26,7 +26,7 @@ from chunkplan_runtime.train import main
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same
 from tests.runtime.test_parity import MODELS
-from tests.support.training_checks import cost_of_a_run, make_training, options
+from tests.support.training_checks import cost_of_a_run, options
 
 CHUNK_SIZE = 16
 
@@ -232,16 +232,15 @@ def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of):
         assert [layer.forward for layer in cut.own_layers.values()] == forwards and not cut.current.compiles
 
 
-def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(tmp_path, request, capfd, graphs):
-    made = make_training(tmp_path / "made", *map(request.getfixturevalue, ("tiny_config", "random_sequences")))
+def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(made, tmp_path, capfd, graphs):
     cost = replace(cost_of_a_run(made), compile=True)
-    build(made / "analysis", made / "compiled", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
+    build(made / "analysis", tmp_path / "compiled", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
     more = ("--device", "cpu", "--precision", "fp32", "--max-steps", 1)
-    assert main(options(made, tmp_path / "planned", *more, plan="compiled")) == 0
+    assert main(options(made, tmp_path / "planned", *more, plan=tmp_path / "compiled")) == 0
     said = capfd.readouterr().err
     assert "compiled  2 layers, once for all chunks: the first steps take minutes longer\n" in said
     assert "predicts  no times" not in said and graphs
-    assert main(options(made, tmp_path / "not", *more, "--no-compile", plan="compiled")) == 0
+    assert main(options(made, tmp_path / "not", *more, "--no-compile", plan=tmp_path / "compiled")) == 0
     said = capfd.readouterr().err
     assert "compiled  " not in said
     assert "the plan's times are for --compile; this run has --no-compile" in said

@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main_compiled
-from tests.support.training_checks import cost_of_a_run, learning, make_training, options
+from tests.support.training_cases import run_main_compiled, together
+from tests.support.training_checks import learning, options
 
 STEPS = ("--max-steps", 3)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    folder = make_training(tmp_path_factory.mktemp("compiled") / "made", tiny_config, random_sequences)
-    plan = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6, dp=2, cp="off")
-    build(folder / "analysis", folder / "two", plan, cost=cost_of_a_run(folder))
-    return folder
 
 
 def losses(output):
@@ -50,13 +39,14 @@ def test_a_run_with_compiled_layers_is_one_without_to_rounding(made, tmp_path, c
 @pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", "weights", "gradients"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_processes_that_share_weights_train_as_one_without_compiled_layers(made, tmp_path, sharding, precision):
+def test_processes_that_share_weights_train_as_one_without_compiled_layers(
+    made, trainers, tmp_path, sharding, precision
+):
     how = ("--precision", precision)
     assert main(options(made, tmp_path / "one", *STEPS, *how, plan="two")) == 0
     more = ("--compile", "--sharding", sharding, "--device", "cpu")
     arguments = options(made, tmp_path / "two", *STEPS, *how, *more, plan="two")
-    with process_pool(2, joined=False) as pool:
-        told = pool.run(2, run_main_compiled, size=2, port=free_port(), arguments=[arguments])
+    told = together(trainers, 2, arguments, run=run_main_compiled)
     assert [code for code, _ in told] == [0, 0], told
     assert "compiled  2 layers, " in told[0][1] and "note: layers" not in told[0][1]
     assert losses(tmp_path / "two") == pytest.approx(

@@ -25,14 +25,9 @@ from chunkplan_runtime.training.metrics import SpikeWatch
 from chunkplan_runtime.training.run_folder import append_lines, cut_back
 from chunkplan_runtime.training.screen import Screen
 from tests.support.places import ROOT
-from tests.support.training_checks import SOURCES, after_step, learning, lines, make_training, options
+from tests.support.training_checks import SOURCES, after_step, learning, lines, options
 
 SAMPLES = ROOT / "sample_data"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    return make_training(tmp_path_factory.mktemp("watching") / "made", tiny_config, random_sequences)
 
 
 def test_held_out_sequences_are_evaluated_as_the_model_itself_would(made, tmp_path):
