@@ -30,8 +30,16 @@ from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_heard, lost_process
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice
 from chunkplan_runtime.kv.store import GatheredMemory
-from chunkplan_runtime.layout import RankLayout, choose_layout
-from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, Exchanges, Holding, SharedPart, Span
+from chunkplan_runtime.layout import (
+    NO_ACTIVITY,
+    Activity,
+    Exchanges,
+    Holding,
+    RankLayout,
+    SharedPart,
+    Span,
+    choose_layout,
+)
 from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.screen import group_lines

@@ -25,9 +25,8 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
-from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
+from chunkplan_runtime.layout import Exchanges, RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import Exchanges
 from tests.support.distributed_cases import open_for_its_stages
 from tests.support.watchdog_cases import Case, fail, run_all
 

@@ -28,16 +28,17 @@ from chunkplan_runtime import set_for_several_processes
 from chunkplan_runtime.devices import local_device_index
 from chunkplan_runtime.execution.links import Link, Links
 from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
-from chunkplan_runtime.layout import Block, RankLayout
-from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.sharing import (
+from chunkplan_runtime.layout import (
     Activity,
+    Block,
     Exchanges,
+    RankLayout,
     all_gather,
     is_lost_connection,
     named_processes,
     reduce_scatter,
 )
+from chunkplan_runtime.models.model import CausalLM
 
 T = TypeVar("T")
 

@@ -18,11 +18,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, one_line
 from chunkplan.quantities import seconds
-from chunkplan.visible import one_line
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, named_processes
+from chunkplan_runtime.layout import NO_ACTIVITY, Activity, RankLayout, named_processes
 
 RESUME = "--resume continues from the last checkpoint"
 

@@ -38,10 +38,10 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 #: Sizes of which a model has at least one, or none of its own (head_dim).
-_SIZES = """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings
-"""
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 
 #: What is wrong, and what to do about it.
 _Problems = Iterator[tuple[str, str]]
@@ -63,12 +63,11 @@ def entry_of(config: Any, name: str, default: Any = None) -> Any:
 
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer by its config, in tokens; None for full attention. The mask decides."""
-    is_known, by_layer = config.model_type in MODEL_TYPES, config.model_type in _WINDOWS_BY_LAYER
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if is_known and not by_layer and config.model_type not in _ONE_WINDOW:
-        window = None  # they have none, whatever their config says
-    if kinds is None or (is_known and not by_layer):
+    if config.model_type in MODEL_TYPES and config.model_type not in _WINDOWS_BY_LAYER:
+        kinds, window = None, window if config.model_type in _ONE_WINDOW else None  # whatever their config says
+    if kinds is None:
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -135,7 +134,7 @@ def _problems(config: Any) -> _Problems:
             yield f"{name} is {getattr(config, name)}", "set it to 0"
     if getattr(config, "quantization_config", None):
         yield "the model is quantized", "train from weights that are not quantized"
-    for name in _SIZES.split():
+    for name in _SIZES:
         size = entry_of(config, name)
         if type(size) is int and size < 1:
             yield f"{name} is {size}", "give a whole number from 1"

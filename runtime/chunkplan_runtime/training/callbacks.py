@@ -12,8 +12,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from chunkplan.errors import UsageError
-from chunkplan.visible import one_line
+from chunkplan.errors import UsageError, one_line
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.config import TrainConfig

@@ -19,7 +19,7 @@ from chunkplan.files.folder import (
     sync,
     temporary_folder,
 )
-from chunkplan.files.lock import try_lock
+from chunkplan.files.writing import try_lock
 
 if TYPE_CHECKING:  # it comes with torch, which options are checked without
     from chunkplan_runtime.distributed.job import Job

@@ -36,7 +36,7 @@ from chunkplan_runtime.models.model import (
     new_model,
 )
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
 #: Tokens that a run compares with their hash before it begins: of billions it would be a wait of minutes.
@@ -87,7 +87,7 @@ def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> Tra
     Raises UsageError: one is not there, or not for these processes or this model; DataError: one is damaged.
     """
     where = str(config.model or config.model_config)
-    router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
+    router_loss = check_exact(model_config, where, num_stages=layout.pp, router_loss=config.router_loss)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
     evaluation = next(iter(load_plans(config)[1:]), None)
