@@ -10,8 +10,8 @@ from typing import Any
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
 from chunkplan.cost.shape import FULL, AttentionPattern
+from chunkplan.cost.states import reduction_ns
 from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST

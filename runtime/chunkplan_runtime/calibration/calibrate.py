@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from chunkplan.cost.attention_rates import MEASURED_QUERIES, AttentionRates
 from chunkplan.cost.calibrate import Calibration, ChunkTime, DeviceRates, layers_that_fit
 from chunkplan.cost.calibrate import calibrate as fit
-from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.hardware import MEASURED_QUERIES, AttentionRates, load_hardware
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
