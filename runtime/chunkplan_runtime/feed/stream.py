@@ -345,11 +345,10 @@ class PlanStream(IterableDataset[StepWork]):
 
 def _pinned(work: RankWork) -> RankWork:
     """`work` with its tensors in page-locked memory."""
-    names = ("input_ids", "position_ids", "labels")
-    tensors = {
-        chunk_id: replace(each, **{name: pinned(getattr(each, name)) for name in names})
-        for chunk_id, each in work.tensors.items()
-    }
+    tensors = {}
+    for chunk_id, each in work.tensors.items():
+        on_host = map(pinned, (each.input_ids, each.position_ids, each.labels))
+        tensors[chunk_id] = ChunkTensors(*on_host, each.spans, each.shared)
     return replace(work, tensors=tensors)
 
 
