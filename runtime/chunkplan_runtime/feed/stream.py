@@ -347,8 +347,8 @@ def _pinned(work: RankWork) -> RankWork:
     """`work` with its tensors in page-locked memory."""
     tensors = {}
     for chunk_id, each in work.tensors.items():
-        on_host = map(pinned, (each.input_ids, each.position_ids, each.labels))
-        tensors[chunk_id] = ChunkTensors(*on_host, each.spans, each.shared)
+        input_ids, position_ids, labels = map(pinned, (each.input_ids, each.position_ids, each.labels))
+        tensors[chunk_id] = ChunkTensors(input_ids, position_ids, labels, each.spans, each.shared)
     return replace(work, tensors=tensors)
 
 
