@@ -11,8 +11,7 @@ from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.memory import StageMemory
-from chunkplan.planfile.manifest import reduction_us_of
-from chunkplan.planfile.manifest_entries import Selection
+from chunkplan.planfile.manifest import Selection, reduction_us_of
 from chunkplan.quantities import (
     ZERO,
     counted,

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.sharing import Span
 
 
 class Alive(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart, Span
+from chunkplan_runtime.layout import Run, SharedPart, Span
 
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents

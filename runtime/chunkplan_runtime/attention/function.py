@@ -21,7 +21,7 @@ from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
 from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
-from chunkplan_runtime.sharing import Run
+from chunkplan_runtime.layout import Run
 
 
 class LayerAttention(NamedTuple):

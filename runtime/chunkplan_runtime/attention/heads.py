@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.sharing import Exchanges, Run, SharedPart
+from chunkplan_runtime.layout import Exchanges, Run, SharedPart
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from chunkplan_runtime.calibration import CalibrationOptions
 from chunkplan_runtime.devices import calibrated_name, device_name, find_device, shipped_profile, synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import entry_of, kv_shapes
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.sharing import Span
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 

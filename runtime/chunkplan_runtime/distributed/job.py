@@ -28,16 +28,17 @@ from chunkplan_runtime import set_for_several_processes
 from chunkplan_runtime.devices import local_device_index
 from chunkplan_runtime.execution.links import Link, Links
 from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
-from chunkplan_runtime.layout import Block, RankLayout
-from chunkplan_runtime.models.model import CausalLM
-from chunkplan_runtime.sharing import (
+from chunkplan_runtime.layout import (
     Activity,
+    Block,
     Exchanges,
+    RankLayout,
     all_gather,
     is_lost_connection,
     named_processes,
     reduce_scatter,
 )
+from chunkplan_runtime.models.model import CausalLM
 
 T = TypeVar("T")
 
@@ -218,9 +219,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
-    def telling(self, activity: Callable[[], Activity]) -> AbstractContextManager[None]:
-        """Within the block, have the watchdogs of the others know what this process is at."""
-        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity)
+    def telling(
+        self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
+    ) -> AbstractContextManager[None]:
+        """Within the block, have the watchdog tell what this process is at: see `Heartbeat.telling`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity, on_device)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""

@@ -36,10 +36,9 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Action
 from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
 from chunkplan_runtime.execution.executor import Around, Meet, meet_nobody
 from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, reduce_scatter
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import sum_gradients
-from chunkplan_runtime.sharing import reduce_scatter
 
 #: What other processes do in a slot: its op, and the virtual stage.
 Padding = tuple[str, int]

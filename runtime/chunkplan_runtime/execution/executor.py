@@ -25,11 +25,11 @@ from chunkplan_runtime.feed.stream import RankWork, broken_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Activity, Exchanges
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
 from chunkplan_runtime.models.products import ChunkKey, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.sharing import Activity, Exchanges
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4

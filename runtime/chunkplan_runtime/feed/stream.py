@@ -18,16 +18,24 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.arrays import Int32Array, Int64Array
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError, UsageError, one_line
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
 from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
-from chunkplan.visible import one_line
 from chunkplan_runtime.devices import pinned
-from chunkplan_runtime.layout import RankLayout, block_of, one_pipeline, refuse_other_replicas
-from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
+from chunkplan_runtime.layout import (
+    RankLayout,
+    Run,
+    SharedPart,
+    Span,
+    block_of,
+    check_sharing,
+    one_pipeline,
+    refuse_other_replicas,
+    shared_part,
+)
 
 T = TypeVar("T")
 

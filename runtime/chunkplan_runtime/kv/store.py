@@ -20,7 +20,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import Exchanges, Pending, SharedPart, Span
+from chunkplan_runtime.layout import Exchanges, Pending, SharedPart, Span
 
 
 @dataclass

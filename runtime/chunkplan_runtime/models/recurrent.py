@@ -24,8 +24,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.parts import decoder_of, layers_of, mixed_seed
-from chunkplan_runtime.sharing import Span
 
 #: Of a layer, what kind of state, and the how-manieth of its kind.
 Name = tuple[int, str, int]

@@ -36,13 +36,12 @@ from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, Span
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
-from chunkplan_runtime.sharing import Span
 
 #: What rounding in float64 leaves far below and any mistake far above; beside all weights' gradients a vanishing one.
 TOLERANCE, _VANISHING = 1e-10, 1e-13
