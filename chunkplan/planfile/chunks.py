@@ -19,9 +19,8 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import UNIT
 from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
-from chunkplan.planfile.arrow import codes_of, to_numpy
 from chunkplan.planfile.plan import Chunk, Segment
-from chunkplan.planfile.schema import CP_COLUMNS
+from chunkplan.planfile.schema import CP_COLUMNS, codes_of, to_numpy
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -9,11 +9,10 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.errors import DataError
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.chunks import Chunks, read_chunks
 from chunkplan.planfile.manifest import attention_patterns_of, reduction_us_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
-from chunkplan.planfile.schema import SCHEDULE
+from chunkplan.planfile.schema import SCHEDULE, to_numpy
 from chunkplan.planfile.tables import read_table
 from chunkplan.summary import chunk_frame
 

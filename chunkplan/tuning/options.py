@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, KeepAttention, PlanConfig
@@ -17,8 +18,9 @@ from chunkplan.domains import MOST, Domain, number, one_of, several, tokens, who
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, same
 
-CHUNK_SIZES = tuple(
-    factor << 10 for factor in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+CHUNK_SIZES = (
+    *(1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 40960, 49152),
+    *(65536, 98304, 131072),
 )
 KS = (1, 2, 4, 8, 16, 32)
 _ON_A_PIPELINE = ("auto", "zero-bubble", "zero-bubble-v")
@@ -48,7 +50,7 @@ class MemorySaving(NamedTuple):
 
 
 #: From the fastest to the one that takes least memory.
-LADDER = tuple(MemorySaving(level, kv_offload) for level in CHECKPOINTINGS for kv_offload in (False, True))
+LADDER = tuple(starmap(MemorySaving, product(CHECKPOINTINGS, (False, True))))
 
 
 #: Sizes of GPU memory, as people write them.
