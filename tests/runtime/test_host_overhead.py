@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -56,10 +55,6 @@ class Dispatched(TorchDispatchMode):
                 return _run_call(*args)
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
-
-
-#: Of where counts go and their name, a block in which they are taken.
-Counting = Callable[[Counter[str], str], AbstractContextManager[object]]
 
 
 def ours(config, work, chunk_id, counting=counting, dtype=torch.float32):
