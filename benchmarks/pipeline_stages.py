@@ -33,9 +33,8 @@ from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, Span
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
-from chunkplan_runtime.sharing import Span
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)

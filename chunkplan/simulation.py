@@ -87,7 +87,7 @@ def _simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) ->
     """Some ranks of a step simulated together: all of them, or one that meets nobody."""
     config, place = plan.config, f"step {described.step}" + (f", rank {ranks[0]}" if len(ranks) == 1 else "")
     rows = [described.chunks.get(rank, []) for rank in ranks]
-    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.sights)
+    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.attention_patterns)
     chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
     meeting = meeting_on(plan.cost, config.dp)
     actions, slots = _planned_actions(described, ranks, config, has_slots=meeting is not None)

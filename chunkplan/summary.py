@@ -14,7 +14,7 @@ from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.chunks import Chunks, read_chunks
-from chunkplan.planfile.manifest import config_of, cost_of, reduction_us_of, sights_of
+from chunkplan.planfile.manifest import attention_patterns_of, config_of, cost_of, reduction_us_of
 from chunkplan.planfile.plan import KINDS, kind_of
 
 #: The columns that a summary of a plan looks at.
@@ -122,7 +122,7 @@ class PlanSummary:
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
     """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
-    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, sights_of(manifest)))
+    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, attention_patterns_of(manifest)))
     return summary_of(steps_table, chunks, manifest)
 
 

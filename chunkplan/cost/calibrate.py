@@ -27,7 +27,7 @@ from chunkplan.cost.hardware import Hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
-from chunkplan.cost.shape import FULL, ModelShape, Sight
+from chunkplan.cost.shape import FULL, AttentionPattern, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape
 from chunkplan.errors import UsageError
 from chunkplan.files.writing import whole_file
@@ -57,10 +57,10 @@ class ChunkTime:
         """The tokens of all segments."""
         return sum(self.segments)
 
-    def attention_pairs(self, sights: Sequence[Sight] = FULL) -> float:
+    def attention_pairs(self, patterns: Sequence[AttentionPattern] = FULL) -> float:
         """The attention pairs of all segments, see `durations.attention_pairs_of`."""
         prefixes = np.array([self.prefix_tokens] + [0] * (len(self.segments) - 1))
-        return float(attention_pairs_of(np.array(self.segments), prefixes, sights).sum())
+        return float(attention_pairs_of(np.array(self.segments), prefixes, patterns).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +431,7 @@ def _nearest(predicted: Callable[[Float64Array], Float64Array]) -> Float64Array:
 def predicted_ns(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
     """What `cost` predicts of chunks, [n, 2]: of forward_kv and of training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
-    pairs = np.array([chunk.attention_pairs(cost.shape.sights) for chunk in chunks])
+    pairs = np.array([chunk.attention_pairs(cost.shape.attention_patterns) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)
     forward_kv, forward, backward = (times[OPS.index(op)] for op in ("forward_kv", "forward", "backward"))
     return np.stack([forward_kv, forward + backward], 1)

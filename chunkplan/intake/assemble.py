@@ -18,7 +18,7 @@ from chunkplan.intake.source import Source
 from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.manifest import SourceEntry
 
 REJECTED = "rejected.jsonl"
 

@@ -32,7 +32,7 @@ from chunkplan.intake.records import (
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
-from chunkplan.planfile.unread_keys import add_unread, most_unread
+from chunkplan.planfile.manifest import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
 _VERSION = 9

@@ -134,22 +134,14 @@ def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
     refuse_other_content(output, "analysis")
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
-            tokenizer = done.tokenizer and _found_from(output, done.tokenizer)
+            tokenizer = done.tokenizer
+            # Its path leads to it from a folder above the analysis; where this folder is none, it is made absolute.
+            if tokenizer and Path(tokenizer["path"]).exists() and Path.cwd() not in output.resolve().parents:
+                tokenizer = {**tokenizer, "path": str(Path(tokenizer["path"]).absolute())}
             assemble(folder, done.sources, done.store.path, done.settings.options, tokenizer)
             analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)
     return replace(analysis, path=output)
-
-
-def _found_from(output: Path, tokenizer: TokenizerEntry) -> TokenizerEntry:
-    """The entry for a tokenizer whose path leads to it from an analysis in `output`, wherever one is then.
-
-    A relative path does so from a folder above; where this folder is none of these, it is made absolute.
-    """
-    path = Path(tokenizer["path"])
-    if not path.exists() or Path.cwd() in output.resolve().parents:
-        return tokenizer
-    return {**tokenizer, "path": str(path.absolute())}
 
 
 @contextmanager
@@ -209,22 +201,21 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
 
 def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
     """What all tasks share, and the entry of the manifest for the tokenizer."""
+    tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
+    if tokenizer is None and template is not None:
+        raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
+    today = date.today().isoformat()
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer, template, today=today)
     settings = IntakeSettings(
-        tokenizer=None,
-        chat_template=None if request.chat_template is None else str(request.chat_template),
-        today=date.today().isoformat(),
-        identity=None,
+        tokenizer=tokenizer,
+        chat_template=template,
+        today=today,
+        identity=encoder and encoder.identity,
         options=request.options,
         store=request.cache,
         use_cache=request.use_cache,
     )
-    if request.tokenizer is None:
-        if request.chat_template is not None:
-            raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
-        return settings, None
-    encoder = load_tokenizer(request.tokenizer, request.chat_template, today=settings.today)
-    settings = replace(settings, tokenizer=str(request.tokenizer), identity=encoder.identity)
-    return settings, encoder.describe()
+    return settings, encoder and encoder.describe()
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, stack: ExitStack) -> Runner:

@@ -150,7 +150,7 @@ class Workers:
         Raises ChunkplanError: a process was killed, or the system has no room for one.
         """
         resource_tracker.ensure_running()  # starting it later would unblock signals
-        with _named_errors(BrokenProcessPool, OSError), _blocked_signals(), _without_main():
+        with _named_errors(BrokenProcessPool, OSError), _detached():
             return self._pool.submit(do, *arguments)
 
     def progress(self) -> Iterator[tuple[int, int]]:
@@ -197,24 +197,18 @@ def _named_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Processes that are started in the block never get the `_SIGNALS`; this one gets them after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _detached() -> Iterator[None]:
+    """Processes that are started in the block never get the `_SIGNALS`, which this one gets after the block.
 
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes that are started in the block do not import the main module, which may be a script without a guard."""
-    main = sys.modules["__main__"]
+    They do not import the main module, which may be a script without a guard.
+    """
+    before, main = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 #: In a worker process: where it reports progress, and how many threads it may use if it is one of the last.

@@ -27,8 +27,7 @@ from chunkplan.intake.source_columns import (
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.options import toml_name
 from chunkplan.planfile.analysis import record_place
-from chunkplan.planfile.manifest_entries import SourceEntry
-from chunkplan.planfile.unread_keys import add_unread, most_unread
+from chunkplan.planfile.manifest import SourceEntry, add_unread, most_unread
 from chunkplan.quantities import counted
 
 

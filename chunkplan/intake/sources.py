@@ -113,7 +113,7 @@ class _Search:
     def describe(self, path: str) -> tuple[str, str | None] | None:
         """As `describe`, of the suffix that the user says where one is said."""
         said = self._said(path)
-        return describe(path) if said is None else describe(_named(said))
+        return describe(path if said is None else f"x.{said.removeprefix('.')}")
 
     def is_data(self, path: str) -> bool:
         """Whether a file of a folder or a pattern is data, by its name."""
@@ -126,11 +126,6 @@ class _Search:
 
     def _said(self, path: str) -> str | None:
         return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
-
-
-def _named(suffix: str) -> str:
-    """A name with this suffix."""
-    return f"x.{suffix.removeprefix('.')}"
 
 
 def find_sources(
@@ -151,7 +146,7 @@ def find_sources(
     """
     search = _Search([] if beside is None else beside, suffixes or {})
     for name, suffix in search.suffixes.items():
-        if describe(_named(suffix)) is None:
+        if describe(f"x.{suffix.removeprefix('.')}") is None:
             place = SourceOverrides.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
@@ -175,7 +170,8 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
     with reading(path):
         files = files_of(path)
         if files.is_folder(path):
-            return _in_folder(files, path, search)
+            found = [_found(files, each, search) for each in _below(files, path, search)]
+            return _check_any(found, f"{path} has no data in it or below", search.beside)
         if files.exists(path):
             return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
@@ -217,11 +213,6 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
             message += f"; names that begin with _ are left out: {hidden} is read if it is named itself"
         raise UsageError(message, hint=hint)
     return found
-
-
-def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
-    found = [_found(files, path, search) for path in _below(files, folder, search)]
-    return _check_any(found, f"{folder} has no data in it or below", search.beside)
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:

@@ -29,8 +29,8 @@ from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_fold
 from chunkplan.intake.pieces import PieceResult
 from chunkplan.intake.records import JsonObject, Rejected
 from chunkplan.planfile.analysis_writer import TokenFile
-from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import sequence_digests
+from chunkplan.planfile.schema import to_arrow, to_numpy
 
 LENGTHS, TOKENS, DIGESTS, REJECTED = "lengths.arrow", "tokens.arrow", "digests.bin", "rejected.jsonl"
 _RESULT = "piece.json"

@@ -20,11 +20,10 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, UInt64Array, off
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import raise_if_unreadable, refuse_outside
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import TokensHasher, sequence_digests
-from chunkplan.planfile.manifest_entries import TokenFileEntry
+from chunkplan.planfile.manifest import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.schema import SEQUENCES, TOKENS
+from chunkplan.planfile.schema import SEQUENCES, TOKENS, to_numpy
 from chunkplan.planfile.tables import conform, read_columns
 
 

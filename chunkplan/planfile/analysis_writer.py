@@ -13,11 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of
-from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
-from chunkplan.planfile.manifest import write_manifest
-from chunkplan.planfile.manifest_entries import TokenFileEntry
-from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS
+from chunkplan.planfile.manifest import TokenFileEntry, write_manifest
+from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS, to_arrow, to_numpy
 from chunkplan.version import __version__
 
 # Writes a file of tokens in bounded memory: record batches of a few million tokens, made to be memory-mapped.

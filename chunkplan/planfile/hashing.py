@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.planfile.arrow import to_arrow, to_numpy, words_to_arrow
+from chunkplan.planfile.schema import to_arrow, to_numpy, words_to_arrow
 
 
 class ContentHasher:

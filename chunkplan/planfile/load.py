@@ -18,11 +18,10 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.json_file import refuse_outside
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import SEQUENCES
+from chunkplan.planfile.schema import SEQUENCES, to_arrow
 from chunkplan.planfile.tables import open_parquet, read_columns
 
 IntegerArray = npt.NDArray[np.integer]

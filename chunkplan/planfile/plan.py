@@ -18,10 +18,9 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
-from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas
+from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas, to_numpy
 from chunkplan.planfile.tables import conform, open_parquet, read_table
 
 # Reads the rows of chunks.parquet or schedule.parquet step by step, a row group at a time.

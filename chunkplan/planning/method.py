@@ -129,7 +129,7 @@ def chunk_block(
     targets = dataset.num_target_tokens[ids]  # [num_sequences]
     chunks = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
     add_part_targets(chunks, config.dp, dataset.mask)
-    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
+    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(

@@ -21,7 +21,7 @@ from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.manifest_entries import Selection, SourceSelection
+from chunkplan.planfile.manifest import Selection, SourceSelection
 
 #: Sets the shuffles of sources apart from those of epochs, which are seeded by (seed, epoch).
 _MIX_STREAM = 1

@@ -12,9 +12,8 @@ import pyarrow as pa
 from chunkplan.arrays import Int8Array, Int32Array, Int64Array, sum_runs
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
-from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS, to_arrow, words_to_arrow
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions

@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.memory import StageMemory
-from chunkplan.planfile.manifest import reduction_us_of
-from chunkplan.planfile.manifest_entries import Selection
+from chunkplan.planfile.manifest import Selection, reduction_us_of
 from chunkplan.quantities import (
     ZERO,
     counted,
@@ -23,6 +21,7 @@ from chunkplan.quantities import (
     ratio,
     seconds,
     selection_words,
+    trained_words,
 )
 from chunkplan.tuning.document_entries import CostModelEntry
 

@@ -18,7 +18,6 @@ from chunkplan.schedule.actions import (
     Actions,
     empty_actions,
     join_actions,
-    times_of_rank,
     times_of_ranks,
 )
 from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
@@ -93,19 +92,14 @@ def schedule_ranks(
         actions = follow_template(chunks, times, pp, TEMPLATES[schedule])
     elif actions is None:
         found = []
-        if schedule in _OF_STEPS:
-            own = _apart(chunks, dp)
-            for first in range(0, lower_bound.size, dp):
-                if is_cancelled():
-                    raise CancelledError
-                found.append(_of_step(own, times, pp, memory_tokens, range(first, first + dp), _OF_STEPS[schedule]))
-        else:
-            for rank in range(lower_bound.size):
-                if is_cancelled():
-                    raise CancelledError
-                of_rank = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-                actions, lower_bound[rank] = _of_rank(schedule, *of_rank, pp, memory_tokens)
-                found.append(actions)
+        width = dp if schedule in _OF_STEPS else 1  # ranks that are looked at together
+        own = _apart(chunks, dp) if schedule in _OF_STEPS else chunks
+        for first in range(0, lower_bound.size, width):
+            if is_cancelled():
+                raise CancelledError
+            some = chunks_of_ranks(own, first, first + width), times_of_ranks(own, times, first, first + width)
+            actions, lower_bound[first] = _search(schedule, *some, pp, memory_tokens)
+            found.append(actions)
         actions = join_actions(found)
     placement = family_of(schedule).placement._replace(virtual_stages=times.durations.shape[1] // pp)
     if meeting is not None:
@@ -127,35 +121,15 @@ def _apart(chunks: Chunks, dp: int) -> Chunks:
     return chunks._replace(group_id=np.where(chunks.group_id < 0, -1, chunks.group_id * dp + rank).astype(np.int32))
 
 
-def _of_step(
-    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, ranks: range, splits: bool
-) -> Actions:
-    """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
-    from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
-
-    memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
-    step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
-    step_times = times_of_ranks(chunks, times, ranks.start, ranks.stop)
-    if step.num_tokens.size * pp > _KEPT_EACH * len(ranks):
-        return auto_step(step, step_times, pp, memory, splits)
-    asked = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
-    for values in (*(getattr(step, name) for name in _LOOKED_AT), *step_times):
-        asked.update(values)
-    answer = _kept.get(asked.digest())
-    if answer is None:
-        if len(_kept) >= _KEPT:
-            _kept.clear()
-        _kept[asked.digest()] = answer = auto_step(step, step_times, pp, memory, splits)
-    return answer
-
-
-def _of_rank(
+def _search(
     schedule: str, chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
 ) -> tuple[Actions, int]:
-    """The best that is found for one rank, "search" within so many tokens; no order is done before what comes with it.
+    """The best that is found for a rank, or the ranks of a step; no order of a rank is done before what comes with it.
 
-    Both are imported where they are used: they take long to compile.
+    What takes long to compile is imported where it is used.
     """
+    if schedule in _OF_STEPS:
+        return _of_step(chunks, times, pp, memory_tokens, _OF_STEPS[schedule]), 0
     if schedule == "search":
         from chunkplan.schedule.search import search
 
@@ -166,6 +140,24 @@ def _of_rank(
     actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
     zero_bubble_v(chunks, times, pp, actions)
     return actions, 0
+
+
+def _of_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, splits: bool) -> Actions:
+    """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
+    from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
+
+    memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
+    if step.num_tokens.size * pp > _KEPT_EACH * (step.rank_chunks.size - 1):
+        return auto_step(step, times, pp, memory, splits)
+    asked = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
+    for values in (*(getattr(step, name) for name in _LOOKED_AT), *times):
+        asked.update(values)
+    answer = _kept.get(asked.digest())
+    if answer is None:
+        if len(_kept) >= _KEPT:
+            _kept.clear()
+        _kept[asked.digest()] = answer = auto_step(step, times, pp, memory, splits)
+    return answer
 
 
 def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int], str], dp: int) -> None:

@@ -17,7 +17,7 @@ from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.reduction import reduction_ns
-from chunkplan.cost.shape import Sight
+from chunkplan.cost.shape import AttentionPattern
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.planning.memory import memory_of_stages
@@ -41,7 +41,7 @@ _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 MicroBatches = tuple[Int64Array, Float64Array]
 
 #: They are made of the lengths of a step's sequences, and of what the model's attention sees.
-MakesMicroBatches = Callable[[Int64Array, Sequence[Sight]], MicroBatches]
+MakesMicroBatches = Callable[[Int64Array, Sequence[AttentionPattern]], MicroBatches]
 
 #: A rank that no micro-batch is left for runs an empty one.
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
@@ -132,25 +132,25 @@ def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout)
     return replace(row, lost=float(sample.weights @ lost) / sample.tokens_per_step)
 
 
-def _one(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
-    return num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens, sights)
+def _one(num_tokens: Int64Array, patterns: Sequence[AttentionPattern]) -> MicroBatches:
+    return num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens, patterns)
 
 
 def _padded(size: int) -> MakesMicroBatches:
-    def pad(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
+    def pad(num_tokens: Int64Array, patterns: Sequence[AttentionPattern]) -> MicroBatches:
         starts = np.arange(0, num_tokens.size, size)
         rows: Int64Array = np.diff(np.append(starts, num_tokens.size)).astype(np.int64)
         longest: Int64Array = np.maximum.reduceat(num_tokens, starts)
-        return rows * longest, rows * attention_pairs_of(longest, 0 * longest, sights)
+        return rows * longest, rows * attention_pairs_of(longest, 0 * longest, patterns)
 
     return pad
 
 
 def _packed(capacity: int) -> MakesMicroBatches:
-    def pack(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
+    def pack(num_tokens: Int64Array, patterns: Sequence[AttentionPattern]) -> MicroBatches:
         kept = np.minimum(num_tokens, capacity)
         packing = pack_lengths(kept, capacity, "bfd", certify=False)
-        pairs = np.bincount(packing.bin_of, weights=attention_pairs_of(kept, 0 * kept, sights)).astype(np.float64)
+        pairs = np.bincount(packing.bin_of, weights=attention_pairs_of(kept, 0 * kept, patterns)).astype(np.float64)
         return np.bincount(packing.bin_of, weights=kept).astype(np.int64), pairs
 
     return pack
@@ -170,8 +170,8 @@ def _run(
     taken.
     """
     edges = itertools.pairwise(sample.first_of_step)
-    sights = options.shape.sights
-    steps = [make(sample.num_tokens[start:stop].astype(np.int64), sights) for start, stop in edges]
+    patterns = options.shape.attention_patterns
+    steps = [make(sample.num_tokens[start:stop].astype(np.int64), patterns) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)

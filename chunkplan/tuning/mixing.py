@@ -35,7 +35,6 @@ from chunkplan.layers import stage_parts
 from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
 from chunkplan.solver import deterministic_solver
-from chunkplan.tuning.levels import fits
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, try_out
@@ -195,7 +194,7 @@ def fitted(
             return None
         cost = replace(cost, checkpointing=levels)
         outcomes = [try_out(sample, config, cost) for sample in samples]
-        if all(outcome.memory(cost).total <= gpu_memory for outcome in outcomes):
+        if all(outcome.fits(cost, gpu_memory) for outcome in outcomes):
             return outcomes
         moments = np.concatenate([moments, *(outcome.moments[int(cost.kv_offload)] for outcome in outcomes)])
     return None
@@ -205,7 +204,7 @@ def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_mem
     """`cost` with the levels that run least again and fit; the last level where none is found."""
     for level in CHECKPOINTINGS:
         outcome = try_out(sample, config, replace(cost, checkpointing=level))
-        if outcome.memory(outcome.cost).total <= gpu_memory:
+        if outcome.fits(outcome.cost, gpu_memory):
             break
     if outcome.cost.checkpointing == CHECKPOINTINGS[0]:
         return outcome.cost
@@ -224,7 +223,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
         cost = replace(outcome.cost, checkpointing=CHECKPOINTINGS[0], kv_offload=kv_offload)
         if kv_offload and outcome.config.chunk_size < cost.offload_chunk_size:
             continue
-        if not fits(outcome, cost, options):
+        if not outcome.fits(cost, options.gpu_memory):
             hopeful.append((_estimate(outcome, cost, options.gpu_memory, sample), len(hopeful), outcome, cost))
     found: list[Outcome] = []
     for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:

@@ -13,7 +13,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.schema import to_numpy
 from chunkplan.planning.selection import check_selection, describe_selection
 from chunkplan.validation.checks_sharing import check_cp_groups, check_cp_order, check_cp_slices
 from chunkplan.validation.chunk_columns import ChunkColumns, Violation

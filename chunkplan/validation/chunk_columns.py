@@ -19,8 +19,8 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offset
 from chunkplan.config.plan import PlanConfig
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import codes_of
 from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schema import codes_of
 from chunkplan.planning.selection import expected_copies
 
 

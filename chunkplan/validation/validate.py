@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validat
 
 def _validate_analysis(analysis: Analysis) -> Validation:
     violations = [] if analysis.path.is_file() else list(check_analysis(analysis))
-    return _validation(analysis.path, "analysis", analysis, analysis.content_hash, ANALYSIS_INVARIANTS, violations, [])
+    return _validation(analysis, analysis, "analysis", ANALYSIS_INVARIANTS, violations)
 
 
 def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
@@ -88,25 +89,24 @@ def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
     if not is_own:
         message = f"the plan was built from another analysis than {analysis.path}"
         violations = [Violation("content-hash", message), *violations]
-    result = _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
+    result = _validation(plan, analysis, "plan", PLAN_INVARIANTS, violations, unchecked)
     return replace(result, is_own_analysis=is_own)
 
 
 def _validation(
-    path: Path,
-    kind: str,
+    checked: Plan | Analysis,
     analysis: Analysis,
-    content_hash: str,
-    invariants: tuple[str, ...],
-    violations: list[Violation],
-    unchecked: list[str],
+    kind: str,
+    invariants: Sequence[str],
+    violations: Sequence[Violation],
+    unchecked: Sequence[str] = (),
 ) -> Validation:
     broken = {violation.invariant for violation in violations}
     return Validation(
-        path=str(path),
+        path=str(checked.path),
         kind=kind,
         exact=analysis.is_exact,
-        content_hash=content_hash,
+        content_hash=checked.content_hash,
         passed=tuple(name for name in invariants if name not in broken and name not in unchecked),
         violations=tuple(violations),
         unchecked=tuple(name for name in unchecked if name not in broken),

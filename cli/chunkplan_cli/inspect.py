@@ -14,9 +14,8 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
-from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, ranks, steps, takes
+from chunkplan_cli.declared import OPTIONS, Given, JsonOption, WorkspaceOption, find_plan, ranks, steps, takes
 from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
-from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 

@@ -197,7 +197,7 @@ def _refuse_others(is_plan: bool, of_plan: list[str], asked: Given, machine: Giv
 def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.places import find_plan
+    from chunkplan_cli.declared import find_plan
 
     plan = load_plan(find_plan(path, Workspace.find(workspace), "PLAN or --lengths"))
     if pp not in (None, plan.config.pp):

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import ChunkplanError, UsageError, one_line
 from chunkplan.options import options_of, read_toml
-from chunkplan.visible import one_line
 from chunkplan_runtime import require_torch, set_environment, world_size
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder

@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chunkplan_runtime.attention.function import ATTEND, _run_call
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -43,16 +42,13 @@ def counting(found, name):
 
 
 class Dispatched(TorchDispatchMode):
-    """Within the block operators are counted, those within attention too."""
+    """Within the block operators are counted."""
 
     def __init__(self, found, name):
         super().__init__()
         self.found, self.name = found, name
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is ATTEND:
-            with self:
-                return _run_call(*args)
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
 

@@ -20,8 +20,7 @@ from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Span
+from chunkplan_runtime.layout import RankLayout, Span
 
 #: (op, chunk_id, virtual_stage)
 Stage = Sequence[tuple[str, int, int]]

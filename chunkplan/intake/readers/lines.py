@@ -201,12 +201,14 @@ def _split(data: bytes, offset: int, max_lines: int) -> Iterator[LineBlock]:
         yield LineBlock(data[start:stop], starts[some] - start, stops[some] - start, offset + start, stop - start)
 
 
-def _are_objects(lines: Sequence[bytes]) -> bool:
+def _are_objects(lines: Sequence[bytes], block: bytes) -> bool:
     """Whether every line begins and ends like an object.
 
     Parsers of several lines take an LF for any other space: a line may hold two values, and a value several lines. A
     value that began on an earlier line cannot go on with `{` behind a `}`, so these lines hold one value each at least.
     """
+    if block[:1] + block[-1:] == b"{}" and block.count(b"\n{") == block.count(b"}\n") == len(lines) - 1:
+        return True
     return all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
 
 
@@ -216,19 +218,19 @@ def decode_lines(lines: Sequence[bytes], *, are_elements: bool = False) -> list[
     `are_elements` says that the file has no such lines: they are elements of an array, or objects over several lines.
     """
     block = _LF.join(lines)
-    rows = _decode_block(lines, block) or [_decode_line(line, are_elements) for line in lines]
-    if any(isinstance(row, RecordError) for row in rows) or _most_keys(block) != _num_keys(rows, block):
-        rows = [_without_duplicates(line, row) for line, row in zip(lines, rows, strict=True)]
-    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in rows]
+    if (rows := _decode_block(lines, block)) is not None and _most_keys(block) == _num_keys(rows, block):
+        return rows
+    found = [_without_duplicates(line, _decode_line(line, are_elements)) for line in lines]
+    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in found]
 
 
-def _decode_block(lines: Sequence[bytes], block: bytes) -> list[_Value | RecordError] | None:
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[Row] | None:
     """The objects on all lines together, or None where one of them is none."""
     try:
-        records: list[_Value | RecordError] = _DECODER.decode_lines(block)
+        records: list[Row] = _DECODER.decode_lines(block)
     except (ValueError, RecursionError):
         return None
-    return records if len(records) == len(lines) and _are_objects(lines) else None
+    return records if len(records) == len(lines) and _are_objects(lines, block) else None
 
 
 def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
@@ -318,7 +320,7 @@ def _most_keys(text: bytes) -> int:
     return int(are_ends.sum())
 
 
-def _num_keys(records: Sequence[_Value | RecordError], text: bytes) -> int:
+def _num_keys(records: Sequence[Row | _Value], text: bytes) -> int:
     """How many keys all objects in `records` have together, which were decoded from `text`."""
     if text.count(b"{") == len(records):  # none of them has another in it
         return sum(map(len, records))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -76,9 +76,9 @@ def are_lengths(values: Int64Array) -> bool:
 
 def _plain_lengths(rows: Sequence[Row], layout: RecordLayout) -> tuple[LengthColumn, Counter[str]] | None:
     """The lengths in rows none of which is to be refused, and their other keys; None where each has to be looked at."""
-    objects = [row for row in rows if isinstance(row, dict)]
-    if layout.schema != "length" or layout.ignored or not objects or len(objects) < len(rows):
+    if layout.schema != "length" or layout.ignored or set(map(type, rows)) != {dict}:
         return None
+    objects = cast(Sequence[JsonObject], rows)
     key = layout.columns["length"]
     shapes = Counter(map(tuple, objects))
     names = {name for shape in shapes for name in shape} - {key}

@@ -205,49 +205,33 @@ def _spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reade
     """
     folder.mkdir(parents=True, exist_ok=True)
     index, origin, rest, before = 0, 0, b"", 0
-    ending: ChunkplanError | None = None
-    is_more = True
-    while is_more and ending is None:
+    ending: Exception | None = None
+    while ending is None:
         check_room(folder, pieces.PIECE_BYTES, "the next piece of what is read as a stream")
         path = folder / f"source-{source:05}-piece-{index:05}.jsonl"
+        size = whole = 0
         with path.open("wb") as file:
-            try:
-                size, rest, is_more = _fill(file, rest, data)
-            except ChunkplanError as error:
-                size, ending = file.tell(), error
+            while not (stop := rest.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1):
+                file.write(rest)
+                whole = size + rest.rfind(_LF) + 1 if _LF in rest else whole
+                size += len(rest)
+                try:
+                    rest = next(data)
+                except (StopIteration, ChunkplanError) as error:
+                    ending, rest = error, b""
+                    break
+            file.write(rest[:stop])
+            size, rest = size + stop, rest[stop:]
+            if isinstance(ending, ChunkplanError):
+                size = file.truncate(whole)
         if size:
             share, before = taken.num_bytes - before, taken.num_bytes
             yield Piece(source, index, str(path), reader, 0, size, origin, True, num_bytes=size, share=share)
         else:
             path.unlink()
         index, origin = index + 1, origin + size
-    if ending is not None:
+    if isinstance(ending, ChunkplanError):
         raise ending
-
-
-def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, bytes, bool]:
-    """Write `chunk` and more of `data` into `file` up to the end of a line at or behind `PIECE_BYTES`.
-
-    Returns how much was written, what was read beyond, and whether `data` has not ended. At an error of `data`, the
-    file is left with whole lines.
-    """
-    size, whole = 0, 0
-    while True:
-        stop = chunk.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1
-        if stop:
-            file.write(chunk[:stop])
-            return size + stop, chunk[stop:], True
-        file.write(chunk)
-        whole = size + chunk.rfind(_LF) + 1 if _LF in chunk else whole
-        size += len(chunk)
-        try:
-            chunk = next(data)
-        except StopIteration:
-            return size, b"", False
-        except ChunkplanError:
-            file.seek(whole)
-            file.truncate()
-            raise
 
 
 def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:

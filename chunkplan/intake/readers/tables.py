@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.tokens import HARMLESS
 from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
-from chunkplan.planfile.arrow import to_arrow, to_numpy
+from chunkplan.planfile.schema import to_arrow, to_numpy
 
 _INT32 = np.iinfo(np.int32)
 
@@ -82,6 +82,7 @@ def rows(
     Of a file that cannot even be opened any more, all is one that is rejected.
     """
     row = total = 0
+    keys = layout.columns.values() if layout else ()
     unread: dict[str, int | None] = {}  # of columns that are not read it is not known which rows have a value
 
     def block(found: pa.RecordBatch | Lost) -> RowBlock:
@@ -91,7 +92,8 @@ def rows(
             decoded, large, others = [found.error] * int(is_chosen.sum()), [], unread
         else:
             large = _too_large_rows(found, is_chosen, max_record_bytes)
-            decoded, beside = _decode(_take(found, is_chosen), layout)
+            chosen = found if is_chosen.all() else found.take(to_arrow(np.flatnonzero(is_chosen)))
+            decoded, beside = _decode(chosen, layout)
             others = {**unread, **beside}
         before, behind = (piece.num_bytes * count // max(total, 1) for count in (row, row + found.num_rows))
         rejected = [error.of_row(row + index) for index, error in large]
@@ -105,8 +107,10 @@ def rows(
             others = (field for field in table.schema if field.name not in wanted)
             unread = {named(field.name): None for field in others if not pa.types.is_null(field.type)}
             for found in table.batches(piece.start, piece.stop, wanted, max_rows):
-                if not isinstance(found, Lost):
-                    found = _mark_suspects(found, layout.columns.values() if layout else ())
+                if isinstance(found, pa.RecordBatch):
+                    for name in SUSPECT.intersection(found.schema.names).difference(keys):
+                        index = found.schema.get_field_index(name)
+                        found = found.set_column(index, name, _mark(found.column(index)))
                 yield block(found)
                 row += found.num_rows
     except RecordError as error:
@@ -208,10 +212,6 @@ def _is_valid(array: pa.Array) -> BoolArray:
     return valid
 
 
-def _take(batch: pa.RecordBatch, is_taken: BoolArray) -> pa.RecordBatch:
-    return batch if is_taken.all() else batch.take(to_arrow(np.flatnonzero(is_taken)))
-
-
 def _rows(batch: pa.RecordBatch) -> list[Row]:
     """Every row as keys and values. What is null is left out: Arrow has every key in every row, records have not."""
     try:
@@ -262,19 +262,11 @@ def _are_numbers(column: pa.Array) -> bool:
     return not values.null_count and (not numbers.size or (numbers.min() >= _INT32.min and numbers.max() <= _INT32.max))
 
 
-def _mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:
-    """`batch` with true or false in place of what only has to be there for a record to be refused, but for `keys`.
-
-    Null stays null, and what is empty is false: images are not decoded only to see that there are some.
-    """
-    for index, name in enumerate(batch.schema.names):
-        if name in SUSPECT and name not in keys:
-            batch = batch.set_column(index, name, _mark(batch.column(index)))
-    return batch
-
-
 def _mark(column: pa.Array) -> pa.Array:
-    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null."""
+    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null.
+
+    In place of what only has to be there for a record to be refused: images are not decoded to see that there are some.
+    """
     kind = column.type
     if pa.types.is_struct(kind):
         parts = [to_numpy(part.is_valid()) for part in column.flatten()]

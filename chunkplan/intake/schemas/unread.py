@@ -44,6 +44,7 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
     schema, columns = SCHEMAS[layout.schema], layout.columns
     surely = schema.required if schema.reads else columns.keys() - {"label"}
     always_read = {columns[role] for role in surely}.union(MEDIA)  # media there are none
+    perhaps_read = schema.all_keys(columns) - always_read
     lists = {role: columns[role] for role in schema.required}
     are_messages = not lists.keys().isdisjoint(_MESSAGES)
     counts: dict[str, int] = {}
@@ -56,11 +57,13 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
         }
         record = without_ignored(record, layout.ignored)
         if not always_read.issuperset(record):
-            found = {key for key in record.keys() - set(MEDIA) if record[key] is not None}
-            if schema.reads:
-                found -= {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
-            else:
-                found -= {*_read_keys(schema, columns, record).values()}
+            found = {key for key in record.keys() - always_read if record[key] is not None}
+            if not found.isdisjoint(perhaps_read):
+                found = {key for key in record.keys() - set(MEDIA) if record[key] is not None}
+                if schema.reads:
+                    found -= {*(columns[role] for role in schema.required), *schema.reads(record, columns)}
+                else:
+                    found -= {*_read_keys(schema, columns, record).values()}
             if not FLAGS.isdisjoint(found) and layout.schema not in ("input_ids", "length"):
                 found -= {key for key in FLAGS & found if type(record[key]) is not str or key == "mask"}
         for role, key in lists.items():

@@ -62,11 +62,7 @@ class Kernels:
     def choose(
         self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form
     ) -> AttentionKernel:
-        """The kernel for a layer; `head_dims`: of queries and keys, and of values.
-
-        Raises:
-            UsageError: none of them can serve it, with the reason of each.
-        """
+        """The kernel for a layer; `head_dims`: of queries and keys, and of values. Raises UsageError if none can."""
         case = device, dtype, head_dims, form.reach is not None, form.softcap is not None
         if case not in self._chosen:
             refusals: list[str] = []
@@ -100,8 +96,8 @@ def why_wrong(
 ) -> str | None:
     """Why a kernel must not run layers of `form`: it fails, or gives something else than plain attention.
 
-    Tried are a part of a sequence with itself and with keys before it, and sequences side by side, forward and
-    backward. Where torch sees no such device there is nothing to try.
+    Tried are a part with itself and with keys before it, and sequences side by side, forward and backward. Where torch
+    sees no such device there is nothing to try.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return None

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from chunkplan.visible import one_line
+from chunkplan.errors import one_line
 from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.models.model import CausalLM
 

@@ -23,7 +23,7 @@ from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.train_step import StepExecutor
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
@@ -71,7 +71,7 @@ class Executor:
         check_argument("seed", seed, whole(), 0)
         check_argument("kv_offload", kv_offload, FLAG, True)
         base, where = _causal_lm(model)
-        scope = exact_router_loss(base.config, router_loss, where)
+        scope = check_exact(base.config, where, router_loss=router_loss)
         register_attention()
         found = for_chunks(base)
         try:

@@ -24,13 +24,13 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import kv_shapes
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
-from chunkplan_runtime.sharing import Span
 from tests.runtime.attention.test_attention import plain
 from tests.support.alive import store_bytes
 from tests.support.mixed_chunks import LENGTHS, MIXED

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.failures.watchdog import Heartbeat
-from chunkplan_runtime.sharing import Activity
+from chunkplan_runtime.layout import Activity
 from tests.runtime.failures.test_watchdog import END_IT, RESUME, WHY, Outcomes
 from tests.support.analyses import write_analysis
 from tests.support.shared_plans import given_blocks

@@ -17,10 +17,10 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import Alive
 
 CHUNKS = [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 24)], [(0, 24, 32)], [(1, 0, 3), (2, 0, 5)]]

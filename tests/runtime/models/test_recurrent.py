@@ -16,13 +16,13 @@ from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.recurrent import StateCache, is_recurrent, keeps_kv
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import store_bytes
 from tests.support.mixed_chunks import LENGTHS
 from tests.support.mixed_chunks import MIXED as WITH_ONE_TOKEN
