@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.attention_rates import KERNELS
 from chunkplan.cost.fused import FusedKernels
+from chunkplan.cost.hardware import KERNELS
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError

@@ -15,14 +15,13 @@ import torch
 from tqdm import tqdm
 from transformers.utils.hub import cached_file
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.optimizers import moment_bytes
 from chunkplan.errors import DataError, UsageError, one_line
 from chunkplan.options import options_of
 from chunkplan.planfile.manifest import unread_words
-from chunkplan.quantities import ZERO, Pace, left_words
+from chunkplan.quantities import ZERO, Pace, left_words, trained_words
 from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
