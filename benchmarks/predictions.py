@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from gpu_plans import FOLDER, PLANS
 
-from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.calibrate import FITTED, ChunkTime, DeviceRates, fit, predicted_ns
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.hardware import AttentionRates, Hardware, load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan

@@ -95,6 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """What the files before have left, compilers above all, is not looked at in every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """Processes that are one group."""

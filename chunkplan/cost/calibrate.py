@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import BoolArray
-from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, durations
-from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.hardware import AttentionRates, Hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
@@ -129,18 +128,12 @@ def profile_text(calibration: Calibration, *, torch_version: str, on: date) -> s
 
 
 def _entries(of: Hardware | AttentionRates, calibration: Calibration) -> list[str]:
-    names = [field.name for field in fields(of) if field.name != "attention"]
-    return [f"{name} = {_toml(getattr(of, name))}{_comment(calibration, name)}" for name in names]
-
-
-def _toml(value: str | float | int) -> str:
-    return (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str)
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    lines = []
+    for name in (field.name for field in fields(of) if field.name != "attention"):
+        value = getattr(of, name)
+        written = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{name} = {written}{_comment(calibration, name)}")
+    return lines
 
 
 def _comment(calibration: Calibration, name: str) -> str:

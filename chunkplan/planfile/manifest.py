@@ -12,8 +12,8 @@ from typing import Any, NotRequired, TypedDict
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
 from chunkplan.cost.shape import FULL, AttentionPattern
+from chunkplan.cost.states import reduction_ns
 from chunkplan.domains import (
     COUNTS,
     COUNTS_OR_NULL,

@@ -416,7 +416,7 @@ def _evaluate(
         order = Order(answer.order.forwards[base:end] - base, answer.order.backwards[base:end] - base)
         rank_chunks = chunks_of_rank(chunks, rank)
         least, most = least_forwards(order), most_forwards(rank_chunks, order, limits.memory[rank * pp])
-        most = np.minimum(most, most_forwards_by_kv(rank_chunks, order, kv[:, base:end], kv_limit))
+        most = np.minimum(most, most_forwards_by_kv(order, kv[:, base:end], kv_limit))
         if np.any(most < least):
             return -1
         for stage in range(pp):

@@ -75,34 +75,33 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
     Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
     halves are taken as done: they wait for nothing, so they can always make their room.
     """
-    n = order.forwards.size
-    held = np.zeros(n + 1, np.int64)  # by the first so many forwards
-    for index, chunk in enumerate(order.forwards):
-        held[index + 1] = held[index] + (chunks.num_tokens[chunk] if chunks.keeps_activations[chunk] else 0)
-    most = np.empty(n, np.int64)
-    released = np.int64(0)
-    for index, chunk in enumerate(order.backwards):
-        recomputed = np.int64(0) if chunks.keeps_activations[chunk] else chunks.num_tokens[chunk]
-        most[index] = np.searchsorted(held, memory + released - recomputed, side="right") - 1
-        released += chunks.num_tokens[chunk] - recomputed
-    for index in range(n - 2, -1, -1):
-        most[index] = min(most[index], most[index + 1])
-    return most
+    kept = np.where(chunks.keeps_activations, chunks.num_tokens, 0).astype(np.int64)
+    return _most_within(order, kept, kept, chunks.num_tokens - kept, memory)
 
 
 @compiled
-def most_forwards_by_kv(chunks: Chunks, order: Order, kv: Int64Array, limit: int) -> Int64Array:
-    """How many forwards may be done before each backward in order, int64 [n], so that keys and values of no more than
-    `limit` tokens are held; `kv`: the `kv_tokens` of `chunks`. Below `least_forwards` where that cannot be."""
+def most_forwards_by_kv(order: Order, kv: Int64Array, limit: int) -> Int64Array:
+    """The same so that keys and values of no more than `limit` tokens are held; `kv`: see `kv_tokens`."""
+    return _most_within(order, kv[0], kv[1], np.zeros(kv.shape[1], np.int64), limit)
+
+
+@compiled
+def _most_within(order: Order, comes: Int64Array, goes: Int64Array, again: Int64Array, limit: int) -> Int64Array:
+    """How many forwards may be done before each backward in order, int64 [n], where no more than `limit` may be held.
+
+    What `comes` with the forward of each chunk `goes` with its backward, for which more comes `again`: int64 [n].
+    """
     n = order.forwards.size
     held = np.zeros(n + 1, np.int64)  # by the first so many forwards
     for index, chunk in enumerate(order.forwards):
-        held[index + 1] = held[index] + kv[0, chunk]
+        held[index + 1] = held[index] + comes[chunk]
     most = np.empty(n, np.int64)
     released = np.int64(0)
     for index, chunk in enumerate(order.backwards):
-        most[index] = np.searchsorted(held, limit + released, side="right") - 1
-        released += kv[1, chunk]
+        most[index] = np.searchsorted(held, limit + released - again[chunk], side="right") - 1
+        released += goes[chunk]
+    for index in range(n - 2, -1, -1):
+        most[index] = min(most[index], most[index + 1])
     return most
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
+from chunkplan.cost.states import reduction_ns
 from chunkplan.layers import STRAIGHT, StagePlacement, family_of, model_stage_of, split_layers, stage_parts
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks

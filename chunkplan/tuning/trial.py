@@ -12,7 +12,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
+from chunkplan.cost.states import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, longest_sequences, memory_of_stages

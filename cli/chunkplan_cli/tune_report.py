@@ -10,10 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.cost.fused import fused_words
-from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
+from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds, trained_words
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig

@@ -68,8 +68,7 @@ def world_size() -> int:
 def require_torch() -> None:
     """Import torch and transformers.
 
-    Raises:
-        UsageError: one is not installed, or its installation is broken.
+    Raises UsageError: one is not installed, or its installation is broken.
     """
     # peft imports bitsandbytes wherever it is installed, and this part of it then warns, on every process, of a package
     # that would have made 4 bits on a CPU faster.

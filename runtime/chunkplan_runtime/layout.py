@@ -193,11 +193,8 @@ def choose_layout(
 ) -> RankLayout:
     """The layout of `world_size` processes for a plan, as seen from `process`.
 
-    `like` and `then`: see `refuse_other_replicas`.
-
-    Raises:
-        UsageError: they cannot share the plan's stages and data-parallel ranks evenly, or see `refuse_other_replicas`.
-        DataError: the plan is damaged.
+    `like` and `then`: see `refuse_other_replicas`. Raises UsageError: they cannot share the plan's stages and
+    data-parallel ranks evenly, or see `refuse_other_replicas`; DataError: the plan is damaged.
     """
     pp, plan_dp = plan.config.pp, plan.config.dp
     fitting = [plan_dp] if used_blocks(plan) else [dp for dp in range(1, plan_dp + 1) if plan_dp % dp == 0]
@@ -280,16 +277,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class SharedPart:
-    """A part of a sequence that several processes run together, as one of them sees it.
+    """A part of a sequence, `span`, that several processes run together, as one of them sees it.
 
-    Attributes:
-        span: the whole part.
-        heads: the processes that share heads with this one, by their place among the replicas of a stage; this one
-            alone where none do.
-        slices: what each of them has of the part.
-        pages: the processes that share pages with this one.
-        holdings: what each of them keeps of the whole sequence.
-        place: which of `pages` this one is.
+    `heads`: the processes that share heads with this one, by their place among the replicas of a stage, this one alone
+    where none do; `slices` has what each of them has of the part. `pages`: those that share pages with this one, which
+    has the place `place` among them; `holdings` has what each of them keeps of the whole sequence.
     """
 
     span: Span

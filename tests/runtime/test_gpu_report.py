@@ -53,6 +53,7 @@ def report(folder, *words, missing=()):
     return ran, json.loads(files[0].read_text()) if files else None
 
 
+@pytest.mark.soak
 def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_path):
     """A model with adapters needs peft, which is not there; all that does not need it is measured."""
     ran, found = report(tmp_path, "--parts", "kernels,steps,probe", missing=("peft",))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,10 +51,6 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
-
-
-#: Of where counts go and their name, a block in which they are taken.
-Counting = Callable[[Counter[str], str], AbstractContextManager[object]]
 
 
 def ours(config, work, chunk_id, counting=counting, dtype=torch.float32):

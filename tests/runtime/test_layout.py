@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig
@@ -26,6 +24,7 @@ from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models.model import new_model
 from tests.support.analyses import write_analysis
+from tests.support.plan_rows import changed_rows
 from tests.support.shared_plans import given_blocks
 
 Built = Callable[..., tuple[Path, Path]]
@@ -185,16 +184,13 @@ def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_
 ):
     """What the last stage of a V hands to itself may be in any order. (stage, virtual stage) has two chunks swapped."""
     plan, analysis = built(pp=2, k=100, schedule="interleaved", virtual_stages=2)
-    path = plan / "schedule.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    for row in rows:
-        for virtual_stage in (0, 1):
-            if (row["stage"], virtual_stage) in swapped:
-                own = [each for each in row["actions"] if each["virtual_stage"] == virtual_stage]
-                first, second = [each for each in own if each["op"] == "forward"][:2]
-                first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(plan / "schedule.parquet") as rows:
+        for row in rows:
+            for virtual_stage in (0, 1):
+                if (row["stage"], virtual_stage) in swapped:
+                    own = [each for each in row["actions"] if each["virtual_stage"] == virtual_stage]
+                    first, second = [each for each in own if each["op"] == "forward"][:2]
+                    first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
     layout = RankLayout(pp=2, placement=placement)
     stream = PlanStream(*open_plan(plan, analysis, pp=2), vocab_size=97, max_positions=20, layout=layout)
     if refused is None:
@@ -207,11 +203,8 @@ def test_model_stages_of_two_processes_that_exchange_chunks_in_different_orders_
 @pytest.mark.parametrize("virtual_stage", [2, -1])
 def test_a_virtual_stage_that_is_not_there_is_named(built, virtual_stage, tiny_config):
     plan, analysis = built(k=100)
-    path = plan / "schedule.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    rows[0]["actions"][0]["virtual_stage"] = virtual_stage
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(plan / "schedule.parquet") as rows:
+        rows[0]["actions"][0]["virtual_stage"] = virtual_stage
     model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float32, seed=0)
     work = next(iter(PlanStream(*open_plan(plan, analysis), vocab_size=97, max_positions=20)))
     with pytest.raises(DataError, match=f"on virtual stage {virtual_stage}, which does not exist"):
@@ -221,13 +214,10 @@ def test_a_virtual_stage_that_is_not_there_is_named(built, virtual_stage, tiny_c
 @pytest.mark.parametrize("op, what", [("forward", "activations"), ("backward", "gradients")])
 def test_stages_that_exchange_chunks_in_different_orders_are_refused(built, op, what):
     plan, analysis = built(pp=3, k=100, dp=2)
-    path = plan / "schedule.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    (row,) = (row for row in rows if (row["step"], row["dp_rank"], row["stage"]) == (0, 1, 1))
-    first, second = [action for action in row["actions"] if action["op"] == op][:2]
-    first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(plan / "schedule.parquet") as rows:
+        (row,) = (row for row in rows if (row["step"], row["dp_rank"], row["stage"]) == (0, 1, 1))
+        first, second = [action for action in row["actions"] if action["op"] == op][:2]
+        first["chunk_id"], second["chunk_id"] = second["chunk_id"], first["chunk_id"]
     opened = open_plan(plan, analysis, pp=3)
     for rank in range(6):
         stream = PlanStream(*opened, vocab_size=97, max_positions=20, layout=RankLayout(dp=2, pp=3, process=rank))
@@ -305,12 +295,9 @@ def test_processes_know_alike_who_has_which_tokens(shared):
 
 
 def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared):
-    path = shared[0] / "schedule.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    actions = rows[1]["actions"]
-    actions[0], actions[1] = actions[1], actions[0]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(shared[0] / "schedule.parquet") as rows:
+        actions = rows[1]["actions"]
+        actions[0], actions[1] = actions[1], actions[0]
     first, second, *_ = own_streams(shared)
     assert next(iter(first)).ranks
     with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share") as raised:
@@ -320,11 +307,8 @@ def test_ranks_that_do_not_do_the_same_with_what_they_share_are_refused(shared):
 
 def test_ranks_of_which_one_alone_keeps_attention_of_what_they_share_are_refused(shared):
     """It would send nothing in the recompute, in which the others attend again."""
-    path = shared[0] / "chunks.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    next(row for row in rows if row["dp_rank"] == 1 and row["cp_size"] > 1)["kept_attention"] = "gpu"
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(shared[0] / "chunks.parquet") as rows:
+        next(row for row in rows if row["dp_rank"] == 1 and row["cp_size"] > 1)["kept_attention"] = "gpu"
     first, second, *_ = own_streams(shared)
     assert next(iter(first)).ranks
     with pytest.raises(DataError, match="ranks 0 and 1 do not do the same with the chunks that they share"):
@@ -332,11 +316,8 @@ def test_ranks_of_which_one_alone_keeps_attention_of_what_they_share_are_refused
 
 
 def test_other_slices_than_a_rank_s_own_are_refused(shared):
-    path = shared[0] / "chunks.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    own, other = (next(row for row in rows if (row["dp_rank"], row["chunk_id"]) == (rank, 0)) for rank in (0, 1))
-    own["segments"], other["segments"] = other["segments"], own["segments"]
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    with changed_rows(shared[0] / "chunks.parquet") as rows:
+        own, other = (next(row for row in rows if (row["dp_rank"], row["chunk_id"]) == (rank, 0)) for rank in (0, 1))
+        own["segments"], other["segments"] = other["segments"], own["segments"]
     with pytest.raises(DataError, match="rank 0 has other slices of chunk 0 than are its own"):
         next(iter(own_streams(shared)[0]))

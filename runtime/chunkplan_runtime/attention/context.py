@@ -56,7 +56,8 @@ class KeptResults:
         with _pop_mode_temporarily() if is_hidden else nullcontext():
             out, lse = attend(*given)
         if not self._is_taken:
-            self.held += self._host.sent(out), self._host.sent(lse)
+            # Not `out` itself, which gets a graph that would have what is kept.
+            self.held += self._host.sent(out.detach()), self._host.sent(lse)
         return out, lse
 
     def _next(self) -> Tensor:

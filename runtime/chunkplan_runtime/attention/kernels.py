@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from chunkplan.cost import attention_rates
-from chunkplan.cost.attention_rates import MAKES_PLANS, AttentionRates
+from chunkplan.cost import hardware
+from chunkplan.cost.hardware import MAKES_PLANS, AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 
 #: By name, the preferred one first.
 KERNELS: dict[str, AttentionKernel] = {
     name: pkgutil.resolve_name(f"chunkplan_runtime.attention.{place.replace('.', ':')}")()
-    for name, place in attention_rates.KERNELS.items()
+    for name, place in hardware.KERNELS.items()
 }
 
 AUTO = "auto"

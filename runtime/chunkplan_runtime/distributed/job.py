@@ -144,8 +144,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     device, which must not be in the middle of a step. Those of links are used once by `Links`. `blocks`: see
     `layout.used_blocks`.
     """
-    started = time.perf_counter()
-    pipelines = range(layout.dp)
+    started, pipelines, replicas = time.perf_counter(), range(layout.dp), None
 
     def own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all processes make all, so that torch counts them alike."""
@@ -156,10 +155,8 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
         """By pipeline, the processes of these stages."""
         return [[layout.process_of(stage, replica) for stage in stages] for replica in pipelines]
 
-    replicas = None
     if layout.dp > 1:
-        stages = [[layout.process_of(stage, replica) for replica in pipelines] for stage in range(layout.pp)]
-        own: Any = own_group(stages)
+        own: Any = own_group([[layout.process_of(stage, each) for each in pipelines] for stage in range(layout.pp)])
         replicas = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
     first, *_ = stages_of = [layout.stage_of(model_stage) for model_stage in range(layout.num_model_stages)]
     links: dict[int, Link] = {}
@@ -219,9 +216,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
-    def telling(self, activity: Callable[[], Activity]) -> AbstractContextManager[None]:
-        """Within the block, have the watchdogs of the others know what this process is at."""
-        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity)
+    def telling(
+        self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
+    ) -> AbstractContextManager[None]:
+        """Within the block, have the watchdog tell what this process is at: see `Heartbeat.telling`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity, on_device)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""

@@ -32,10 +32,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
-from chunkplan.planfile.plan import VALIDATE_HINT, Action
+from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
 from chunkplan_runtime.execution.executor import Around, Meet, meet_nobody
-from chunkplan_runtime.feed.stream import StepWork
+from chunkplan_runtime.feed.stream import StepWork, broken_plan
 from chunkplan_runtime.layout import RankLayout, reduce_scatter
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import sum_gradients
@@ -54,7 +54,7 @@ def paddings_of(
     step, ops, stage = work.step, MEETINGS[sharding], layout.stage
 
     def refusal(message: str, rank: int) -> DataError:
-        return DataError(message, where=f"step {step.step}, rank {rank}, stage {stage}", hint=VALIDATE_HINT)
+        return broken_plan(message, f"step {step.step}, rank {rank}, stage {stage}")
 
     def actions_by_slot(rank: int) -> dict[int, Action]:
         actions, slots = step.actions.get((rank, stage), []), step.slots.get((rank, stage), [])

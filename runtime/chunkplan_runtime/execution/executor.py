@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
@@ -76,14 +76,11 @@ class RankExecutor:
         router_loss: str = "none",
         loss: ChunkLoss | None = None,
     ) -> None:
-        self.model = model
-        self._parts = model.parts
-        self.router_loss = RouterLoss(model, router_loss)
-        self._loss = loss or cross_entropy()
+        self.model, self._parts = model, model.parts
+        self.router_loss, self._loss = RouterLoss(model, router_loss), loss or cross_entropy()
         self._exchanges = exchanges or Exchanges()
-        self._seed = seed
         self._links: Any = links
-        self._kv_offload = kv_offload
+        self._seed, self._kv_offload = seed, kv_offload
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
         self.stores = [StateStore(page_tokens=1) for _ in self._parts]  # by virtual stage
@@ -115,10 +112,8 @@ class RankExecutor:
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
         layers; not where nothing in them is trained, nor where that action is half a backward. `meet`: what is done
-        with other processes between actions. Only the last model stage knows losses; on others there are none.
-
-        Raises:
-            DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
+        with other processes between actions. Only the last model stage knows losses; on others there are none. Raises
+        DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         done = dict.fromkeys(product(range(len(self._parts)), work.chunks), "nothing")
@@ -126,7 +121,11 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
             for action in work.actions:
-                key = _checked(action, done, where)
+                key = action.virtual_stage, action.chunk_id
+                if key not in done:
+                    raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
+                if done[key] not in _AFTER[action.op]:
+                    raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
                 self._meet(where, action, meet)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
@@ -155,10 +154,8 @@ class RankExecutor:
     ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
 
-        Without a number of target tokens no losses are computed. `what` it is for is said where it waits.
-
-        Raises:
-            DataError: the forwards are not in the order of the sequences, or do not run every chunk.
+        Without a number of target tokens no losses are computed. `what` it is for is said where it waits. Raises
+        DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
@@ -280,16 +277,6 @@ class RankExecutor:
             if not part.is_first:
                 self._links.send("gradients", *key, self.inputs.pop(key).grad)
         return losses
-
-
-def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
-    """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
-    key = action.virtual_stage, action.chunk_id
-    if key not in done:
-        raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
-    if done[key] not in _AFTER[action.op]:
-        raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
-    return key
 
 
 def _named(key: ChunkKey) -> str:

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.attention_rates import KERNELS
 from chunkplan.cost.fused import FusedKernels
+from chunkplan.cost.hardware import KERNELS
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
@@ -240,6 +240,18 @@ class TrainConfig(Options):
         declared = [options_of(TrainConfig)[name] for name in names]
         return [one.flag for one in declared if getattr(self, one.name) not in (one.default, False)]
 
+    def learning_rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of step `step` (from 0) of `num_steps`, without any state that a resumed run would need.
+
+        Over the warm-up it rises linearly from 0, which is that of the first step, to the highest, which is that of the
+        first step after it. Then the schedule takes it down, to the lowest one step after the last.
+        """
+        num_warmup = math.ceil(self.warmup * num_steps) if self.warmup < 1 else int(self.warmup)
+        if step < num_warmup:
+            return self.lr * (step / num_warmup)
+        left = LR_SCHEDULES[self.lr_schedule](step - num_warmup, max(num_steps - num_warmup, 1))
+        return self.lr * (left * (1 - self.min_lr) + self.min_lr)
+
     @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the lowest evaluation loss is kept."""
@@ -256,17 +268,3 @@ def shared_options(config: TrainConfig) -> dict[str, Any]:
     """The options that have to be the same on all processes, by flag: all but paths, which machines may differ in."""
     paths = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
     return {one.flag: getattr(config, name) for name, one in options_of(TrainConfig).items() if name not in paths}
-
-
-def learning_rate_factor(schedule: str, step: int, num_steps: int, *, warmup: float, lowest: float) -> float:
-    """What the learning rate of step `step` (from 0) of `num_steps` is multiplied by: from 0 to 1.
-
-    `warmup` counts steps, or below 1 is a share of all; over them the factor rises linearly from 0, which is that of
-    the first step, to 1, which is that of the first step after them. Then the schedule takes it down, to `lowest` one
-    step after the last. It is a pure function of the step, so that a resumed run needs no state of it.
-    """
-    num_warmup = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
-    if step < num_warmup:
-        return step / num_warmup
-    left = LR_SCHEDULES[schedule](step - num_warmup, max(num_steps - num_warmup, 1))
-    return left * (1 - lowest) + lowest

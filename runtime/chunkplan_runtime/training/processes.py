@@ -15,9 +15,9 @@ from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed import job as jobs
 from chunkplan_runtime.failures.watchdog import Watchdog
-from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.setup import choose_device, sharing_blocks
+from chunkplan_runtime.training.setup import choose_device, load_plans
 from chunkplan_runtime.training.trainer import train
 
 #: Seconds by which process 0 is the first to report what all processes find alike.
@@ -52,8 +52,9 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
             jobs.refuse_differences(jobs.gather_objects(jobs.versions_with(plan)))
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
-            # Those of process 0: one that was given another evaluation plan is refused after groups are made.
-            blocks = [sharing_blocks(config, layout)]
+            fitting = [each for each in load_plans(config) if each.config.dp == layout.dp]  # others are refused later
+            # Of process 0: one that was given another evaluation plan is refused after groups are made.
+            blocks = [sorted({block for each in fitting for block in used_blocks(each)})]
             dist.broadcast_object_list(blocks, src=0)
             groups = jobs.make_groups(layout, torch.device(config.device), jobs.TIMEOUT, blocks[0])
             job = jobs.Job(layout, groups, watchdog)

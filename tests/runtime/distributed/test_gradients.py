@@ -32,11 +32,6 @@ def check(pool, world_size, made, *, run=compare_steps, **how):
     return [steps[0].chunks for steps in found]
 
 
-@pytest.mark.parametrize("dp, pp", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
-def test_every_layout_has_the_gradients_of_one_process(pool, plan_of, dp, pp):
-    check(pool, dp * pp, plan_of(dp=dp, pp=pp), evaluates=True)
-
-
 #: Mamba-2 and attention, in turn.
 RECURRENT = {
     "model_type": "nemotron_h",
@@ -49,10 +44,67 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize(("dp", "pp"), [pytest.param(2, 1, marks=pytest.mark.soak), (2, 2)])
-def test_states_of_recurrent_layers_go_on_in_every_layout(pool, plan_of, dp, pp):
-    """Layers run once a segment, of which processes have different numbers."""
-    check(pool, dp * pp, plan_of(RECURRENT, dp=dp, pp=pp, tail_sharing=True), evaluates=True)
+def exact(model, plan, soak=False, **how):
+    """A case: the entries of a model or its name, settings of the plan, options of `compare_steps`."""
+    settings = [f"{name}={value}" for name, value in {**plan, **how}.items()]
+    name = model if isinstance(model, str) else model["model_type"]
+    given = MODELS[model] if isinstance(model, str) else model
+    return pytest.param(given, plan, how, id=", ".join([name, *settings]), marks=[pytest.mark.soak] * soak)
+
+
+TIED, FOUR = "llama with biases, tied", {"dp": 2, "pp": 2}
+QWEN3 = four_layers(MODELS["qwen3"])
+OF_FOUR, ALL = {"global_batch": 4, "pp": 2}, {"lora": True, "kv_offload": True, "checkpointing": True}
+MANY = {"lengths": [40, 2, 22], "chunk_size": 3, "pp": 4}
+ON_HOST = {"checkpointing": "offload", "steps": (0, 1, 0)}
+
+EXACT = [
+    *(exact("qwen2", {"dp": dp, "pp": pp}, evaluates=True) for dp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))),
+    # Layers that keep a state run once a segment, of which processes have different numbers.
+    exact(RECURRENT, {"dp": 2, "pp": 1, "tail_sharing": True}, soak=True, evaluates=True),
+    exact(RECURRENT, {**FOUR, "tail_sharing": True}, evaluates=True),
+    exact(RECURRENT, {**FOUR, "k": 1, "schedule": "zero-bubble", "tail_sharing": True}),
+    exact(RECURRENT, {"pp": 4, "k": 1, "schedule": "zero-bubble", "tail_sharing": True}, soak=True),
+    exact(TIED, {**FOUR, "tail_sharing": True}),
+    exact("deepseek_v3, latents", {**FOUR, "tail_sharing": True}),
+    exact("gemma2, softcaps and sliding window", {**FOUR, "tail_sharing": True}, soak=True),
+    exact("qwen3_moe", {**FOUR, "tail_sharing": True}, soak=True),
+    # Adapters, and what saves memory.
+    exact("gemma3_text", {**FOUR, "k": 1, "schedule": "search"}, soak=True, lora=True),
+    exact("gemma3_text", {**FOUR, "k": 1, "schedule": "1f1b"}, soak=True, kv_offload=True),
+    exact("gemma3_text", {**FOUR, "k": 1, "schedule": "search"}, soak=True, checkpointing=True),
+    exact("gemma3_text", {**FOUR, "k": 1, "schedule": "1f1b"}, **ALL),
+    # Attention that chunks keep, and inputs of layers, on the host too: while links are open no memory may be taken.
+    exact(QWEN3, {**OF_FOUR, "k": 1, "schedule": "zero-bubble"}, keep_attention=True, checkpointing=True),
+    exact(QWEN3, {**OF_FOUR, "k": 1, "schedule": "1f1b"}, soak=True, keep_attention=True, kv_offload=True),
+    exact(
+        QWEN3,
+        {**OF_FOUR, "k": 1, "schedule": "1f1b", "dp": 2},
+        soak=True,
+        keep_attention=True,
+        checkpointing="offload",
+        lora=True,
+    ),
+    exact(
+        QWEN3, {**OF_FOUR, "k": 1, "schedule": "search", "dp": 2}, soak=True, keep_attention=True, checkpointing="full"
+    ),
+    exact(QWEN3, {**OF_FOUR, "k": 3, "schedule": "1f1b"}, **ON_HOST, kv_offload=True, evaluates=True),
+    exact(QWEN3, {**OF_FOUR, "k": 2, "schedule": "zero-bubble"}, **ON_HOST, lora=True),
+    exact(QWEN3, {**OF_FOUR, "k": 2, "schedule": "interleaved"}, soak=True, **ON_HOST),
+    exact(QWEN3, {**OF_FOUR, "k": 2, "schedule": "zero-bubble-v", "dp": 2}, soak=True, **ON_HOST),
+    # Stages of unequal size.
+    exact("gemma2, softcaps and sliding window", {"pp": 2}, stage_layers=(3, 1)),
+    exact("gemma2, softcaps and sliding window", {"pp": 3}, stage_layers=(1, 2, 1)),
+    # A sequence of many chunks.
+    exact("qwen2", {**MANY, "k": 1, "schedule": "1f1b"}),
+    exact("qwen2", {**MANY, "k": 5, "schedule": "search"}),
+    exact("qwen2", {**MANY, "k": 100, "schedule": "1f1b"}, soak=True),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "how"), EXACT)
+def test_gradients_are_those_of_one_process(pool, plan_of, model, plan, how):
+    check(pool, plan.get("dp", 1) * plan.get("pp", 1), plan_of(model, **plan), **how)
 
 
 #: By what crosses a stage's border or is kept for later chunks: tied weights, windows, mixtures, sinks, latents.
@@ -68,62 +120,6 @@ FEW = (
 def test_every_model_is_exact_as_two_stages(pool, plan_of, name):
     """With host memory that is there before links are opened: the model's config says how much a token needs."""
     check(pool, 2, plan_of(MODELS[name], lengths=[20, 5, 3], pp=2, k=1), kv_offload=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama with biases, tied", "deepseek_v3, latents"),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma2, softcaps and sliding window", "qwen3_moe")),
-    ],
-)
-def test_models_are_exact_on_two_pipelines_of_two_stages(pool, plan_of, name):
-    check(pool, 4, plan_of(MODELS[name], dp=2, pp=2, tail_sharing=True))
-
-
-@pytest.mark.parametrize(
-    "how, schedule",
-    [
-        pytest.param(["lora"], "search", marks=pytest.mark.soak),
-        pytest.param(["kv_offload"], "1f1b", marks=pytest.mark.soak),
-        pytest.param(["checkpointing"], "search", marks=pytest.mark.soak),
-        (["lora", "kv_offload", "checkpointing"], "1f1b"),
-    ],
-)
-def test_adapters_and_what_saves_memory_are_exact(pool, plan_of, how, schedule):
-    plan = plan_of(MODELS["gemma3_text"], dp=2, pp=2, k=1, schedule=schedule)
-    check(pool, 4, plan, **dict.fromkeys(how, True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "how"),
-    [
-        ({"schedule": "zero-bubble"}, {"checkpointing": True}),
-        pytest.param({"schedule": "1f1b"}, {"kv_offload": True}, marks=pytest.mark.soak),
-        pytest.param({"schedule": "1f1b", "dp": 2}, {"checkpointing": "offload", "lora": True}, marks=pytest.mark.soak),
-        pytest.param({"schedule": "search", "dp": 2}, {"checkpointing": "full"}, marks=pytest.mark.soak),
-    ],
-)
-def test_chunks_that_keep_attention_are_exact_on_pipelines(pool, plan_of, settings, how):
-    """On the host too, while links are open: a stage that took memory then would be refused it."""
-    plan = plan_of(four_layers(MODELS["qwen3"]), global_batch=4, pp=2, k=1, **settings)
-    check(pool, 2 * settings.get("dp", 1), plan, keep_attention=True, **how)
-
-
-@pytest.mark.parametrize(
-    ("settings", "how"),
-    [
-        ({"pp": 2, "k": 3, "schedule": "1f1b"}, {"kv_offload": True, "evaluates": True}),
-        ({"pp": 2, "k": 2, "schedule": "zero-bubble"}, {"lora": True}),
-        pytest.param({"pp": 2, "k": 2, "schedule": "interleaved"}, {}, marks=pytest.mark.soak),
-        pytest.param({"dp": 2, "pp": 2, "k": 2, "schedule": "zero-bubble-v"}, {}, marks=pytest.mark.soak),
-    ],
-)
-def test_inputs_of_layers_on_the_host_are_exact_on_pipelines(pool, plan_of, settings, how):
-    """Several chunks are in flight, and links open: a stage that took host memory then would be refused it."""
-    plan = plan_of(four_layers(MODELS["qwen3"]), global_batch=4, **settings)
-    world_size = settings["pp"] * settings.get("dp", 1)
-    check(pool, world_size, plan, checkpointing="offload", steps=(0, 1, 0), **how)
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +144,6 @@ def test_every_group_is_used_before_the_first_step(pool, plan_of):
     for before, during in pool.run(4, used_groups, **plan):
         assert len({group for group, _ in during}) == 5
         assert during <= before
-
-
-@pytest.mark.parametrize("stage_layers", [(3, 1), (1, 2, 1)])
-def test_stages_of_unequal_size_are_exact(pool, plan_of, stage_layers):
-    pp = len(stage_layers)
-    check(pool, pp, plan_of(MODELS["gemma2, softcaps and sliding window"], pp=pp), stage_layers=stage_layers)
 
 
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -182,11 +172,6 @@ def test_split_backwards_are_exact(pool, plan_of, name, dp, k, how):
     check(pool, 2 * dp, plan, steps=(0, 1), **dict.fromkeys(how, True))
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_states_of_recurrent_layers_go_on_where_backwards_are_split(pool, plan_of, pp):
-    check(pool, 4, plan_of(RECURRENT, dp=4 // pp, pp=pp, k=1, schedule="zero-bubble", tail_sharing=True))
-
-
 @pytest.mark.parametrize("dp, pp", [(4, 1), (2, 2)])
 def test_ranks_of_unequal_work_or_none_are_exact(pool, plan_of, dp, pp):
     model = MODELS["llama with biases, tied"]
@@ -208,11 +193,6 @@ def test_steps_after_each_other_are_exact_also_short_ones_and_some_without_targe
     check(pool, dp * pp, plan, steps=(0, 1, 2, 2, 0), evaluates=True)
     nothing = plan_of(MODELS[name], lengths=[17, 5], no_targets=[0, 1], dp=dp, pp=pp)
     check(pool, dp * pp, nothing, steps=(0, 0), evaluates=True)
-
-
-@pytest.mark.parametrize("k, schedule", [(1, "1f1b"), (5, "search"), pytest.param(100, "1f1b", marks=pytest.mark.soak)])
-def test_a_sequence_of_many_chunks_is_exact_on_four_stages(pool, plan_of, k, schedule):
-    check(pool, 4, plan_of(lengths=[40, 2, 22], chunk_size=3, k=k, pp=4, schedule=schedule))
 
 
 @pytest.mark.parametrize(

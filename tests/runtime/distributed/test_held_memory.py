@@ -63,6 +63,18 @@ def counted(config, dp, chunk_size, **cost):
     return found
 
 
+def check_fullest(trainers, config, folder, sequences, planned, cost, of_step=0):
+    """Build a plan and run it: what `inspect` says of the fullest process is what is measured, less `of_step` bytes."""
+    model = CostModel(shape=shape_of_config(json.loads(config.read_text()), "a test"), **cost)
+    write_analysis(folder / "analysis", sequences)
+    build(folder / "analysis", folder / "plan", planned, cost=model)
+    memory = plan_report(folder / "plan").memory.memory
+    more = [f"--{name}={cost[name]}" for name in ("precision", "sharding", "checkpointing")]
+    held = run(trainers, folder / "plan", folder / "run", planned.dp * planned.pp, *more, "--model-config", config)
+    most = max(most for _, most in held) - of_step
+    assert most <= memory.total - memory.reserved <= 1.1 * most
+
+
 #: Model, what replicas share, ChunkSize, level, precision.
 CASES = [
     ("llama", "optimizer", MANY, "none", "bf16"),
@@ -165,19 +177,10 @@ def test_stages_of_a_pipeline(
 
     In each of two steps a rank has four chunks, so that there are sums of gradients while a stage holds two of them.
     """
-    config = made / f"{model_type}.json"
-    shape = shape_of_config(json.loads(config.read_text()), "a test")
-    cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision)
+    cost = {"sharding": sharding, "checkpointing": level, "precision": precision}
     planned = PlanConfig(chunk_size=chunk_size, k=1, global_batch=4 * dp, dp=dp, pp=2, cp="off", schedule=schedule)
-    write_analysis(tmp_path / "analysis", random_sequences([chunk_size] * 8 * dp, seed=1))
-    build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
-    memory = plan_report(tmp_path / "plan").memory
-    assert memory is not None
-    predicted = memory.memory.total - memory.memory.reserved
-    more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
-    held = run(trainers, tmp_path / "plan", tmp_path / "run", 2 * dp, *more)
-    most = max(most for _, most in held)
-    assert most <= predicted <= 1.1 * most
+    sequences = random_sequences([chunk_size] * 8 * dp, seed=1)
+    check_fullest(trainers, made / f"{model_type}.json", tmp_path, sequences, planned, cost)
 
 
 @pytest.mark.parametrize(
@@ -218,18 +221,10 @@ def test_split_sequences(
     With KV offload that fills a chunk: the fullest moment is still one in which keys are there. Half a chunk more is
     cut into parts that differ by a token.
     """
-    config = made / "llama.json"
-    shape = shape_of_config(json.loads(config.read_text()), "a test")
-    cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision, kv_offload=kv_offload)
+    cost = {"sharding": sharding, "checkpointing": level, "precision": precision, "kv_offload": kv_offload}
     split = "full" if num_chunks == int(num_chunks) else "even"
     planned = PlanConfig(chunk_size=MANY, k=k, global_batch=2 * dp, dp=dp, cp="off", epochs=2, split=split)
     lengths = [int(num_chunks * MANY), MANY if kv_offload else FEW]
-    write_analysis(tmp_path / "analysis", random_sequences(lengths * dp, seed=1))
-    build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
-    memory = plan_report(tmp_path / "plan").memory
-    assert memory is not None
-    predicted = memory.memory.total - memory.memory.reserved
-    more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
+    sequences = random_sequences(lengths * dp, seed=1)
     of_step = 12 * sum(lengths)  # token ids, positions and labels
-    most = max(most for _, most in run(trainers, tmp_path / "plan", tmp_path / "run", dp, *more)) - of_step
-    assert most <= predicted <= 1.1 * most
+    check_fullest(trainers, made / "llama.json", tmp_path, sequences, planned, cost, of_step)

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from chunkplan import PlanConfig, build, load_plan
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training import setup
-from chunkplan_runtime.training.setup import own_stage, stage_layers
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
 from tests.support.training_cases import (
@@ -58,12 +58,11 @@ def test_a_process_that_attends_by_another_kernel_is_named(trainers, made, tmp_p
 
 
 def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
-    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))])
-    plan = load_plan(made / "uneven")
+    config = setup.choose_device(read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))]))
+    plan, model_config = load_plan(made / "uneven"), read_config(made / "tied.json")
     for stage, own in enumerate(((0,), (1, 2))):
-        model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, process=stage)
-        split = stage_layers(model.config, config, plan, layout)
-        layers = own_stage(model, split, layout, torch.device("cpu")).model.get_decoder().layers
+        job = Job(RankLayout(pp=2, process=stage), SimpleNamespace())
+        layers = setup._load_part(config, model_config, plan, job)[0].model.get_decoder().layers
         assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own
 
 

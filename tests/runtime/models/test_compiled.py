@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
@@ -22,11 +19,9 @@ from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
-from chunkplan_runtime.train import main
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same
 from tests.runtime.test_parity import MODELS
-from tests.support.training_checks import cost_of_a_run, options
 
 CHUNK_SIZE = 16
 
@@ -87,8 +82,12 @@ def gradients_of(model, work, sums=None):
     return found
 
 
-def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of, graphs):
-    """Keys alone, forward, backward: whatever borders, prefixes, lengths, layers, K and steps; run again too."""
+def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of, graphs, capsys):
+    """Keys alone, forward, backward: whatever borders, prefixes, lengths, layers, K and steps; run again too.
+
+    Graphs of evaluations would be counted among those that a kind of layers may have, so there are none. What looks
+    into layers is named.
+    """
     model, other = model_of("llama with biases, tied"), model_of("llama with biases, tied", compiling=True)
     for checkpointing in ("none", "full"):
         for each in (model, other):
@@ -97,7 +96,15 @@ def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of
             work = work_of(random_sequences(97), k)
             assert len({chunk.num_tokens for chunk in work.chunks.values()}) == 4
             check_same(gradients_of(other, work), gradients_of(model, work))
-    assert len(graphs) == 3
+    other.model.eval()
+    gradients_of(other, work)
+    other.model.train()
+    gradients_of(other, work)
+    assert len(graphs) == 3 and not capsys.readouterr().err
+    other.set_checkpointing("keep-products")
+    gradients_of(other, work)
+    note = "note: layers run as they are, not compiled: checkpoints hold results of their products"
+    assert capsys.readouterr().err.count(note) == 1
 
 
 @pytest.mark.soak
@@ -206,23 +213,6 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(model_of, graphs, name
     assert not graphs
 
 
-def test_an_evaluation_makes_no_graphs_and_what_looks_into_layers_is_named(model_of, graphs, capsys):
-    """Graphs of evaluations would be counted among those that a kind of layers may have."""
-    model = model_of("qwen2", compiling=True)
-    work = work_of(random_sequences(97), 2)
-    gradients_of(model, work)
-    made = len(graphs)
-    model.model.eval()
-    gradients_of(model, work)
-    model.model.train()
-    gradients_of(model, work)
-    assert len(graphs) == made and not capsys.readouterr().err
-    model.set_checkpointing("keep-products")
-    gradients_of(model, work)
-    note = "note: layers run as they are, not compiled: checkpoints hold results of their products"
-    assert capsys.readouterr().err.count(note) == 1
-
-
 def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of):
     """It would be in a step, while links are open, and a compiler waits for the device."""
     for stage in (0, 1):
@@ -230,18 +220,3 @@ def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of):
         forwards = [layer.forward for layer in cut.own_layers.values()]
         assert "one of several stages" in str(CompiledLayers(cut))
         assert [layer.forward for layer in cut.own_layers.values()] == forwards and not cut.current.compiles
-
-
-def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(made, tmp_path, capfd, graphs):
-    cost = replace(cost_of_a_run(made), compile=True)
-    build(made / "analysis", tmp_path / "compiled", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
-    more = ("--device", "cpu", "--precision", "fp32", "--max-steps", 1)
-    assert main(options(made, tmp_path / "planned", *more, plan=tmp_path / "compiled")) == 0
-    said = capfd.readouterr().err
-    assert "compiled  2 layers, once for all chunks: the first steps take minutes longer\n" in said
-    assert "predicts  no times" not in said and graphs
-    assert main(options(made, tmp_path / "not", *more, "--no-compile", plan=tmp_path / "compiled")) == 0
-    said = capfd.readouterr().err
-    assert "compiled  " not in said
-    assert "the plan's times are for --compile; this run has --no-compile" in said
-    assert "`chunkplan build` with `--no-compile`" in said

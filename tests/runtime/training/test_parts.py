@@ -17,7 +17,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
-from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig
 from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
 from chunkplan_runtime.training.trainer import _essence
@@ -43,8 +43,8 @@ def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     theirs = get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=more or None)
     for step in range(40):
-        factor = learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=lowest)
-        assert 3e-4 * factor == theirs.get_last_lr()[0], step
+        rate = replace(CONFIG, lr=3e-4, lr_schedule=schedule, warmup=warmup, min_lr=lowest).learning_rate(step, 40)
+        assert rate == theirs.get_last_lr()[0], step
         optimizer.step()
         theirs.step()
 
@@ -52,7 +52,8 @@ def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup
 @pytest.mark.parametrize("schedule", LR_SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10, 0.25, 100])
 def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warmup):
-    factors = [learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=0.1) for step in range(40)]
+    config = replace(CONFIG, lr=1.0, lr_schedule=schedule, warmup=warmup, min_lr=0.1)
+    factors = [config.learning_rate(step, 40) for step in range(40)]
     top = min({0.25: 10}.get(warmup, warmup), 40)
     rise, fall = factors[:top], factors[top:]
     assert rise == [step / (10 if warmup == 0.25 else warmup) for step in range(top)]
@@ -63,9 +64,10 @@ def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warm
 
 
 def test_a_lowest_rate_is_where_a_schedule_ends():
-    at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
+    configs = {name: replace(CONFIG, lr=1.0, lr_schedule=name, warmup=20, min_lr=0.2) for name in LR_SCHEDULES}
+    at = {name: config.learning_rate(30, 40) for name, config in configs.items()}
     assert at == {"constant": 1, "linear": pytest.approx(0.6), "cosine": pytest.approx(0.6)}
-    ends = {name: learning_rate_factor(name, 40, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
+    ends = {name: config.learning_rate(40, 40) for name, config in configs.items()}
     assert ends == {"constant": 1, "linear": pytest.approx(0.2), "cosine": pytest.approx(0.2)}
 
 
