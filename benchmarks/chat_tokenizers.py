@@ -30,8 +30,7 @@ from transformers import AutoTokenizer
 from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.readers import cut, first_records
-from chunkplan.intake.records import Conversation, Exchange, JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Exchange, JsonObject, RecordError
 from chunkplan.intake.schemas import detect, parse
 from chunkplan.intake.sources import find_sources
 

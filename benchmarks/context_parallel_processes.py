@@ -20,12 +20,10 @@ from chunkplan.arrays import Int64Array
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.measured import StepTimeline
 from chunkplan_runtime.distributed.job import make_groups
-from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.executor import ActionClock, RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model
-from chunkplan_runtime.timeline import ActionClock
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(minutes=10)
@@ -105,8 +103,8 @@ class _Run:
     def __call__(self, scale: float) -> StepTimeline:
         """Run the step; what sleeps does so `scale` times as long."""
         model: Any = self._model or Sleeper.of(self._durations, self._scale * scale, self._work, self._layout)
-        wire = Wire(model.config.hidden_size if self._model else 1, model.dtype, model.device)
-        executor = RankExecutor(model, links=self._groups.links(wire), exchanges=self._groups.exchanges)
+        links = self._groups.links(model.config.hidden_size if self._model else 1, model.dtype)
+        executor = RankExecutor(model, links=links, exchanges=self._groups.exchanges)
         clock = ActionClock(_CPU)
         dist.barrier()
         clock.start(0)

@@ -17,7 +17,7 @@ from planning import Row, print_table
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
 from chunkplan_runtime.feed.stream import ChunkTensors
-from chunkplan_runtime.sharing import Span
+from chunkplan_runtime.layout import Span
 
 NUM_SPANS = (1, 64, 512)
 _TOKENS, _ROUNDS, _CALLS = 8, 9, 20

@@ -187,7 +187,7 @@ def predicted_seconds(cost: CostModel, work: StepWork, actions: Sequence[Action]
 
 def _pairs(cost: CostModel, chunk: Chunk) -> float:
     starts, ends = np.array([(segment.start, segment.end) for segment in chunk.segments]).T
-    return float(attention_pairs_of(ends - starts, starts, cost.shape.sights).sum())
+    return float(attention_pairs_of(ends - starts, starts, cost.shape.attention_patterns).sum())
 
 
 def predicted_bytes(cost: CostModel, work: StepWork) -> int:

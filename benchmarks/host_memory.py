@@ -41,12 +41,12 @@ from chunkplan import PlanConfig, build
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed.job import Job, make_groups
 from chunkplan_runtime.layout import choose_layout
-from chunkplan_runtime.models.model import meta_model
+from chunkplan_runtime.models.model import meta_model, read_config
 from chunkplan_runtime.training import checkpoint
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.final import save_final
 from chunkplan_runtime.training.run_folder import RunFolder
-from chunkplan_runtime.training.setup import build_model, read_model_config
+from chunkplan_runtime.training.setup import build_model
 from chunkplan_runtime.training.train_step import TrainStep
 
 #: dp, pp.
@@ -85,7 +85,8 @@ def make_plans(folder: Path) -> None:
 
 def _load_and_save(config: TrainConfig, job: Job) -> dict[str, int]:
     """Bytes of the weights that a process holds, its peaks, and what a checkpoint takes beside what is held."""
-    built = build_model(config, read_model_config(config), load_plan(config.plan), job)
+    model_config = read_config(config.model or config.model_config or "", router_loss=True)
+    built = build_model(config, model_config, load_plan(config.plan), job)
     step = TrainStep(built.own, config, 1, job)
     held = {id(each): each for each in (*step.model.model.parameters(), *step.tensors()["weights"].values())}
     local = [each.to_local() if isinstance(each, DTensor) else each for each in held.values()]

@@ -28,17 +28,13 @@ from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.attention.kernels import Kernels
-from chunkplan_runtime.distributed.job import Groups, make_groups
-from chunkplan_runtime.distributed.sharding import gradient_norm
+from chunkplan_runtime.distributed.job import Groups, gradient_norm, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, RankExecutor
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, Span
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
-from chunkplan_runtime.sharing import Span
-from chunkplan_runtime.timeline import ActionClock
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -105,8 +101,7 @@ class _Stage:
         groups, own = self._groups[layout], self._models.get(layout)
         work, durations = work_of(job, self._stage), job.step.times.durations
         model: Any = own or Sleeper.of(durations, job.scale, work, layout)
-        wire = Wire(model.config.hidden_size if own else 1, model.dtype, model.device)
-        executor = RankExecutor(model, links=groups.links(wire))
+        executor = RankExecutor(model, links=groups.links(model.config.hidden_size if own else 1, model.dtype))
         clock = ActionClock(_CPU)
         num_targets = sum(len(sequence) - 1 for sequence in job.sequences)
         around = clock.around(0)

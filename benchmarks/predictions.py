@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from gpu_plans import FOLDER, PLANS
 
-from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.calibrate import FITTED, ChunkTime, DeviceRates, fit, predicted_ns
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.hardware import AttentionRates, Hardware, load_hardware
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan
@@ -92,7 +91,7 @@ def step_seconds(row: Document, hardware: Hardware) -> float:
     [step] = (each for each in load_plan(FOLDER / row["plan"]).iter_steps() if each.step == row["step"])
     [chunks], [actions] = step.chunks.values(), step.actions.values()
     segments = ([(each.end - each.start, each.start) for each in chunk.segments] for chunk in chunks)
-    pairs = [float(attention_pairs_of(*np.array(each).T, cost.shape.sights).sum()) for each in segments]
+    pairs = [float(attention_pairs_of(*np.array(each).T, cost.shape.attention_patterns).sum()) for each in segments]
     tokens = np.array([chunk.num_tokens for chunk in chunks])
     kept = np.array([KEPT_ATTENTION.index(chunk.kept_attention) for chunk in chunks], np.int8)
     times = durations(tokens, np.array(pairs), cost.rates, (cost.shape.num_layers,), None, kept)[:, 0]

@@ -9,74 +9,50 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from chunkplan.version import __version__
+from chunkplan.version import __version__ as __version__
 
 if sys.platform == "win32":
     raise ImportError("chunkplan does not run on Windows: install it in WSL, which is Linux on Windows")
 
 if TYPE_CHECKING:
-    from chunkplan.building import build, build_like
-    from chunkplan.config.intake import IntakeOptions
-    from chunkplan.config.plan import PlanConfig
-    from chunkplan.cost.hardware import load_hardware
-    from chunkplan.cost.model import CostModel
-    from chunkplan.cost.model_config import read_model_config
-    from chunkplan.exporting.export import export
-    from chunkplan.exporting.rows import pack
-    from chunkplan.exporting.torch_pipelining import export_order
-    from chunkplan.intake.reading import IntakeRequest, analyze
-    from chunkplan.intake.shard import merge, write_shard
-    from chunkplan.lengths import length_report
-    from chunkplan.planfile.load import load_analysis, load_plan
-    from chunkplan.reporting.chunk_view import view_chunk
-    from chunkplan.reporting.difference import diff
-    from chunkplan.reporting.page.write import write_report
-    from chunkplan.reporting.per_step import per_step
-    from chunkplan.reporting.plan_report import plan_report
-    from chunkplan.reporting.record_view import view_record
-    from chunkplan.reporting.token_text import open_tokenizer
-    from chunkplan.schedule.trace import write_trace
-    from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan
-    from chunkplan.summary import summarize_plan
-    from chunkplan.tuning.options import TuneOptions
-    from chunkplan.tuning.tune import tune
-    from chunkplan.validation.validate import validate
-
-__all__ = [
-    "CostModel",
-    "IntakeOptions",
-    "IntakeRequest",
-    "PlanConfig",
-    "TuneOptions",
-    "__version__",
-    "analyze",
-    "build",
-    "build_like",
-    "compare_schedules",
-    "diff",
-    "export",
-    "export_order",
-    "length_report",
-    "load_analysis",
-    "load_hardware",
-    "load_plan",
-    "merge",
-    "open_tokenizer",
-    "pack",
-    "per_step",
-    "plan_report",
-    "read_model_config",
-    "simulate_lengths",
-    "simulate_plan",
-    "summarize_plan",
-    "tune",
-    "validate",
-    "view_chunk",
-    "view_record",
-    "write_report",
-    "write_shard",
-    "write_trace",
-]
+    from chunkplan.building import build as build
+    from chunkplan.building import build_like as build_like
+    from chunkplan.config.intake import IntakeOptions as IntakeOptions
+    from chunkplan.config.plan import PlanConfig as PlanConfig
+    from chunkplan.cost.hardware import load_hardware as load_hardware
+    from chunkplan.cost.model import CostModel as CostModel
+    from chunkplan.cost.model_config import read_model_config as read_model_config
+    from chunkplan.exporting.export import export as export
+    from chunkplan.exporting.rows import pack as pack
+    from chunkplan.exporting.torch_pipelining import export_order as export_order
+    from chunkplan.intake.reading import IntakeRequest as IntakeRequest
+    from chunkplan.intake.reading import analyze as analyze
+    from chunkplan.intake.shard import merge as merge
+    from chunkplan.intake.shard import write_shard as write_shard
+    from chunkplan.lengths import length_report as length_report
+    from chunkplan.planfile.load import load_analysis as load_analysis
+    from chunkplan.planfile.load import load_plan as load_plan
+    from chunkplan.reporting.chunk_view import view_chunk as view_chunk
+    from chunkplan.reporting.difference import diff as diff
+    from chunkplan.reporting.page.write import write_report as write_report
+    from chunkplan.reporting.per_step import per_step as per_step
+    from chunkplan.reporting.plan_report import plan_report as plan_report
+    from chunkplan.reporting.record_view import view_record as view_record
+    from chunkplan.reporting.token_text import open_tokenizer as open_tokenizer
+    from chunkplan.schedule.trace import write_trace as write_trace
+    from chunkplan.simulation import (
+        compare_schedules as compare_schedules,
+    )
+    from chunkplan.simulation import (
+        simulate_lengths as simulate_lengths,
+    )
+    from chunkplan.simulation import (
+        simulate_plan as simulate_plan,
+    )
+    from chunkplan.summary import summarize_plan as summarize_plan
+    from chunkplan.tuning.options import TuneOptions as TuneOptions
+    from chunkplan.tuning.tune import tune as tune
+    from chunkplan.validation.validate import validate as validate
 
 #: Public name -> the module that has it, which is imported when the name is first asked for.
 HOMES = {
@@ -113,6 +89,8 @@ HOMES = {
     "write_shard": "chunkplan.intake.shard",
     "write_trace": "chunkplan.schedule.trace",
 }
+
+__all__ = sorted([*HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

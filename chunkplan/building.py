@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from chunkplan.arrays import BoolArray, Int64Array
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import refuse_other_content, replace_folder
 from chunkplan.layers import split_layers
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.chunk_frame import SUMMED, chunk_frame
 from chunkplan.planfile.likeness import refuse_to_replace, values_like
 from chunkplan.planfile.load import evaluation_folder, load_analysis, load_plan, load_same_analysis
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
-from chunkplan.planning.batches import batch_sizes
+from chunkplan.planning.batches import batch_sizes, step_blocks
 from chunkplan.planning.memory import held_bytes_of
-from chunkplan.planning.method import Dataset
-from chunkplan.planning.pipeline import plan_steps
+from chunkplan.planning.method import Dataset, Planned, plan_block
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import TargetMask, count_parts
 from chunkplan.schedule.holdings import fullest
+from chunkplan.summary import SUMMED, chunk_frame
 
 #: More would not fit the memory of most machines: planning takes about 100 bytes a segment.
 _MAX_SEGMENTS = 1 << 28
@@ -292,3 +293,49 @@ def _target_masks(analysis: Analysis) -> TargetMask | None:
             return tokens(sequence_id)[1]
 
     return mask
+
+
+# Plans a whole dataset, some steps at a time, on several threads.
+#
+# The same lengths, targets and configuration give the same tables in any process and with any number of workers:
+# shuffles come from the raw stream of a bit generator, costs are whole nanoseconds, ties are broken by position,
+# solvers are limited by deterministic measures.
+
+#: Blocks that each worker may be ahead of whoever takes the rows.
+_AHEAD = 2
+
+#: Seconds after which a thread that waits looks whether it was interrupted: where a library has put a signal handler of
+#: its own around Python's (polars does), a wait goes on as if nothing had come.
+_LOOK_SECONDS = 0.2
+
+Result = TypeVar("Result")
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Wait for what a thread makes, and raise what it raised; unlike `Future.result`, an interrupt ends it soon."""
+    while not wait((future,), _LOOK_SECONDS).done:
+        pass
+    return future.result()
+
+
+def plan_steps(
+    dataset: Dataset, copies: Callable[[int], Int32Array], config: PlanConfig, cost: CostModel, *, workers: int = 1
+) -> Iterator[Planned]:
+    """Plan a dataset: rows of the tables of the contract and fullest moments, some steps at a time.
+
+    `copies` says how often each sequence occurs in an epoch, int32 [num_sequences]. `workers` threads plan side by
+    side.
+    """
+    waiting: deque[Future[Planned]] = deque()
+    cancelled = threading.Event()  # threads cannot be interrupted: refinements, which may take long, look at this
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for block in step_blocks(copies, config):
+                waiting.append(pool.submit(plan_block, block, dataset, config, cost, cancelled.is_set))
+                if len(waiting) > _AHEAD * workers:
+                    yield result_of(waiting.popleft())
+            while waiting:
+                yield result_of(waiting.popleft())
+        finally:
+            cancelled.set()
+            pool.shutdown(cancel_futures=True)

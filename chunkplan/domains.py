@@ -74,11 +74,10 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 def tokens(least: int = 1, most: int = MOST) -> Domain:
     """A number of tokens, also as 8k, 128K or 1M with K = 1024."""
-    return Domain(
-        holds=lambda value: type(value) is int and least <= value <= most,
+    return replace(
+        whole(least, most, metavar="TOKENS"),
         expected=f"a number of tokens from {least:,}, such as 8192, 8K or 1M",
         read=read_tokens,
-        metavar="TOKENS",
         is_written_too=True,
     )
 

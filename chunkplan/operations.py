@@ -22,5 +22,5 @@ NOT_KEPT, ON_GPU, ON_HOST = range(3)
 #: gradients, sums are all that there is.
 MEETINGS = {
     "gradients": {"backward": "backward_weight", "backward_weight": "backward_weight"},
-    "weights": {op: "forward" if op in ("forward_kv", "recompute") else op for op in OPS},
+    "weights": {**dict(zip(OPS, OPS, strict=True)), "forward_kv": "forward", "recompute": "forward"},
 }

@@ -246,21 +246,18 @@ def _example(declared: Mapping[str, Option]) -> str:
 def _wrong_entry(domain: Domain, entry: str, value: Any) -> tuple[str, Any]:
     """The name of what is wrong in an entry, and its value: of tables what would be wrong if it stood there alone."""
     keys, wrong = [entry], value
+
+    def is_wrong(key: str, one: Any) -> bool:
+        for outer in reversed([*keys[1:], key]):
+            one = {outer: one}
+        return not domain.holds(domain.load(one))
+
     while isinstance(wrong, Mapping):
-        bad = next(
-            (key for key, one in wrong.items() if not domain.holds(domain.load(_nested([*keys[1:], key], one)))), ""
-        )
+        bad = next((key for key, one in wrong.items() if is_wrong(key, one)), "")
         if not bad:
             break
         keys, wrong = [*keys, bad], wrong[bad]
     return toml_name(*keys), wrong
-
-
-def _nested(keys: list[str], value: Any) -> Any:
-    """`value` in a table for each of `keys`, the first being the outermost."""
-    for key in reversed(keys):
-        value = {key: value}
-    return value
 
 
 def toml_name(*keys: str) -> str:

@@ -138,3 +138,10 @@ def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int
     if config.mix:
         rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config.mix.items())))
     return rows
+
+
+def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
+    """Say what of a model is trained, with these entries of its cost model."""
+    if not lora_rank:
+        return "all weights trained"
+    return f"adapters of rank {lora_rank}" + (" on weights in 4 bits" if load_in_4bit else "")

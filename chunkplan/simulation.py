@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
 from chunkplan.cost.model import CostModel
-from chunkplan.errors import UsageError
+from chunkplan.errors import DataError, UsageError
+from chunkplan.operations import OPS
 from chunkplan.options import UNSET
-from chunkplan.planfile.chunks import Chunks, chunks_of_rank
+from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, times_of
 from chunkplan.planfile.load import load_plan
-from chunkplan.planfile.places import check_rank, find_step
-from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planfile.plan import VALIDATE_HINT, Action, Plan, PlanStep, check_rank, find_step
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
-from chunkplan.schedule.actions import actions_of_rank, times_of_rank
-from chunkplan.schedule.alignment import meeting_on
+from chunkplan.schedule.actions import Actions, actions_of_rank, times_of_rank
+from chunkplan.schedule.alignment import ends_in_slots, meeting_on
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.simulated import Simulation
-from chunkplan.schedule.step_ranks import StepRanks, simulate_together, times_of
+from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.simulated import Simulation, StepRanks
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
@@ -51,21 +53,13 @@ def simulate_plan(
     """
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     described = find_step(plan, step)
-    if rank is not None:
-        check_rank(plan, rank)
-    found = simulate_step(plan, described, _last_rank(described) if rank is None else rank)
+    if rank is None:  # that of the stage that is done last
+        rank, _ = max(described.schedule_us, key=lambda place: described.schedule_us[place], default=(0, 0))
+    check_rank(plan, rank)
+    found = simulate_ranks(plan, described, [rank])[rank]
     if schedule is None and virtual_stages is None and memory_tokens is None:
         return found
     return reschedule(found, schedule or found.schedule, virtual_stages=virtual_stages, memory_tokens=memory_tokens)
-
-
-def simulate_step(plan: Plan, described: PlanStep, rank: int) -> Simulation:
-    """Simulate a step of `plan`, as `iter_steps` has it, on one of its data-parallel ranks.
-
-    Raises:
-        DataError: the plan is damaged.
-    """
-    return simulate_ranks(plan, described, [rank])[rank]
 
 
 def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dict[int, Simulation]:
@@ -79,15 +73,81 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
     config = plan.config
     meets = meeting_on(plan.cost, config.dp) is not None
     meets |= any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
-    if meets:
-        step = simulate_together(plan, described, range(config.dp))
-        return {rank: _of_rank(step, rank, f"step {described.step}, rank {rank}", config, plan.cost) for rank in ranks}
-    found = {}
+    found, together = {}, _simulate_together(plan, described, range(config.dp)) if meets else None
     for rank in ranks:
-        step = simulate_together(plan, described, [rank])
-        alone = _of_rank(step, 0, f"step {described.step}, rank {rank}", config, plan.cost)
-        found[rank] = replace(alone, step=None, rank=rank)
+        step = together or _simulate_together(plan, described, [rank])
+        title = f"step {described.step}, rank {rank}"
+        found[rank] = _of_rank(step, rank if meets else 0, title, config, plan.cost)
+        if not meets:
+            found[rank] = replace(found[rank], step=None, rank=rank)
     return found
+
+
+def _simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> StepRanks:
+    """Some ranks of a step simulated together: all of them, or one that meets nobody."""
+    config, place = plan.config, f"step {described.step}" + (f", rank {ranks[0]}" if len(ranks) == 1 else "")
+    rows = [described.chunks.get(rank, []) for rank in ranks]
+    chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.attention_patterns)
+    chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
+    meeting = meeting_on(plan.cost, config.dp)
+    actions, slots = _planned_actions(described, ranks, config, has_slots=meeting is not None)
+    _check_groups(chunks, place)
+    times = times_of(chunks, plan.cost, config)
+    if meeting is None:
+        ends = simulate(chunks, actions, times, config.pp, config.placement, len(ranks))
+    else:
+        ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.placement)
+    if (ends < 0).any():
+        raise DataError("stages deadlock", where=place, hint=VALIDATE_HINT)
+    return StepRanks(chunks, times, actions, ends, meeting)
+
+
+def _check_groups(chunks: Chunks, place: str) -> None:
+    """Raises DataError where ranks do not share chunks of the same kind, so that they could not meet."""
+    rank = np.repeat(np.arange(chunks.rank_chunks.size - 1), np.diff(chunks.rank_chunks))
+    number = np.arange(rank.size) - chunks.rank_chunks[rank]
+    first, size, heads = (column.astype(np.int64) for column in (chunks.cp_first_rank, chunks.cp_size, chunks.cp_heads))
+    shared = size > 1
+    is_block = (heads > 0) & (size % np.maximum(heads, 1) == 0) & (first >= 0) & (first <= rank)
+    is_block &= (rank < first + size) & (first + size < chunks.rank_chunks.size)
+    on_first = chunks.rank_chunks[np.where(is_block, first, 0)] + number
+    is_block &= on_first < chunks.rank_chunks[np.where(is_block, first, 0) + 1]
+    on_first = np.where(is_block, on_first, 0)
+    columns = (chunks.cp_tokens, chunks.prefix_tokens, chunks.group_index, chunks.keeps_activations)
+    for column in (first, size, heads, *columns, chunks.kept_attention):
+        is_block &= column[on_first] == column
+    wrong = np.flatnonzero(shared & ~is_block)
+    if wrong.size:
+        where = f"{place}, rank {rank[wrong[0]]}, chunk {number[wrong[0]]}"
+        raise DataError("the ranks that share the chunk do not agree on it", where=where, hint=VALIDATE_HINT)
+
+
+def _planned_actions(
+    step: PlanStep, ranks: Sequence[int], config: PlanConfig, *, has_slots: bool
+) -> tuple[Actions, Int64Array]:
+    """The actions of some ranks' stages, and their slots, checked as far as simulating them asks for."""
+    actions, slots, sizes = list[Action](), list[int](), list[int]()
+    for rank, stage in product(ranks, range(config.pp)):
+        place, num_chunks = f"step {step.step}, rank {rank}", len(step.chunks.get(rank, []))
+        own, own_slots = step.actions.get((rank, stage), []), step.slots.get((rank, stage), [])
+        if not own:
+            raise DataError("a stage has no actions", where=place, hint=VALIDATE_HINT)
+        for action in own:
+            is_known = action.op in OPS and 0 <= action.virtual_stage < config.virtual_stages
+            if not is_known or not 0 <= action.chunk_id < num_chunks:
+                raise DataError(f"{action} is not of this step", where=place, hint=VALIDATE_HINT)
+        if has_slots and (len(own_slots) != len(own) or min(own_slots) < 0):
+            raise DataError("not every action has a slot", where=f"{place}, stage {stage}", hint=VALIDATE_HINT)
+        actions += own
+        slots += own_slots
+        sizes.append(len(own))
+    found = Actions(
+        np.array([OPS.index(action.op) for action in actions], np.int8),
+        np.array([action.chunk_id for action in actions], np.int32),
+        np.array([action.virtual_stage for action in actions], np.int32),
+        offsets_of(sizes),
+    )
+    return found, np.array(slots, np.int64)
 
 
 def _of_rank(
@@ -249,8 +309,3 @@ def _scheduled(
     step, shown = StepRanks(chunks, times, found.actions, found.ends, meeting), rank or 0
     simulation = _of_rank(step, shown, title, config, cost, int(found.lower_bound[shown]))
     return simulation if rank is not None else replace(simulation, step=None)
-
-
-def _last_rank(step: PlanStep) -> int:
-    """The one that is done last; of several, the first."""
-    return max(step.schedule_us, key=lambda place: step.schedule_us[place], default=(0, 0))[0]

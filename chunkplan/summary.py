@@ -12,11 +12,47 @@ import pyarrow as pa
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import Float64Array, whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
-from chunkplan.errors import DataError
 from chunkplan.operations import KEPT_ATTENTION
-from chunkplan.planfile.chunk_frame import chunk_frame
-from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import config_of, reduction_us_of, sights_of
+from chunkplan.planfile.chunks import Chunks, read_chunks
+from chunkplan.planfile.manifest import attention_patterns_of, config_of, cost_of, reduction_us_of
+from chunkplan.planfile.plan import KINDS, kind_of
+
+#: The columns that a summary of a plan looks at.
+SUMMED = (
+    *("step", "dp_rank", "group_id", "group_index", "num_tokens", "cost", "attention_pairs", "kind"),
+    *("cp_first_rank", "cp_size", "cp_tokens", "keeps_activations", "kept_attention"),
+)
+
+
+def chunk_frame(rows: pa.Table, chunks: Chunks) -> pl.DataFrame:
+    """The columns of `rows` of chunks.parquet but `segments`, and what these come to by `chunks`, the same rows.
+
+    `kind` is one of `KINDS`; `attention_pairs` is that of `chunks`; `reach` (int64) is how far into a sequence the
+    chunk gets: the largest `end` of its segments, 0 without any; `part_end` (int64) is the `end` of its first segment,
+    which in a group is the part of the split sequence; of a shared chunk that of the whole one. The columns `cp_*` are
+    there for all plans: a chunk that is not shared is one of its own rank alone.
+    """
+    num_segments = np.diff(chunks.segments)  # [n]
+    has_any = np.flatnonzero(num_segments)
+    starts = chunks.segments[has_any]  # [chunks with segments]
+    part_end = np.zeros(num_segments.size, np.int64)  # [n]
+    part_end[has_any] = chunks.end[starts]
+    part_end = np.where(chunks.cp_size > 1, chunks.prefix_tokens + chunks.cp_tokens, part_end)
+    reach = np.zeros(num_segments.size, np.int64)  # [n]
+    reach[has_any] = np.maximum.reduceat(chunks.end, starts) if has_any.size else 0
+    num_sequences = np.where(chunks.cp_size > 1, 1, num_segments)  # [n], whose tokens are in it
+    kind = kind_of(chunks.group_id >= 0, num_sequences).astype(np.uint32)  # [n]
+    is_shared = pl.Series(chunks.cp_size > 1)
+    return pl.DataFrame(pl.from_arrow(rows.drop_columns("segments"))).with_columns(
+        cp_first_rank=pl.when(is_shared).then(pl.Series(chunks.cp_first_rank)).otherwise(pl.col("dp_rank")),
+        cp_size=pl.Series(chunks.cp_size),
+        cp_heads=pl.Series(chunks.cp_heads),
+        cp_tokens=pl.when(is_shared).then(pl.Series(chunks.cp_tokens)).otherwise(pl.col("num_tokens")),
+        attention_pairs=pl.Series(chunks.attention_pairs),
+        reach=pl.Series(reach),
+        part_end=pl.Series(part_end),
+        kind=pl.Series(KINDS, dtype=pl.Enum(KINDS)).gather(pl.Series(kind)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +122,7 @@ class PlanSummary:
 
 def summarize_plan(steps_table: pa.Table, chunks_table: pa.Table, manifest: dict[str, Any]) -> PlanSummary:
     """Summarize the tables `steps` and `chunks` of a plan with its manifest."""
-    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, sights_of(manifest)))
+    chunks = chunk_frame(chunks_table, read_chunks(chunks_table, attention_patterns_of(manifest)))
     return summary_of(steps_table, chunks, manifest)
 
 
@@ -104,7 +140,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
         .with_columns(excess=pl.col("heaviest") - pl.col("mean"))
     )
     excess_of_exceeding = _total(ranks.join(exceeding, on="step", how="semi")["excess"])
-    cost = _cost_model(manifest["predictions"]["cost_model"])
+    cost = cost_of(manifest)
     of_a_step = reduction_us_of(manifest)
     reduction = None if of_a_step is None else of_a_step * totals["num_steps"]
     work = None if cost is None else _work_us(chunks, cost)
@@ -169,13 +205,6 @@ def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostMode
     alone = shared.with_columns(alone=pl.Series(alone_us(cost, shared["tokens"].to_numpy(), pp)))
     by_step = steps.join(alone.group_by("step").agg(pl.col("alone").max()), on="step", how="left")
     return _total(by_step.select(pl.max_horizontal(pl.col("lower_bound_us").cast(pl.Float64), "alone")).to_series())
-
-
-def _cost_model(described: Any) -> CostModel | None:
-    try:
-        return CostModel.from_dict(described, where="manifest")
-    except DataError:
-        return None
 
 
 def _work_us(chunks: pl.DataFrame, cost: CostModel) -> float:

@@ -16,8 +16,7 @@ from typing import Any
 import trl
 
 from chunkplan.intake.pieces import LEFT_OUT
-from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError
 from chunkplan.intake.template import ChatTemplate
 
 PAGE = Path(__file__).with_name("templates.md")

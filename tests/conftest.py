@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
 from tests.support.command_line import Ran, Run
 from tests.support.places import ROOT
+from tests.support.process_pool import ProcessPool
 
 # Workers of pytest-xdist ignore it, and so does what is started in the background of a script; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,6 +93,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {ROOT / "tests" / f"{name}.py": at for at, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in place)
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """What the files before have left, compilers above all, is not looked at in every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    """Processes that are one group."""
+    started = ProcessPool(joined=True)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
+def trainers() -> Iterator[ProcessPool]:
+    """Processes that runs begin on, which make their groups themselves."""
+    started = ProcessPool(joined=False)
+    yield started
+    started.stop()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ PACK = """
 import time
 import numpy as np
 from chunkplan.compiled import has_compiled
-from chunkplan.packing.best_fit_decreasing import best_fit
+from chunkplan.packing.heuristics import best_fit
 from chunkplan_cli import progress
 none = np.zeros(0, np.int64)
 bins, number = best_fit(np.array([6, 5]), 10, none, none > 0, 0)

@@ -20,7 +20,7 @@ BUDGETS = {
     ("chunkplan/intake/",): 10_500,
     ("chunkplan/reporting/", "cli/"): 9_900,
     ("chunkplan/cost/", "chunkplan/tuning/"): 6_900,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 6_200,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_150,
     ("",): 57_200,
 }

@@ -16,7 +16,7 @@ from chunkplan import CostModel, IntakeOptions, PlanConfig, TuneOptions, load_pl
 from chunkplan.domains import find_mismatch, read_tokens
 from chunkplan.errors import UsageError
 from chunkplan.options import UNSET, entries_of, options_of, read_toml
-from chunkplan.planfile.manifest_entries import PLAN
+from chunkplan.planfile.manifest import PLAN
 from chunkplan_cli.app import app
 from chunkplan_runtime.training.config import TrainConfig
 from tests.support.command_line import Run

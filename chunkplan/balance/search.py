@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from chunkplan.arrays import Int64Array
+from chunkplan.solver import deterministic_solver
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -160,7 +161,7 @@ def _solve(
 
     # Found by experiment. Equal chunks: the hint is even, so what is better has fewer of them, is far away, and is
     # found from the linear relaxation. Else there is better near the hint, and the relaxation only costs effort.
-    solver = cp_model.CpSolver()
+    solver = deterministic_solver(effort)
     if step.equal_chunks:
         scaled = value // unit
         model.add(slowest + chunk_cost * fullest <= scaled - max(int(scaled * _WORTH), 1))
@@ -169,10 +170,6 @@ def _solve(
         _add_hint(model, step, hint, decided, others, placed, filler, shared)
         model.minimize(slowest)
         solver.parameters.linearization_level = 0
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.max_deterministic_time = effort
     solver.parameters.relative_gap_limit = _GAP
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint

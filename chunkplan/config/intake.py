@@ -29,7 +29,7 @@ MAX_RECORD_BYTES = 8_000_000
 MEGABYTE = 1_000_000
 
 
-class Said(dict[str, str]):
+class SourceOverrides(dict[str, str]):
     """What is said of sources, entry by entry; `places` has where an entry was said, of those not typed as a flag.
 
     Those that are `optional` are of no account in a run that has no source of theirs.
@@ -43,9 +43,9 @@ class Said(dict[str, str]):
         self.optional = frozenset(optional)
 
     @classmethod
-    def of(cls, entries: Mapping[str, str]) -> Said:
+    def of(cls, entries: Mapping[str, str]) -> SourceOverrides:
         """`entries`, which may know where they were said."""
-        return entries if isinstance(entries, Said) else cls(entries)
+        return entries if isinstance(entries, SourceOverrides) else cls(entries)
 
     def place(self, entry: str, flag: str) -> str:
         """Where `entry` was said, in words for an error: as it stands in a file, or as it is typed after `flag`."""
@@ -83,8 +83,8 @@ def _load_columns(value: Any) -> Any:
         if not entry or any(not role or ":" in role for role in key) or not of_source.keys().isdisjoint(value):
             return value  # which is no mapping of strings
         columns |= of_source
-    said = Said.of(value)
-    return Said(columns, said.places, said.optional)
+    said = SourceOverrides.of(value)
+    return SourceOverrides(columns, said.places, said.optional)
 
 
 def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:

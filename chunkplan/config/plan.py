@@ -97,13 +97,7 @@ CP = Domain(
     completed=("auto", "off"),
     example="auto",
 )
-K = Domain(
-    holds=lambda value: type(value) is int and 1 <= value <= MOST,
-    expected=f"a whole number from 1 to {MOST:,}",
-    read=read_k,
-    typed="a number, or also TOKENS:K as in 8,131072:2",
-    metavar="N",
-)
+K = replace(whole(1, MOST), read=read_k, typed="a number, or also TOKENS:K as in 8,131072:2")
 K_BY_LENGTH = Domain(_is_k_by_length, "pairs of tokens and K, both from 1, tokens ascending", load=_load_pairs)
 HOLDOUT = Domain(
     holds=lambda value: (type(value) is int and value >= 1) or (type(value) is float and 0 < value < 1),
@@ -280,7 +274,13 @@ class PlanConfig(Options):
                 f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
                 hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
             )
-        self._check_stage_layers()
+        num_model_stages = self.pp * self.virtual_stages
+        if self.stage_layers is not None and len(self.stage_layers) != num_model_stages:
+            raise UsageError(
+                f"stage-layers is {','.join(map(str, self.stage_layers))}, expected one number for each model stage, "
+                f"of which there are {num_model_stages}",
+                hint="give as many, or leave it out",
+            )
         self._check_groups()
         if self.part == "eval" and self.holdout is None:
             raise UsageError(
@@ -293,18 +293,6 @@ class PlanConfig(Options):
                     f"the weight of {source} is {weight!r}, expected a number from 0 to {MAX_WEIGHT:,}",
                     hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
                 )
-
-    def _check_stage_layers(self) -> None:
-        """Refuse layers of other stages than there are."""
-        if self.stage_layers is None:
-            return
-        num_model_stages = self.pp * self.virtual_stages
-        if len(self.stage_layers) != num_model_stages:
-            raise UsageError(
-                f"stage-layers is {','.join(map(str, self.stage_layers))}, expected one number for each model stage, "
-                f"of which there are {num_model_stages}",
-                hint="give as many, or leave it out",
-            )
 
     def _check_groups(self) -> None:
         """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""

@@ -86,13 +86,6 @@ def adapts_mlps(shape: ModelShape) -> bool:
     return not shape.has_experts
 
 
-def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
-    """Say what of a model is trained, with these entries of its cost model."""
-    if not lora_rank:
-        return "all weights trained"
-    return f"adapters of rank {lora_rank}" + (" on weights in 4 bits" if load_in_4bit else "")
-
-
 @dataclass(frozen=True)
 class Adapters:
     """Adapters of `rank` in all layers of `shape`; with rank 0 there are none, and all weights are trained.

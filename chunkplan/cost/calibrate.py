@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import BoolArray
-from chunkplan.cost.attention_rates import AttentionRates
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, durations
-from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.hardware import AttentionRates, Hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
-from chunkplan.cost.shape import FULL, ModelShape, Sight
+from chunkplan.cost.shape import FULL, AttentionPattern, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape
 from chunkplan.errors import UsageError
 from chunkplan.files.writing import whole_file
@@ -57,10 +56,10 @@ class ChunkTime:
         """The tokens of all segments."""
         return sum(self.segments)
 
-    def attention_pairs(self, sights: Sequence[Sight] = FULL) -> float:
+    def attention_pairs(self, patterns: Sequence[AttentionPattern] = FULL) -> float:
         """The attention pairs of all segments, see `durations.attention_pairs_of`."""
         prefixes = np.array([self.prefix_tokens] + [0] * (len(self.segments) - 1))
-        return float(attention_pairs_of(np.array(self.segments), prefixes, sights).sum())
+        return float(attention_pairs_of(np.array(self.segments), prefixes, patterns).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +128,12 @@ def profile_text(calibration: Calibration, *, torch_version: str, on: date) -> s
 
 
 def _entries(of: Hardware | AttentionRates, calibration: Calibration) -> list[str]:
-    names = [field.name for field in fields(of) if field.name != "attention"]
-    return [f"{name} = {_toml(getattr(of, name))}{_comment(calibration, name)}" for name in names]
-
-
-def _toml(value: str | float | int) -> str:
-    return (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, str)
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    lines = []
+    for name in (field.name for field in fields(of) if field.name != "attention"):
+        value = getattr(of, name)
+        written = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{name} = {written}{_comment(calibration, name)}")
+    return lines
 
 
 def _comment(calibration: Calibration, name: str) -> str:
@@ -431,7 +424,7 @@ def _nearest(predicted: Callable[[Float64Array], Float64Array]) -> Float64Array:
 def predicted_ns(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
     """What `cost` predicts of chunks, [n, 2]: of forward_kv and of training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
-    pairs = np.array([chunk.attention_pairs(cost.shape.sights) for chunk in chunks])
+    pairs = np.array([chunk.attention_pairs(cost.shape.attention_patterns) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)
     forward_kv, forward, backward = (times[OPS.index(op)] for op in ("forward_kv", "forward", "backward"))
     return np.stack([forward_kv, forward + backward], 1)

@@ -33,11 +33,10 @@ def _runs(written: str) -> list[tuple[Checkpointing, int]]:
     """The runs of layers that are written. Raises ValueError for other text."""
     found = [_RUN.fullmatch(run.strip()) for run in written.split(",")]
     levels: dict[str, Checkpointing] = {level: level for level in CHECKPOINTINGS}
-    return [(levels[run[1]], int(run[2])) if run else _no_run(written) for run in found]
-
-
-def _no_run(written: str) -> tuple[Checkpointing, int]:
-    raise ValueError(written)
+    runs = [(levels[run[1]], int(run[2])) for run in found if run]
+    if len(runs) < len(found):
+        raise ValueError(written)
+    return runs
 
 
 def _read(typed: str) -> str:

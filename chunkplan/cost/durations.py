@@ -14,7 +14,7 @@ import numpy.typing as npt
 from chunkplan.arrays import Int8Array, Int64Array, IntArray
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import Again, Rates
-from chunkplan.cost.shape import FULL, Sight
+from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.layers import split_layers
 from chunkplan.operations import BACKWARDS, NOT_KEPT, ON_HOST, OPS
 
@@ -24,35 +24,37 @@ Float64Array = npt.NDArray[np.float64]
 MOST_NS = 2.0**53
 
 
-def attention_pairs_of(num_tokens: IntArray, prefix_tokens: IntArray, sights: Sequence[Sight] = FULL) -> Float64Array:
+def attention_pairs_of(
+    num_tokens: IntArray, prefix_tokens: IntArray, patterns: Sequence[AttentionPattern] = FULL
+) -> Float64Array:
     """The pairs (query, key) of segments of `num_tokens` that each see `prefix_tokens` earlier ones; all [n].
 
     They are those of attention without a mask: L * L for a whole sequence of L tokens, to which its parts add up. A
-    causal mask leaves half of them. Where not all attention of a model sees everything (its `ModelShape.sights`), they
-    are those of a layer on average: whole numbers too, so that sums of them are exact.
+    causal mask leaves half of them. Where not all attention of a model sees everything (`patterns`), they are those of
+    a layer on average: whole numbers too, so that sums of them are exact.
     """
-    if tuple(sights) == FULL:
+    if tuple(patterns) == FULL:
         tokens = num_tokens.astype(np.float64)
         return tokens * (2.0 * prefix_tokens + tokens)
     start = np.asarray(prefix_tokens, np.float64)
     stop = start + num_tokens
     pairs = np.zeros_like(stop)
-    for sight in sights:
-        pairs = pairs + sight.share * (_seen(stop, sight) - _seen(start, sight))
+    for pattern in patterns:
+        pairs = pairs + pattern.share * (_seen(stop, pattern) - _seen(start, pattern))
     whole: Float64Array = np.rint(pairs)
     return whole
 
 
-def _seen(num_tokens: Float64Array, sight: Sight) -> Float64Array:
+def _seen(num_tokens: Float64Array, pattern: AttentionPattern) -> Float64Array:
     """Twice the pairs that a causal mask with a window leaves of whole sequences, [n]."""
-    if sight.window is None:
+    if pattern.window is None:
         return num_tokens * num_tokens
-    if sight.restarts:
-        windows = np.floor(num_tokens / sight.window)
-        rest = num_tokens - windows * sight.window
-        in_full: Float64Array = windows * sight.window**2 + rest * rest
+    if pattern.restarts:
+        windows = np.floor(num_tokens / pattern.window)
+        rest = num_tokens - windows * pattern.window
+        in_full: Float64Array = windows * pattern.window**2 + rest * rest
         return in_full
-    within: Float64Array = np.minimum(num_tokens, sight.window)
+    within: Float64Array = np.minimum(num_tokens, pattern.window)
     return within * (2 * num_tokens - within)
 
 
@@ -235,7 +237,7 @@ def work_ns(cost: CostModel, num_tokens: IntArray, attention_pairs: Float64Array
 
 def whole_pairs(cost: CostModel, num_tokens: IntArray) -> Float64Array:
     """The attention pairs of whole sequences of `num_tokens` in the model of `cost`, see `attention_pairs_of`; [n]."""
-    return attention_pairs_of(num_tokens, np.zeros_like(num_tokens), cost.shape.sights)
+    return attention_pairs_of(num_tokens, np.zeros_like(num_tokens), cost.shape.attention_patterns)
 
 
 def recompute_ns(
@@ -248,7 +250,7 @@ def recompute_ns(
     """
     if keeps_attention:
         return whole_ns(cost.shape.num_layers * cost.rates.token * num_tokens.astype(np.float64))
-    pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.sights)
+    pairs = attention_pairs_of(num_tokens, prefix_tokens, cost.shape.attention_patterns)
     tokens = num_tokens.astype(np.float64)
     forward, _ = cost.rates.of_work(tokens, seen_pairs(cost.rates, tokens, pairs))
     return whole_ns(cost.shape.num_layers * forward)

@@ -48,7 +48,7 @@ def exchange_times(
     kept = np.where(heads > 1, expanded, shape.mean(lambda layer: layer.cached_width))  # not by heads
     fetched = (prefix_tokens + tokens) * kept / cost.tp / heads * (by_pages - 1) / by_pages  # elements
     if attention_pairs is None:
-        attention_pairs = attention_pairs_of(num_tokens, prefix_tokens, shape.sights)
+        attention_pairs = attention_pairs_of(num_tokens, prefix_tokens, shape.attention_patterns)
     attention = cost.rates.pair * attention_pairs / size
     ns = 1e9 / _link_bytes(cost, size)
     launches = num_pages * hardware.link_ns

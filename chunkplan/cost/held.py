@@ -151,11 +151,6 @@ def kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
     return sum(count * layer.cached_width for layer, count in layers) / cost.tp
 
 
-def widest_kv(cost: CostModel, layers: Layers) -> float:
-    """The same of the layer that keeps most."""
-    return max(layer.cached_width for layer, _ in layers) / cost.tp
-
-
 def state_bytes(cost: CostModel, layers: Layers) -> float:
     """Of the states of some layers where a part of a sequence ends, on one GPU."""
     return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp

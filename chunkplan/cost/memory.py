@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.cost.activations import (
-    Run,
     activation_bytes_per_token,
     around_of_stages,
     page_line,
@@ -33,13 +32,11 @@ from chunkplan.cost.held import (
     kv_elements_per_token,
     state_bytes,
     token_bytes,
-    widest_kv,
     without_levels,
 )
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.optimizers import tokens_at_once
-from chunkplan.cost.reduction import stage_parameters
-from chunkplan.cost.states import held_states, product_gradient_bytes
+from chunkplan.cost.states import held_states, product_gradient_bytes, stage_parameters
 from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 #: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of
@@ -106,6 +103,9 @@ def stage_memory(
             kv_elements = gradients = _OFFLOAD_PAGES * PAGE_CHUNKS * chunk_size * own.widest_kv
             if pp == 1:
                 of_states = min(of_states, _OFFLOAD_STATES * own.state_bytes)
+        # A backward of attention to the first page, in the layer that needs most.
+        page_tokens = min(tokens.kv, PAGE_CHUNKS * chunk_size)
+        first_page = max([0.0, *(fixed + of_key * page_tokens for fixed, of_key in own.pages if tokens.kv)])
         of_token = own.token_bytes
         activations = tokens.activations * of_token.activations + tokens.last_layer * of_token.last_layer
         found = StageMemory(
@@ -116,7 +116,7 @@ def stage_memory(
             stage_inputs=ceil(tokens.inputs * of_token.inputs),
             kept_attention=ceil(tokens.attention * of_token.attention),
             kv=ceil(kv_elements * cost.num_bytes + of_states),
-            kv_gradients=ceil(gradients * kv_gradient_bytes + _of_page(own.pages, tokens.kv, chunk_size)),
+            kv_gradients=ceil(gradients * kv_gradient_bytes + first_page),
             exchanged=ceil(_exchanged(cost, chunk_size, tokens.kv, shared_by, kv_gradient_bytes)),
             logits=own.logits,
             reserved=cost.hardware.reserved_bytes,
@@ -124,7 +124,6 @@ def stage_memory(
         # The first page of a sequence is there until all of its chunks are done.
         of_pages = found.kv + found.kv_gradients
         if not cost.kv_offload:
-            page_tokens = min(tokens.kv, PAGE_CHUNKS * chunk_size)
             of_pages = ceil(page_tokens * own.kv_elements * (cost.num_bytes + kv_gradient_bytes))
         states = found.weights + found.gradients + found.optimizer + found.reserved
         given_back = found.total - states - of_pages
@@ -166,7 +165,11 @@ def _stages_of(
         own = split[stage]
         on_stage = without_levels(own)
         kinds = [(layer, sum(count for other, count in on_stage if other == layer)) for layer in dict(on_stage)]
-        working_bytes = chunk_size * _working_bytes(cost, own) + product_gradient_bytes(cost, dp, on_stage)
+        at_work = max(
+            working_bytes_per_token(cost, layer, level)
+            for layer, level in {(layer, level) for part in own for layer, level, _ in part}
+        )
+        working_bytes = chunk_size * at_work + product_gradient_bytes(cost, dp, on_stage)
         logits_bytes = _logits_bytes(cost, chunk_size) if stage == last_stage(pp, placement) else 0.0
         states = held_states(cost, dp, on_stage, weights, working_bytes + logits_bytes)
         kept = max(activation_bytes_per_token(cost, layer, level) for part in own for layer, level, _ in part)
@@ -181,7 +184,7 @@ def _stages_of(
                 logits=ceil(logits_bytes),
                 token_bytes=token_bytes(cost, own, chunk_size, around[stage]),
                 kv_elements=kv_elements_per_token(cost, on_stage),
-                widest_kv=widest_kv(cost, on_stage),
+                widest_kv=max(layer.cached_width for layer, _ in on_stage) / cost.tp,
                 state_bytes=state_bytes(cost, on_stage),
                 key_gradients=tuple(key_gradients(cost, kinds, chunk_size, pp)),
                 pages=tuple(page_line(cost, layer, chunk_size) for layer, _ in kinds),
@@ -275,12 +278,6 @@ def held_bytes(
     )
 
 
-def _of_page(lines: Sequence[tuple[float, float]], num_keys: int, chunk_size: int) -> float:
-    """What a backward of attention to the first page of `num_keys` takes, in the layer that needs most."""
-    page_tokens = min(num_keys, PAGE_CHUNKS * chunk_size)
-    return max([0.0, *(fixed + of_token * page_tokens for fixed, of_token in lines if num_keys)])
-
-
 def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, kv_gradient_bytes: int) -> float:
     """The `exchange_bytes` of the way in which `shared_by` ranks need most."""
     pages = min(chunk_size, num_keys), min(max(num_keys - chunk_size, 0), chunk_size)
@@ -296,9 +293,3 @@ def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
     logits = min(chunk_size, tokens_at_once(shape.vocab_size, cost.logit_bytes)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters
     return max(logits * cost.logit_bytes, (2 * logits + of_head) * cost.num_bytes) / cost.tp
-
-
-def _working_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> float:
-    """What the backward of any layer holds for each token of its chunk."""
-    several = {(layer, level) for layers in own for layer, level, _ in layers}
-    return max(working_bytes_per_token(cost, layer, level) for layer, level in several)

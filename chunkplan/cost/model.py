@@ -11,10 +11,18 @@ from typing import Any, Literal
 
 from chunkplan.cost import fused
 from chunkplan.cost.adapters import ADAPTER_KERNELS, Adapters
-from chunkplan.cost.attention_rates import MAKES_PLANS, MEASURED_QUERIES, WHOLE_ONLY, AttentionRates
 from chunkplan.cost.checkpointing import CHECKPOINTING, Checkpointing, host_link, levels_of, with_again
 from chunkplan.cost.fused import FUSED_KERNELS, FusedKernels, Kernels, copied_elements, fewer_kernels
-from chunkplan.cost.hardware import SHIPPED, Hardware, hardware_of, load_hardware
+from chunkplan.cost.hardware import (
+    MAKES_PLANS,
+    MEASURED_QUERIES,
+    SHIPPED,
+    WHOLE_ONLY,
+    AttentionRates,
+    Hardware,
+    hardware_of,
+    load_hardware,
+)
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import GRADIENT_BYTES, LOGIT_BYTES, OPTIMIZERS, Optimizer, sums_of
 from chunkplan.cost.rates import AttentionTime, Rates, Sums

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chunkplan.cost.model_families import EXPERTS, FULL, LINEAR, MLP, SLIDING, Config, Family
-from chunkplan.cost.model_types import FAMILIES, TEXT_TYPES
+from chunkplan.cost.model_families import FAMILIES, TEXT_TYPES, Family
+from chunkplan.cost.model_layers import EXPERTS, FULL, LINEAR, MLP, SLIDING, Config
 from chunkplan.cost.shape import Layer, ModelShape, kinds_and_order
 from chunkplan.domains import FLAG, Domain, Expected, find_mismatch, or_null, whole
 from chunkplan.errors import DataError, UsageError
@@ -19,8 +19,6 @@ _SIZE = whole(1, 2**31 - 1)
 
 #: Far beyond what stretches any model, and small enough that positions fit 64 bits.
 _MOST_FACTOR = 1_000_000
-
-_MOST_LAYERS = 100_000
 
 _ROPE_ENTRY = {
     "factor?": or_null(
@@ -36,19 +34,21 @@ _ROPE = Domain(
 #: The types that are known, by name.
 KNOWN_TYPES = sorted({*FAMILIES, *TEXT_TYPES})
 
-_WORDS = Domain(
+_NAMES = Domain(
     lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of names"
 )
-_POSITIONS: dict[str, Expected] = {
+
+#: What the configs of all families may say besides.
+_FOR_ALL: dict[str, Expected] = {
     "tie_word_embeddings?": FLAG,
     "max_position_embeddings?": or_null(_SIZE),
     "rope_scaling?": or_null(_ROPE),
     "rope_parameters?": or_null(_ROPE),
-    "layer_types?": or_null(_WORDS),
+    "layer_types?": or_null(_NAMES),
 }
 
 #: Names that mean the same, first the one that layers are built with.
-_NAMES = (
+_SYNONYMS = (
     ("num_experts", "num_local_experts", "n_routed_experts"),
     ("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts"),
@@ -59,9 +59,17 @@ _NAMES = (
     ("intermediate_size", "block_ff_dim"),
     ("n_groups", "mamba_n_groups"),
 )
+_SAME_AS = {name: names for names in _SYNONYMS for name in names}
 
 #: Names of types of layers that configs have from earlier versions of transformers, and by letter.
 _TYPES = {"attention": FULL, "mamba": LINEAR, "M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
+
+#: What Kimi Linear says in `linear_attn_config`, and the entries that it stands for.
+_KIMI = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
 
 
 def read_model_config(path: Path | str) -> ModelShape:
@@ -89,6 +97,11 @@ def read_model_config(path: Path | str) -> ModelShape:
     return shape_of_config(config, str(file))
 
 
+def config_file(path: Path) -> Path:
+    """The `config.json` that is meant by a path: that of a folder, else the file itself."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def shape_of_config(config: Any, where: str) -> ModelShape:
     """The shape of the model that a `config.json` describes, once it is read; `where` names it in errors.
 
@@ -99,9 +112,14 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise DataError("there is no `model_type`, or it is not a string", where=where, hint=_HINT)
-    text_type = TEXT_TYPES.get(model_type, model_type)
+    text_type = model_type
     if model_type in TEXT_TYPES:
-        config, text_type = _text_config(config, text_type, where)
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise DataError("`text_config` is missing, or it is no object", where=where, hint=_HINT)
+        own_type = text.get("model_type")
+        text_type = own_type if isinstance(own_type, str) else TEXT_TYPES[model_type]
+        config = {name: config[name] for name in ("tie_word_embeddings",) if name in config} | text
     if text_type not in FAMILIES:
         raise UsageError(
             f"the times and the memory of a {text_type[:60]!r} model are not known",
@@ -109,33 +127,25 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
             hint=f"give the config.json of a model like it; the known types are {', '.join(KNOWN_TYPES)}",
         )
     family = FAMILIES[text_type]
-    config = {**family.defaults, **_prepared(config, text_type)}
-    spelled = {name: _spelled(name.removesuffix("?"), config) for name in (*family.expected, *_POSITIONS)}
-    expected = {
-        spelled[name] + "?" * name.endswith("?"): test for name, test in {**family.expected, **_POSITIONS}.items()
-    }
-    if found := find_mismatch(config, expected):
-        raise DataError(found, where=where, hint=_HINT)
-    said = {_same_as(name.removesuffix("?"))[0]: config.get(own) for name, own in spelled.items()}
-    config = {name: value for name, value in {**config, **said}.items() if value is not None}
-    _check_heads(config, family, where)
+    expected = family.expected() | _FOR_ALL
+    config = _renamed({**family.defaults, **_prepared(config, text_type)}, expected, where)
+    _check_heads(config, expected, where)
     types = _types_of(config, text_type, family, where)
-    return _shape_of(config, model_type, family, types, where)
-
-
-def _text_config(config: Config, text_type: str, where: str) -> tuple[Config, str]:
-    """The config of the text model inside of another, and its type."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise DataError("`text_config` is missing, or it is no object", where=where, hint=_HINT)
-    ties = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    own = text.get("model_type")
-    return {**ties, **text}, own if isinstance(own, str) else text_type
-
-
-def config_file(path: Path) -> Path:
-    """The `config.json` that is meant by a path: that of a folder, else the file itself."""
-    return path / "config.json" if path.is_dir() else path
+    try:
+        layers = [Layer(**family.layer(config, kind, place)) for place, kind in enumerate(types)]
+    except KeyError as error:  # an entry that only some models of the type need
+        raise DataError(f"`{error.args[0]}` is missing", where=where, hint=_HINT) from error
+    kinds, order = kinds_and_order(layers)
+    shape = ModelShape(
+        name=model_type,
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        kinds=kinds,
+        order=order,
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        max_positions=max_positions(config),
+    )
+    return replace(shape, name=f"{model_type} {shape.num_parameters / 1e9:.1f}B")
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
@@ -164,38 +174,44 @@ def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _prepared(config: Config, model_type: str) -> Config:
     """A config that says of its layers what others do, where it has a way of its own."""
-    pattern, linear = config.get("hybrid_override_pattern"), config.get("linear_attn_config")
-    if model_type == "nemotron_h" and isinstance(pattern, str):
-        config = {**config, "layer_types": list(pattern)}
-    types = config.get("layer_types", config.get("layers_block_type"))
-    if model_type == "nemotron_h" and isinstance(types, list):
-        config = {**config, "num_hidden_layers": len(types)}
+    if model_type == "nemotron_h":
+        pattern = config.get("hybrid_override_pattern")
+        types = (
+            list(pattern) if isinstance(pattern, str) else config.get("layer_types", config.get("layers_block_type"))
+        )
+        if isinstance(types, list):
+            return {**config, "layer_types": types, "num_hidden_layers": len(types)}
+    linear = config.get("linear_attn_config")
     if model_type == "kimi_linear" and isinstance(linear, dict):
-        names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-        names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-        config = {**config, **{own: linear[name] for name, own in names.items() if name in linear}}
-        full = linear.get("full_attn_layers")
-        if isinstance(full, list) and type(config.get("num_hidden_layers")) is int:
-            places = range(1, min(config["num_hidden_layers"], _MOST_LAYERS) + 1)
-            config = {**config, "layer_types": [FULL if place in full else LINEAR for place in places]}
+        config = {**config, **{own: linear[name] for name, own in _KIMI.items() if name in linear}}
+        full, num_layers = linear.get("full_attn_layers"), config.get("num_hidden_layers")
+        if isinstance(full, list) and type(num_layers) is int and num_layers <= 100_000:
+            return {**config, "layer_types": [FULL if place + 1 in full else LINEAR for place in range(num_layers)]}
     return config
 
 
-def _spelled(name: str, config: Mapping[str, Any]) -> str:
-    """What an entry is called in a config: `name`, or another name of the same where it has that."""
-    return next((each for each in (name, *_same_as(name)) if each in config), name)
+def _renamed(config: Config, expected: Mapping[str, Expected], where: str) -> Config:
+    """The entries of a config that are not null, each `expected` one by the name that layers are built with.
 
-
-def _same_as(name: str) -> tuple[str, ...]:
-    """All names of an entry, first the one that layers are built with."""
-    return next((names for names in _NAMES if name in names), (name,))
+    Raises:
+        DataError: an entry is missing or not what it should be.
+    """
+    stated, found = {}, {}
+    for entry, domain in expected.items():
+        name = entry.removesuffix("?")
+        names = _SAME_AS.get(name, (name,))
+        spelled = next((each for each in (name, *names) if each in config), name)
+        stated[spelled + entry[len(name) :]] = domain
+        found[names[0]] = config.get(spelled)
+    if mismatch := find_mismatch(config, stated):
+        raise DataError(mismatch, where=where, hint=_HINT)
+    return {name: value for name, value in {**config, **found}.items() if value is not None}
 
 
 def _types_of(config: Config, model_type: str, family: Family, where: str) -> list[str]:
     """The type of each layer, first to last."""
     usual = [family.type_of(config, place) for place in range(config["num_hidden_layers"])]
-    given = config.get("layer_types")
-    types = usual if given is None else [_TYPES.get(each, each) for each in given]
+    types = [_TYPES.get(each, each) for each in config.get("layer_types", usual)]
     for name, listed in (("layer_types", types), ("mlp_layer_types", config.get("mlp_layer_types") or usual)):
         if len(listed) != len(usual):
             raise DataError(
@@ -203,11 +219,11 @@ def _types_of(config: Config, model_type: str, family: Family, where: str) -> li
                 where=where,
                 hint=_HINT,
             )
-    if unknown := sorted(set(types) - set(family.types)):
+    if unknown := sorted(set(types) - set(family.mixers)):
         raise UsageError(
             f"layers of type {unknown[0][:60]!r}, which are not known of a {model_type} model",
             where=where,
-            hint=f"known are {', '.join(family.types)}",
+            hint=f"known are {', '.join(family.mixers)}",
         )
     if types != usual and not family.has_types:
         raise UsageError(
@@ -215,7 +231,7 @@ def _types_of(config: Config, model_type: str, family: Family, where: str) -> li
             where=where,
             hint="leave layer_types out if that is what you want",
         )
-    is_off = family.has_types and "use_sliding_window?" in family.expected and not config.get("use_sliding_window")
+    is_off = family.has_types and "use_sliding_window" in family.entries and not config.get("use_sliding_window")
     if SLIDING in types and (is_off or not config.get("sliding_window")):
         raise UsageError(
             "layers with a sliding window, and no window is given",
@@ -225,35 +241,18 @@ def _types_of(config: Config, model_type: str, family: Family, where: str) -> li
     return types
 
 
-def _check_heads(config: Config, family: Family, where: str) -> None:
-    if "num_attention_heads" not in family.expected:
+def _check_heads(config: Config, expected: Mapping[str, Expected], where: str) -> None:
+    """Refuse heads that do not divide one another, and more experts of a token than there are."""
+    if "num_attention_heads" not in expected:
         return
-    has_width = bool(config.get("head_dim")) or "qk_nope_head_dim" in family.expected
+    has_width = bool(config.get("head_dim")) or "qk_nope_head_dim" in expected
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     sent, num_experts = config.get("num_experts_per_tok") or 0, config.get("num_experts") or 0
-    for name, value, fits, expected in (
+    for name, value, fits, wanted in (
         ("num_attention_heads", heads, has_width or hidden % heads == 0, f"a divisor of {hidden}"),
         ("num_key_value_heads", kv_heads, heads % kv_heads == 0, f"a divisor of {heads}"),
         ("num_experts_per_tok", sent, sent <= num_experts or not num_experts, "no more than there are experts"),
     ):
         if not fits:
-            raise DataError(f"`{name}` is {value}, expected {expected}", where=where, hint=_HINT)
-
-
-def _shape_of(config: Config, name: str, family: Family, types: list[str], where: str) -> ModelShape:
-    try:
-        layers = [Layer(**family.layer(config, kind, place)) for place, kind in enumerate(types)]
-    except KeyError as error:  # an entry that only some models of the type need
-        raise DataError(f"`{error.args[0]}` is missing", where=where, hint=_HINT) from error
-    kinds, order = kinds_and_order(layers)
-    shape = ModelShape(
-        name=name,
-        hidden_size=config["hidden_size"],
-        vocab_size=config["vocab_size"],
-        kinds=kinds,
-        order=order,
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_positions=max_positions(config),
-    )
-    return replace(shape, name=f"{shape.name} {shape.num_parameters / 1e9:.1f}B")
+            raise DataError(f"`{name}` is {value}, expected {wanted}", where=where, hint=_HINT)

@@ -1,410 +1,290 @@
-"""The layers of families of models, by the entries of a config.json: which one is of which type, and what each has.
+"""The types of models whose cost is known: what their config.json has to say, and what their layers are, in one table.
 
-What an entry means is as in transformers.
+What an entry is called, what it means, and what it is when it is missing is as in transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from chunkplan.domains import Expected
+from chunkplan.cost import model_layers as of
+from chunkplan.cost.model_layers import (
+    CHUNKED,
+    CONVOLUTION,
+    EXPERTS,
+    FULL,
+    LINEAR,
+    MLP,
+    SLIDING,
+    Config,
+    Fields,
+    Part,
+    TypeOf,
+)
+from chunkplan.domains import FLAG, Domain, Expected, or_null, whole
 
-# What layers are made of, by the entries of a config.json: attention, recurrences, and MLPs, as fields of a `Layer`.
-#
-# Matrices and states are those of the models in transformers; biases, norms and routers are left out.
-
-
-Config = Mapping[str, Any]
-
-#: Fields of a `Layer`.
-Fields = dict[str, Any]
-
-
-def grouped(config: Config, *, window: int | None = None, gate: bool = False, shared: bool = False) -> Fields:
-    """Grouped queries (Ainslie et al., arXiv 2305.13245), with a `window` if one is given.
-
-    `gate`: outputs have a gate of their own. `shared`: values are what keys are projected to. Queries and
-    keys have norms where the config, or its family, says `use_qk_norm`.
-    """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    query, kv = heads * head_dim, kv_heads * head_dim
-    return {
-        "num_query_heads": heads,
-        "num_kv_heads": kv_heads,
-        "query_width": query,
-        "key_width": kv,
-        "value_width": kv,
-        "output_width": query,
-        "window": window,
-        "mixer_parameters": hidden * ((3 if gate else 2) * query + (1 if shared else 2) * kv),
-        "mixed_width": 2 * query if gate else 0,
-        "normed_width": query + kv if config.get("use_qk_norm") else 0,
-        "wide_norms": bool(config.get("wide_norms")),
-    }
+_MOST = 2**31 - 1
+_SIZE, _COUNT = whole(1, _MOST), whole(0, _MOST)
 
 
-def latent(config: Config) -> Fields:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): every head has keys and values of its own."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    rope, value, rank = config["qk_rope_head_dim"], config["v_head_dim"], config["kv_lora_rank"]
-    key, query_rank = config["qk_nope_head_dim"] + rope, config.get("q_lora_rank") or 0
-    queries = query_rank * (hidden + heads * key) if query_rank else hidden * heads * key
-    keys_and_values = hidden * (rank + rope) + rank * heads * (key - rope + value)
-    return {
-        "num_query_heads": heads,
-        "num_kv_heads": heads,
-        "query_width": heads * key,
-        "key_width": heads * key,
-        "value_width": heads * value,
-        "output_width": heads * value,
-        "latent_width": rank + rope,
-        "mixer_parameters": queries + keys_and_values + heads * value * hidden,
-        "mixed_width": 2 * (query_rank + rank) + rope + heads * (key - rope),
-        "normed_width": query_rank + rank,
-    }
+def _is_of_layer(entry: tuple[str, object]) -> bool:
+    """Whether it says of the layer at a place what Gemma 4 may say, and no more."""
+    place, own = entry
+    names = {"head_dim", "num_key_value_heads"}
+    is_known = isinstance(own, dict) and own.keys() <= names and all(map(_SIZE.holds, own.values()))
+    return is_known and place.isdecimal() and len(place) < 7
 
 
-def delta_rule(config: Config) -> Fields:
-    """Linear attention with the gated delta rule (Yang et al., arXiv 2412.06464), behind a short convolution.
+_PLACES = or_null(
+    Domain(lambda value: isinstance(value, list) and all(type(each) is int for each in value), "a list of numbers")
+)
+_AUTO = Domain(lambda value: value == "auto" or _SIZE.holds(value), 'a whole number from 1, or "auto"')
+_UNKNOWN = Domain(lambda value: not value, "nothing: models with it are not known")
 
-    A token reads the state, corrects it and reads it again.
-    """
-    hidden, kernel = config["hidden_size"], config["linear_conv_kernel_dim"]
-    key_dim, value_heads = config["linear_key_head_dim"], config["linear_num_value_heads"]
-    key, value = config["linear_num_key_heads"] * key_dim, value_heads * config["linear_value_head_dim"]
-    convolved = 2 * key + value
-    return {
-        "state_elements": value * key_dim + convolved * kernel,
-        "state_products": 3,
-        "mixer_parameters": hidden * (2 * key + 3 * value + 2 * value_heads) + convolved * kernel,
-        "mixed_width": 2 * convolved + value + 2 * value_heads * key_dim + 2 * value,
-    }
-
-
-def kimi_delta(config: Config) -> Fields:
-    """Kimi Delta Attention (arXiv 2510.26692): the delta rule with a decay for each channel, in two narrow matrices."""
-    hidden, heads, dim = config["hidden_size"], config["linear_num_heads"], config["linear_head_dim"]
-    width, kernel = heads * dim, config["linear_conv_kernel_dim"]
-    return {
-        "state_elements": width * dim + 3 * width * kernel,
-        "state_products": 3,
-        "mixer_parameters": hidden * (4 * width + 2 * dim + heads) + 2 * dim * width + 3 * width * kernel,
-        "mixed_width": 10 * width,
-    }
-
-
-def mamba2(config: Config, *, heads: int, head_dim: int, groups: int, state: int, kernel: int) -> Fields:
-    """Mamba-2 (Dao and Gu, arXiv 2405.21060): a token writes the state and reads it."""
-    inner = heads * head_dim
-    convolved = inner + 2 * groups * state
-    return {
-        "state_elements": inner * state + convolved * kernel,
-        "state_products": 2,
-        "mixer_parameters": config["hidden_size"] * (2 * inner + convolved + heads) + convolved * kernel,
-        "mixed_width": 2 * convolved + 3 * inner,
-    }
+#: Entries that are other than whole numbers from 1.
+_SPECIAL = {
+    "num_hidden_layers": whole(1, 100_000),
+    **dict.fromkeys(("use_sliding_window", "attention_k_eq_v", "enable_moe_block", "block_auto_adjust_ff_dim"), FLAG),
+    **dict.fromkeys(
+        ("mlp_only_layers", "attn_layer_indices", "full_attn_idxs", "moe_layers", "no_rope_layers"), _PLACES
+    ),
+    **dict.fromkeys(("mamba_d_head", "mamba_dt_rank"), _AUTO),
+    **dict.fromkeys(("use_bidirectional_attention", "hidden_size_per_layer_input"), _UNKNOWN),
+    **dict.fromkeys(("num_kv_shared_layers", "moe_latent_size"), _UNKNOWN),
+    "block_ffn_dim_multiplier": Domain(
+        lambda value: type(value) in (int, float) and 0 < value <= _MOST, "a number above 0"
+    ),
+    "mlp_layer_types": Domain(
+        lambda value: isinstance(value, list) and all(each in ("dense", "sparse") for each in value),
+        'a list of "dense" and "sparse"',
+    ),
+    "per_layer_config": Domain(
+        lambda value: isinstance(value, dict) and all(map(_is_of_layer, value.items())),
+        "`head_dim` and `num_key_value_heads` by layer",
+    ),
+}
 
 
-def mamba(config: Config) -> Fields:
-    """Mamba (Gu and Dao, arXiv 2312.00752) as in Jamba: a state for each channel, and steps of a low rank."""
-    hidden, state, kernel = config["hidden_size"], config["mamba_d_state"], config["mamba_d_conv"]
-    inner, rank = config["mamba_expand"] * hidden, config.get("mamba_dt_rank", "auto")
-    rank = -(-hidden // 16) if rank == "auto" else rank
-    return {
-        "state_elements": inner * (state + kernel),
-        "state_products": 2,
-        "mixer_parameters": inner * (3 * hidden + 2 * rank + 3 * state + kernel),
-        "mixed_width": 6 * inner + rank + 2 * state,
-    }
-
-
-def short_convolution(config: Config) -> Fields:
-    """The gated short convolution of LFM2 (arXiv 2511.23404), whose state are the last columns."""
-    hidden, kernel = config["hidden_size"], config["conv_L_cache"]
-    return {
-        "state_elements": hidden * kernel,
-        "state_products": 1,
-        "mixer_parameters": hidden * (4 * hidden + kernel),
-        "mixed_width": 6 * hidden,
-    }
-
-
-def dense(width: int) -> Fields:
-    """An MLP that every token passes through."""
-    return {"mlp_width": width, "all_mlp_width": width}
-
-
-def experts(config: Config, width: int, shared: int = 0) -> Fields:
-    """Experts of `width`, of which a token is sent to some, and `shared` width that every token passes through."""
-    sent = config["num_experts_per_tok"]
-    return {
-        "mlp_width": sent * width + shared,
-        "all_mlp_width": config["num_experts"] * width + shared,
-        "experts_per_token": sent,
-    }
-
-
-FULL, SLIDING, LINEAR, CHUNKED = "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
-CONVOLUTION, EXPERTS, MLP = "conv", "moe", "mlp"
-
-#: What a config has of a layer: its fields, by the type that it has in `layer_types` and by its place.
-LayerOf = Callable[[Config, str, int], Fields]
+#: Of layers by their type.
+Mixers = Mapping[str, Part]
 
 
 class Family(NamedTuple):
     """A type of models.
 
-    `expected`: entries, see `find_mismatch`. `layer`: the fields of a layer. `type_of`: the type of the layer at a
-    place, where there is no list of `layer_types`, or where models of the type do not go by it (`has_types` is false).
-    `types`: those that layers may be of. `defaults`: entries that configs leave out.
+    `entries`: the names of what its configs have to say, `name?` where it may be missing and `name|null` where it may
+    be null too: whole numbers from 1, those with >=0 from 0, but for `_SPECIAL` ones. Of a name that is there twice the
+    last one counts. `mixers`: of layers by the type that they have in `layer_types`. `type_of`: the type of the layer
+    at a place, where there is no list of these, or where models of the type do not go by it (`has_types` is false).
+    `defaults`: entries that configs leave out.
     """
 
-    expected: Mapping[str, Expected]
-    layer: LayerOf
-    type_of: Callable[[Config, int], str] = lambda config, place: FULL
+    entries: str
+    mixers: Mixers
+    mlp: Part = of.dense
+    type_of: TypeOf = lambda config, place: FULL
     has_types: bool = False
-    types: tuple[str, ...] = (FULL,)
     defaults: Config = MappingProxyType({})
-
-
-# ---- layers
-
-
-def _window(config: Config, kind: str) -> int | None:
-    return config["sliding_window"] if kind == SLIDING else None
-
-
-def plain(config: Config, kind: str, place: int) -> Fields:
-    """Grouped queries, with a window in layers that slide, and a gated MLP."""
-    return grouped(config, window=_window(config, kind)) | dense(config["intermediate_size"])
-
-
-def gemma(config: Config, kind: str, place: int) -> Fields:
-    """As `plain`, with norms before and after attention and the MLP."""
-    return plain(config, kind, place) | {"num_norms": 4}
-
-
-def gemma4(config: Config, kind: str, place: int) -> Fields:
-    """Layers that see everything have heads of other sizes, and may have no values of their own."""
-    shared = bool(config.get("attention_k_eq_v")) and kind == FULL
-    own = {**config}
-    if kind == FULL:
-        own["head_dim"] = config.get("global_head_dim") or 512
-        own["num_key_value_heads"] = (shared and config.get("num_global_key_value_heads")) or own["num_key_value_heads"]
-    if config.get("per_layer_config") is not None:  # as transformers writes it
-        own = {**config, **{int(key): each for key, each in config["per_layer_config"].items()}.get(place, {})}
-    attention = grouped(own, window=_window(config, kind), shared=shared)
-    if not config.get("enable_moe_block"):
-        return attention | dense(config["intermediate_size"]) | {"num_norms": 4}
-    mlp = experts(config, config["moe_intermediate_size"], shared=config["intermediate_size"])
-    return attention | mlp | {"num_norms": 7}
-
-
-def mixture(config: Config, kind: str, place: int) -> Fields:
-    """Experts in every layer, whose width is that of MLPs elsewhere."""
-    return grouped(config, window=_window(config, kind)) | experts(config, config["intermediate_size"])
-
-
-def _qwen_mlp(config: Config, place: int) -> Fields:
-    is_sparse = (place + 1) % config.get("decoder_sparse_step", 1) == 0
-    if not is_sparse or place in (config.get("mlp_only_layers") or ()):
-        return dense(config["intermediate_size"])
-    return experts(config, config["moe_intermediate_size"], config.get("shared_expert_intermediate_size", 0))
-
-
-def qwen_moe(config: Config, kind: str, place: int) -> Fields:
-    """Grouped queries, and in most layers experts beside shared ones."""
-    return grouped(config, window=_window(config, kind)) | _qwen_mlp(config, place)
-
-
-def delta(config: Config, kind: str, place: int) -> Fields:
-    """Qwen3-Next and what follows it: gated attention among layers of linear attention."""
-    mixer = delta_rule(config) if kind == LINEAR else grouped(config, gate=True)
-    return mixer | (_qwen_mlp(config, place) if "num_experts" in config else dense(config["intermediate_size"]))
-
-
-def olmo_hybrid(config: Config, kind: str, place: int) -> Fields:
-    """Attention among layers of linear attention, and a gated MLP in each."""
-    return (delta_rule(config) if kind == LINEAR else grouped(config)) | dense(config["intermediate_size"])
-
-
-def _routed_mlp(config: Config, place: int) -> Fields:
-    """DeepSeek's: dense in the first layers, then fine-grained experts beside shared ones."""
-    by_layer = config.get("mlp_layer_types")
-    is_dense = by_layer[place] == "dense" if by_layer else place < config["first_k_dense_replace"]
-    if is_dense:
-        return dense(config["intermediate_size"])
-    width = config["moe_intermediate_size"]
-    shared = (config.get("n_shared_experts") or 0) * width
-    return experts(config, width, shared) | {"router_width": config["hidden_size"]}
-
-
-def deepseek(config: Config, kind: str, place: int) -> Fields:
-    """Latent attention, and experts but in the first layers."""
-    return latent(config) | _routed_mlp(config, place)
-
-
-def glm_moe(config: Config, kind: str, place: int) -> Fields:
-    """Grouped queries, and experts but in the first layers."""
-    return grouped(config) | _routed_mlp(config, place)
-
-
-def kimi(config: Config, kind: str, place: int) -> Fields:
-    """Latent attention among layers of Kimi Delta Attention, and experts but in the first layers."""
-    return (kimi_delta(config) if kind == LINEAR else latent(config)) | _routed_mlp(config, place)
-
-
-def llama4(config: Config, kind: str, place: int) -> Fields:
-    """Grouped queries, within chunks in some layers, and in every layer or every other one experts."""
-    attention = grouped(config, window=config["attention_chunk_size"] if kind == CHUNKED else None)
-    step, listed = config.get("interleave_moe_layer_step", 1), config.get("moe_layers")
-    is_sparse = place in listed if listed is not None else (place + 1) % step == 0
-    width = config["intermediate_size"]
-    mlp = experts(config, width, shared=width) if is_sparse else dense(config["intermediate_size_mlp"])
-    return attention | {"window_restarts": kind == CHUNKED} | mlp
-
-
-def _state_space(config: Config) -> Fields:
-    heads, inner = config["mamba_n_heads"], config["mamba_expand"] * config["hidden_size"]
-    head_dim = config.get("mamba_d_head", "auto")
-    return mamba2(
-        config,
-        heads=heads,
-        head_dim=(config.get("mamba_d_ssm") or inner) // heads if head_dim == "auto" else head_dim,
-        groups=config["mamba_n_groups"],
-        state=config["mamba_d_state"],
-        kernel=config["mamba_d_conv"],
-    )
-
-
-def granite_hybrid(config: Config, kind: str, place: int) -> Fields:
-    """Attention among layers of Mamba-2, with experts, a shared MLP, or both."""
-    shared = config["shared_intermediate_size"]
-    mlp = experts(config, config["intermediate_size"], shared) if config["num_experts"] else dense(shared)
-    return (_state_space(config) if kind == LINEAR else grouped(config)) | mlp
-
-
-def bamba(config: Config, kind: str, place: int) -> Fields:
-    """Attention among layers of Mamba-2, and a gated MLP in each."""
-    return (_state_space(config) if kind == LINEAR else grouped(config)) | dense(config["intermediate_size"])
-
-
-def falcon_h1(config: Config, kind: str, place: int) -> Fields:
-    """Attention and a state space side by side in every layer."""
-    attention, states = grouped(config), _state_space(config)
-    both = {"mixer_parameters": attention["mixer_parameters"] + states["mixer_parameters"]}
-    return attention | states | both | dense(config["intermediate_size"])
-
-
-def jamba(config: Config, kind: str, place: int) -> Fields:
-    """Attention among layers of Mamba, and experts in some."""
-    mixer = mamba(config) if kind == LINEAR else grouped(config)
-    is_sparse = place % config["expert_layer_period"] == config["expert_layer_offset"]
-    width = config["intermediate_size"]
-    return mixer | (experts(config, width) if is_sparse and config["num_experts"] > 1 else dense(width))
-
-
-def nemotron_h(config: Config, kind: str, place: int) -> Fields:
-    """Every layer is one of the four, behind one norm; MLPs have no gate."""
-    if kind == FULL:
-        return grouped(config) | {"num_norms": 1}
-    if kind == LINEAR:
-        sizes = {"heads": config["mamba_num_heads"], "head_dim": config["mamba_head_dim"]}
-        sizes |= {"groups": config["n_groups"], "state": config["ssm_state_size"], "kernel": config["conv_kernel"]}
-        return mamba2(config, **sizes) | {"num_norms": 1}
-    if kind == MLP:
-        return dense(config["intermediate_size"]) | {"num_norms": 1, "is_gated": False}
-    shared = config["moe_shared_expert_intermediate_size"]
-    return experts(config, config["moe_intermediate_size"], shared) | {"num_norms": 1, "is_gated": False}
-
-
-def pure_mamba2(config: Config, kind: str, place: int) -> Fields:
-    """A layer of Mamba-2 and nothing else."""
-    sizes = {"heads": config["num_heads"], "head_dim": config["head_dim"], "groups": config["n_groups"]}
-    return mamba2(config, **sizes, state=config["state_size"], kernel=config["conv_kernel"]) | {"num_norms": 1}
-
-
-def lfm2(config: Config, kind: str, place: int) -> Fields:
-    """Attention among short convolutions, and a gated MLP or experts in each."""
-    mixer = short_convolution(config) if kind == CONVOLUTION else grouped(config)
-    if "num_dense_layers" in config and place >= config["num_dense_layers"]:
-        return mixer | experts(config, config["moe_intermediate_size"])
-    width = config["intermediate_size"]
-    if config.get("block_auto_adjust_ff_dim"):
-        multiple = config["block_multiple_of"]
-        width = int(config["block_ffn_dim_multiplier"] * (2 * width // 3))
-        width = multiple * -(-width // multiple)
-    return mixer | dense(width)
-
-
-# ---- which layers are of which type
-
-
-def every(interval: str, default: int, others: str) -> Callable[[Config, int], str]:
-    """Every so many layers one that sees everything, by the entry `interval`."""
-    return lambda config, place: others if (place + 1) % (config.get(interval) or default) else FULL
-
-
-def all_slide(config: Config, place: int) -> str:
-    """Whether there is a window, which all layers then have."""
-    return SLIDING if config.get("sliding_window") else FULL
-
-
-def all_slide_if_used(config: Config, place: int) -> str:
-    """Whether there is a window that is used, which all layers then have."""
-    return SLIDING if config.get("use_sliding_window") and config.get("sliding_window") else FULL
-
-
-def later_slide(config: Config, place: int) -> str:
-    """Whether there is a window that is used, which layers from `max_window_layers` on then have."""
-    first = config.get("max_window_layers")
-    return all_slide_if_used(config, place) if place >= (28 if first is None else first) else FULL
-
-
-def qwen2_moe_type(config: Config, place: int) -> str:
-    """Every other layer before `max_window_layers` has the window, if it is used."""
-    most = config.get("max_window_layers")
-    slides = place % 2 == 0 and place < (28 if most is None else most)
-    return all_slide_if_used(config, place) if slides else FULL
-
-
-def gemma4_type(config: Config, place: int) -> str:
-    """Every sixth layer sees everything, and the last one."""
-    return FULL if place == config["num_hidden_layers"] - 1 or (place + 1) % 6 == 0 else SLIDING
-
-
-def llama4_type(config: Config, place: int) -> str:
-    """Layers with rotary embeddings see their chunk only."""
-    has_rope = config.get("no_rope_layers") or ()
-    rotates = has_rope[place] if place < len(has_rope) else (place + 1) % config.get("no_rope_layer_interval", 4)
-    return CHUNKED if rotates and config.get("attention_chunk_size") else FULL
-
-
-def kimi_type(config: Config, place: int) -> str:
-    """Every fourth layer but the first has attention."""
-    return FULL if place and place % 4 == 0 else LINEAR
-
-
-def bamba_type(config: Config, place: int) -> str:
-    """The layers that are listed have attention."""
-    return FULL if place in (config.get("attn_layer_indices") or ()) else LINEAR
-
-
-def jamba_type(config: Config, place: int) -> str:
-    """One layer of each period has attention."""
-    return FULL if place % config["attn_layer_period"] == config["attn_layer_offset"] else LINEAR
-
-
-def lfm2_type(config: Config, place: int) -> str:
-    """The layers that are listed have attention, all if none are."""
-    full = config.get("full_attn_idxs")
-    return FULL if full is None or place in full else CONVOLUTION
-
-
-def linear(config: Config, place: int) -> str:
-    """No layer has attention."""
-    return LINEAR
+    num_norms: int = 2
+
+    def expected(self) -> dict[str, Expected]:
+        """What its entries may be, as `find_mismatch` reads it."""
+        found: dict[str, Expected] = {}
+        for name, least, missing in re.findall(r"(\w+)(>=0)?(\?|\|null)?", self.entries):
+            domain = _SPECIAL.get(name, _COUNT if least else _SIZE)
+            for earlier in (name, f"{name}?"):
+                found.pop(earlier, None)
+            found[f"{name}?" if missing else name] = or_null(domain) if missing == "|null" else domain
+        return found
+
+    def layer(self, config: Config, kind: str, place: int) -> Fields:
+        """The fields of the layer at a place."""
+        return {"num_norms": self.num_norms} | self.mixers[kind](config, place) | self.mlp(config, place)
+
+
+_ALL = "hidden_size vocab_size num_hidden_layers"
+_HEADS = f"{_ALL} num_attention_heads num_key_value_heads|null head_dim|null"
+_DENSE = f"{_HEADS} intermediate_size"
+_SLIDING = f"{_DENSE} sliding_window sliding_window_pattern?"
+_WINDOW = "sliding_window>=0|null use_sliding_window? max_window_layers>=0|null"  # may be there and not be used
+_LOCAL = f"{_DENSE} num_local_experts num_experts_per_tok"
+_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
+_QWEN_MOE = f"{_HEADS} {_EXPERTS} decoder_sparse_step? mlp_only_layers? intermediate_size?"
+_SHARED = "shared_expert_intermediate_size>=0"
+_ROUTED = (
+    f"{_DENSE} n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts>=0|null "
+    "first_k_dense_replace>=0? mlp_layer_types|null"
+)
+_LATENT = f"{_ROUTED} q_lora_rank|null kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
+_DELTA = "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+_GATED_DELTA = f"head_dim {_DELTA} full_attention_interval?"
+_MAMBA2 = f"{_DENSE} mamba_n_heads mamba_d_head? mamba_n_groups mamba_d_state mamba_d_conv mamba_expand"
+_PURE_MAMBA2 = "num_heads head_dim n_groups state_size conv_kernel"
+_NEMOTRON_MAMBA2 = "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel"
+_LFM2 = f"{_DENSE} conv_L_cache full_attn_idxs?"
+_LFM2_WIDTH = "block_auto_adjust_ff_dim? block_multiple_of? block_ffn_dim_multiplier?"
+_JAMBA = (
+    f"{_DENSE} num_experts num_experts_per_tok expert_layer_period expert_layer_offset>=0 attn_layer_period "
+    "attn_layer_offset>=0 mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank?"
+)
+_NEMOTRON = (
+    f"{_DENSE} head_dim {_NEMOTRON_MAMBA2} n_routed_experts? num_experts_per_tok? moe_intermediate_size? "
+    "moe_shared_expert_intermediate_size? moe_latent_size?"
+)
+_LLAMA4 = (
+    f"{_LOCAL} head_dim intermediate_size_mlp interleave_moe_layer_step? moe_layers? no_rope_layers? "
+    "no_rope_layer_interval? attention_chunk_size|null"
+)
+_GEMMA4 = (
+    f"{_SLIDING} head_dim num_key_value_heads global_head_dim|null per_layer_config|null "
+    "num_global_key_value_heads|null attention_k_eq_v? enable_moe_block? num_experts|null num_experts_per_tok|null "
+    "moe_intermediate_size|null hidden_size_per_layer_input num_kv_shared_layers?"
+)
+
+_GROUPED, _SLIDES = {FULL: of.grouped}, {FULL: of.grouped, SLIDING: of.sliding}
+_CHUNKS: Mixers = {FULL: of.grouped, CHUNKED: partial(of.grouped, window="attention_chunk_size", restarts=True)}
+_GEMMA4_MIXERS: Mixers = {FULL: partial(of.gemma4, kind=FULL), SLIDING: partial(of.gemma4, kind=SLIDING)}
+_STATES = {FULL: of.grouped, LINEAR: of.state_space}
+_GATED: Mixers = {FULL: partial(of.grouped, gate=True), LINEAR: of.delta_rule}
+_CONVOLUTIONS = {FULL: of.grouped, CONVOLUTION: of.short_convolution}
+_ONE_OF_FOUR: Mixers = {
+    FULL: of.grouped,
+    LINEAR: partial(of.mamba2, names=_NEMOTRON_MAMBA2),
+    MLP: partial(of.dense, is_gated=False),
+    EXPERTS: partial(
+        of.experts, width="moe_intermediate_size", shared="moe_shared_expert_intermediate_size", is_gated=False
+    ),
+}
+
+_ALL_SLIDE = of.either(SLIDING, FULL, lambda config, place: config.get("sliding_window"))
+_USED_SLIDE = of.either(SLIDING, FULL, lambda config, place: of.uses_window(config))
+_LATER_SLIDE = of.either(
+    SLIDING, FULL, lambda config, place: of.uses_window(config) and place >= config.get("max_window_layers", 28)
+)
+_FIRST_EVEN_SLIDE = of.either(
+    SLIDING,
+    FULL,
+    lambda config, place: of.uses_window(config) and place % 2 == 0 and place < config.get("max_window_layers", 28),
+)
+_EVERY_OTHER, _EVERY_FOURTH = of.every("", 2, SLIDING), of.every("", 4, SLIDING)
+_SIXTH_AND_LAST = of.either(
+    FULL, SLIDING, lambda config, place: place == config["num_hidden_layers"] - 1 or (place + 1) % 6 == 0
+)
+_LISTED = of.either(FULL, LINEAR, lambda config, place: place in (config.get("attn_layer_indices") or ()))
+_ONE_OF_PERIOD = of.either(
+    FULL, LINEAR, lambda config, place: place % config["attn_layer_period"] == config["attn_layer_offset"]
+)
+_FOURTH_BUT_FIRST = of.either(FULL, LINEAR, lambda config, place: place and place % 4 == 0)
+_LISTED_OR_ALL = of.either(FULL, CONVOLUTION, lambda config, place: place in config.get("full_attn_idxs", (place,)))
+_LINEAR = of.either(LINEAR, LINEAR, lambda config, place: True)
+_GATED_FOURTH = of.every("full_attention_interval", 4, LINEAR)
+
+_TIED, _WINDOWED, _NORMED = {"tie_word_embeddings": True}, {"sliding_window": 4096}, {"use_qk_norm": True}
+_WIDE = {**_NORMED, "wide_norms": True}
+_TIED_NORMED, _WINDOWED_NORMED = {**_TIED, **_NORMED}, {**_WINDOWED, **_NORMED}
+_GEMMA2_DEFAULTS = {**_TIED, **_WINDOWED, "wide_norms": True, "head_dim": 256}
+_GEMMA3_DEFAULTS = {
+    **_GEMMA2_DEFAULTS,
+    **_NORMED,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262208,
+}
+_GEMMA4_DEFAULTS = {**_TIED, **_WIDE, "head_dim": 256, "hidden_size_per_layer_input": 256, "sliding_window": 512}
+_LFM2_DEFAULTS = {
+    **_TIED_NORMED,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
+
+_LATENT_EXPERTS = Family(_LATENT, {FULL: of.latent}, of.routed, defaults={"first_k_dense_replace": 3})
+_QWEN_HYBRID = Family(f"{_DENSE} {_GATED_DELTA}", _GATED, of.qwen_experts, _GATED_FOURTH, True, _WIDE)
+_QWEN_HYBRID_MOE = _QWEN_HYBRID._replace(entries=f"{_QWEN_MOE} {_GATED_DELTA} {_SHARED}")
+_FIRST_DENSE = {"first_k_dense_replace": 1}
+
+#: By `model_type`.
+FAMILIES: dict[str, Family] = {
+    "bamba": Family(f"{_MAMBA2} attn_layer_indices?", _STATES, of.dense, _LISTED, True),
+    "cohere": Family(_DENSE, _GROUPED, defaults=_TIED),
+    "cohere2": Family(_SLIDING, _SLIDES, of.dense, of.every("sliding_window_pattern", 4, SLIDING), True, _TIED),
+    "deepseek_v3": _LATENT_EXPERTS,
+    "falcon_h1": Family(f"{_MAMBA2} mamba_d_ssm|null", {FULL: of.falcon_h1}),
+    "gemma2": Family(f"{_SLIDING} head_dim", _SLIDES, of.dense, _EVERY_OTHER, True, _GEMMA2_DEFAULTS, 4),
+    "gemma3_text": Family(
+        f"{_SLIDING} head_dim use_bidirectional_attention?",
+        _SLIDES,
+        of.dense,
+        of.every("sliding_window_pattern", 6, SLIDING),
+        True,
+        _GEMMA3_DEFAULTS,
+        4,
+    ),
+    "gemma4_text": Family(_GEMMA4, _GEMMA4_MIXERS, of.gemma4_mlp, _SIXTH_AND_LAST, True, _GEMMA4_DEFAULTS, 4),
+    "glm4": Family(_DENSE, _GROUPED, num_norms=4),
+    "glm4_moe": Family(_ROUTED, _GROUPED, of.routed, defaults=_FIRST_DENSE),
+    "glm4_moe_lite": _LATENT_EXPERTS._replace(defaults=_FIRST_DENSE),
+    "gpt_oss": Family(f"{_LOCAL} {_SLIDING} head_dim", _SLIDES, of.experts, _EVERY_OTHER, True),
+    "granite": Family(_DENSE, _GROUPED),
+    "granitemoe": Family(_LOCAL, _GROUPED, of.experts),
+    "granitemoehybrid": Family(
+        f"{_MAMBA2} num_local_experts>=0 num_experts_per_tok>=0 shared_intermediate_size",
+        _STATES,
+        of.granite_mlp,
+        _LINEAR,
+        True,
+    ),
+    "jamba": Family(_JAMBA, {FULL: of.grouped, LINEAR: of.mamba}, of.jamba_mlp, _ONE_OF_PERIOD),
+    "kimi_k2": _LATENT_EXPERTS,
+    "kimi_linear": Family(
+        f"{_LATENT} linear_conv_kernel_dim linear_head_dim linear_num_heads",
+        {FULL: of.latent, LINEAR: of.kimi_delta},
+        of.routed,
+        _FOURTH_BUT_FIRST,
+        True,
+        _FIRST_DENSE,
+    ),
+    "lfm2": Family(f"{_LFM2} {_LFM2_WIDTH}", _CONVOLUTIONS, of.lfm2_mlp, _LISTED_OR_ALL, True, _LFM2_DEFAULTS),
+    "lfm2_moe": Family(
+        f"{_LFM2} {_EXPERTS} num_dense_layers>=0", _CONVOLUTIONS, of.lfm2_mlp, _LISTED_OR_ALL, True, _TIED_NORMED
+    ),
+    "llama": Family(_DENSE, _GROUPED),
+    "llama4_text": Family(_LLAMA4, _CHUNKS, of.llama4_mlp, of.either(CHUNKED, FULL, of.rotates), True, _NORMED),
+    "mamba2": Family(
+        f"{_ALL} {_PURE_MAMBA2}", {LINEAR: partial(of.mamba2, names=_PURE_MAMBA2)}, of.nothing, _LINEAR, num_norms=1
+    ),
+    "minimax_m2": Family(f"{_LOCAL} head_dim", _GROUPED, of.experts, defaults=_NORMED),
+    "ministral3": Family(f"{_DENSE} head_dim {_WINDOW}", _SLIDES, of.dense, _ALL_SLIDE),
+    "mistral": Family(f"{_DENSE} {_WINDOW}", _SLIDES, of.dense, _ALL_SLIDE, defaults=_WINDOWED),
+    "mixtral": Family(f"{_LOCAL} {_WINDOW}", _SLIDES, of.experts, _ALL_SLIDE),
+    "nemotron_h": Family(_NEMOTRON, _ONE_OF_FOUR, of.nothing, _LINEAR, True, num_norms=1),
+    "olmo2": Family(_DENSE, _GROUPED, defaults=_WIDE),
+    "olmo3": Family(_SLIDING, _SLIDES, of.dense, _EVERY_FOURTH, True, _WIDE),
+    "olmo_hybrid": Family(
+        f"{_DENSE} {_DELTA}", {FULL: of.grouped, LINEAR: of.delta_rule}, of.dense, of.every("", 4, LINEAR), True, _WIDE
+    ),
+    "phi3": Family(f"{_DENSE} {_WINDOW}", _SLIDES, of.dense, _ALL_SLIDE),
+    "qwen2": Family(f"{_DENSE} {_WINDOW}", _SLIDES, of.dense, _LATER_SLIDE, True, _WINDOWED),
+    "qwen2_moe": Family(
+        f"{_QWEN_MOE} {_WINDOW} {_SHARED}", _SLIDES, of.qwen_experts, _FIRST_EVEN_SLIDE, True, _WINDOWED
+    ),
+    "qwen3": Family(f"{_DENSE} head_dim {_WINDOW}", _SLIDES, of.dense, _LATER_SLIDE, True, _WINDOWED_NORMED),
+    "qwen3_5_moe_text": _QWEN_HYBRID_MOE,
+    "qwen3_5_text": _QWEN_HYBRID,
+    "qwen3_moe": Family(f"{_QWEN_MOE} {_WINDOW}", _SLIDES, of.qwen_experts, _USED_SLIDE, defaults=_WINDOWED_NORMED),
+    "qwen3_next": _QWEN_HYBRID_MOE,
+}
+
+#: Of models that see pictures too, which are trained on text here: the type of their `text_config`.
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
-class Sight(NamedTuple):
+class AttentionPattern(NamedTuple):
     """What queries see of the tokens before them: all, or the `window` that ends with them.
 
     `restarts`: windows lie side by side instead, and a query sees the part of its own before it (chunked attention).
@@ -24,7 +24,7 @@ class Sight(NamedTuple):
 
 
 #: Of a model that attends to everything in all of its attention layers.
-FULL = (Sight(),)
+FULL = (AttentionPattern(),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Layer:
 
     Attention: `query_width`, `key_width`, `value_width` and `output_width` over all heads; `latent_width` is what
     multi-head latent attention has of a token in place of keys and values. `window` and `window_restarts` say
-    what a query sees, see `Sight`.
+    what a query sees, see `AttentionPattern`.
 
     A recurrent layer (linear attention, state space, convolution) has states of `state_elements` for a sequence, and
     goes through them `state_products` times with each token. A layer may have both.
@@ -157,14 +157,14 @@ class ModelShape:
         return any(kind.expanded_width for kind in self.kinds)
 
     @cached_property
-    def sights(self) -> tuple[Sight, ...]:
+    def attention_patterns(self) -> tuple[AttentionPattern, ...]:
         """What attention sees, by its share of the attention there is; empty where no layer has any."""
-        widths: Counter[Sight] = Counter()
+        widths: Counter[AttentionPattern] = Counter()
         for place, count in Counter(self.order).items():
             kind = self.kinds[place]
-            widths[Sight(kind.window, kind.window_restarts)] += round(2 * kind.attention_width) * count
+            widths[AttentionPattern(kind.window, kind.window_restarts)] += round(2 * kind.attention_width) * count
         total = widths.total()
-        return tuple(sight._replace(share=width / total) for sight, width in widths.items() if width)
+        return tuple(pattern._replace(share=width / total) for pattern, width in widths.items() if width)
 
     def total(self, of: Callable[[Layer], float]) -> float:
         """The sum over all layers; whole where each is."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.planfile.analysis import TokenReader
-from chunkplan.planfile.arrow import to_arrow
+from chunkplan.planfile.schema import to_arrow
 
 #: Only a single row can make a batch larger. Readers of Parquet that shuffle decode a whole one for every row.
 _BATCH_TOKENS = 1 << 20

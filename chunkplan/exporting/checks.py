@@ -10,9 +10,8 @@ from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.validation.checks_analysis import check_tokens
-from chunkplan.validation.checks_chunks import check_chunk_ids, check_chunk_size
-from chunkplan.validation.chunk_columns import ChunkColumns
-from chunkplan.validation.violation import Violation
+from chunkplan.validation.checks_chunks import first_violation
+from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 
 PLAN_HINT = "`chunkplan validate` names what is wrong with the plan; build it again"
 _ANALYSIS_HINT = "`chunkplan validate` names what is wrong with the analysis; analyze again"
@@ -27,7 +26,7 @@ def read_chunks(plan: Plan, analysis: Analysis) -> ChunkColumns:
     tables = {"steps": plan.steps(), "chunks": plan.chunks()}
     check_plan(plan, tables)
     columns = ChunkColumns.of(plan, analysis, **tables)
-    if found := check_chunk_ids(columns) or check_chunk_size(columns):
+    if found := first_violation("chunk-ids", columns) or first_violation("chunk-size", columns):
         raise _refusal(plan, found)
     return columns
 

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.files.lock import hold
-from chunkplan.files.writing import changing, filling, undone, writing
+from chunkplan.files.writing import changing, filling, hold, undone, writing
 
 MANIFEST = "manifest.json"
 
@@ -54,10 +53,8 @@ def replace_folder(target: Path, kind: str) -> Iterator[Path]:
 
     A killed run leaves the old folder or none, never half of a new one; if none, the next run puts the old one back.
     Only an empty folder or one of the same kind (see `_MARKS`), with nothing else in it (see `_CONTENTS`), is replaced.
-
-    Raises:
-        UsageError: `target` is something else, cannot be written, holds the current folder or lies in a folder of ours,
-            or another run is writing it.
+    Raises UsageError: `target` is something else, cannot be written, holds the current folder or lies in a folder of
+    ours, or another run is writing it.
     """
     with reserve_folder(target, kind), fill_folder(target) as temporary:
         yield temporary
@@ -75,7 +72,9 @@ def reserve_folder(target: Path, kind: str) -> Iterator[None]:
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(target))
-            _put_back(target)
+            for old in _left_behind(target.parent, target.name, "old"):  # killed between the two renames
+                if not target.exists():
+                    old.rename(target)
             remove_left_behind(target.parent, target.name)
         yield
 
@@ -162,8 +161,7 @@ def refuse_other_content(target: Path, kind: str) -> None:
 def refuse_inside_ours(target: Path) -> None:
     """Refuse to write into a folder of ours, which would then hold more than that, and never be replaced again.
 
-    Raises:
-        UsageError: naming that folder.
+    Raises UsageError: naming that folder.
     """
     for folder in Path(os.path.realpath(target)).parents:
         for kind, name in _NAMES.items():
@@ -182,7 +180,8 @@ def _why_not_just(target: Path, kind: str) -> str | None:
     """None for a folder that is empty, or is of the kind and has nothing in it that is not."""
     if not target.is_dir():
         return "it is no folder"
-    names = {_name(path, target) for path in target.rglob("*")}
+    paths = {path: path.is_dir() and not path.is_symlink() for path in target.rglob("*")}  # a link is no folder
+    names = [path.relative_to(target).as_posix() + "/" * is_folder for path, is_folder in paths.items()]
     strangers = [name for name in names if not re.fullmatch(_CONTENTS[kind], name)]
     if strangers:
         return f"{min(strangers)} is in it"
@@ -197,12 +196,6 @@ def _is_marked(folder: Path, kind: str) -> bool:
         return re.search(mark, file.read(_MARK_CHARACTERS)) is not None
 
 
-def _name(path: Path, folder: Path) -> str:
-    """The name of `path` below `folder`, with a "/" behind that of a folder; a link is no folder."""
-    is_folder = path.is_dir() and not path.is_symlink()
-    return path.relative_to(folder).as_posix() + ("/" if is_folder else "")
-
-
 def remove_left_behind(parent: Path, name: str | None = None, *, by_anyone: bool = False) -> None:
     """Remove what runs on this machine left in `parent` when they were killed; that of `name` alone, if given.
 
@@ -213,13 +206,6 @@ def remove_left_behind(parent: Path, name: str | None = None, *, by_anyone: bool
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _put_back(target: Path) -> None:
-    """Undo the first of the two renames of a run that was killed before the second."""
-    for old in _left_behind(target.parent, target.name, "old"):
-        if not target.exists():
-            old.rename(target)
 
 
 def _left_behind(parent: Path, name: str | None, kinds: str, *, by_anyone: bool = False) -> list[Path]:

@@ -33,9 +33,8 @@ _OF_THE_MACHINE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.
 def read_json(path: Path, *, hint: str, infinity: bool = False) -> Any:
     """The document in a file that anybody may have written; with `infinity` that may be one of its numbers.
 
-    Raises:
-        DataError: it is larger than `MAX_BYTES`, not UTF-8, not JSON (NaN, infinity and 1e999 are not), has a key twice
-            in one object or half a character in a string, or is nested deeper than `MAX_DEPTH`.
+    Raises DataError: it is larger than `MAX_BYTES`, not UTF-8, not JSON (NaN, infinity and 1e999 are not), has a key
+    twice in one object or half a character in a string, or is nested deeper than `MAX_DEPTH`.
     """
     if path.stat().st_size > MAX_BYTES:
         raise DataError(f"larger than {MAX_BYTES:,} bytes", where=str(path), hint=hint)
@@ -101,8 +100,7 @@ def _check_values(document: Any) -> None:
 def write_json(path: Path, document: Any, *, indent: int | None = None) -> None:
     """Write `document` to `path`.
 
-    Raises:
-        UsageError: `path` cannot be written.
+    Raises UsageError: `path` cannot be written.
     """
     with whole_file(path) as file:
         json.dump(document, file, indent=indent, allow_nan=False)
@@ -112,10 +110,8 @@ def write_json(path: Path, document: Any, *, indent: int | None = None) -> None:
 def refuse_outside(path: Path, folder: Path) -> None:
     """Refuse a file of `folder` that is a link out of it or to itself, or no regular file: a pipe would block.
 
-    The folder itself may be a link, and links within it are followed.
-
-    Raises:
-        DataError: it is one of these, or not there.
+    The folder itself may be a link, and links within it are followed. Raises DataError: it is one of these, or not
+    there.
     """
     target = Path(os.path.realpath(path))
     if not target.is_relative_to(os.path.realpath(folder)):

@@ -13,12 +13,12 @@ import pyarrow as pa
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.rejection import HINTS_OF_ALL
+from chunkplan.intake.records import HINTS_OF_ALL
 from chunkplan.intake.source import Source
 from chunkplan.intake.store import DIGESTS, TOKENS, check_room, read_lengths, read_rejected
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis_writer import AnalysisWriter
-from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.manifest import SourceEntry
 
 REJECTED = "rejected.jsonl"
 
@@ -32,11 +32,9 @@ def assemble(
 ) -> None:
     """Write the analysis of `sources`, all of whose pieces are in the folders that `locate` names, into `folder`.
 
-    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`.
-
-    Raises:
-        DataError: there is no sequence, or a source has no target.
-        UsageError: there is no room for the analysis, or a piece is gone.
+    Tokens are stored if every sequence has them. `tokenizer` is the manifest's entry, with its `template_hash`. Raises
+    DataError: there is no sequence, or a source has no target; UsageError: there is no room for the analysis, or a
+    piece is gone.
     """
     pieces = [piece for source in sources for piece in source.pieces]
     rejected: Counter[str] = Counter()

@@ -131,8 +131,7 @@ def join(folder: str, name: str) -> str:
 def files_of(path: str) -> Files:
     """Where `path` is to be looked for.
 
-    Raises:
-        UsageError: a URL whose protocol needs something that is not installed, or that fsspec does not know.
+    Raises UsageError: a URL whose protocol needs something that is not installed, or that fsspec does not know.
     """
     return _RemoteFiles(_filesystem(path)) if is_url(path) else Files()
 

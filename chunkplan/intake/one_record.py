@@ -13,10 +13,9 @@ from chunkplan.errors import UsageError
 from chunkplan.files.folder import temporary_folder
 from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.probe import find_layout, look_ahead
-from chunkplan.intake.readers import alone, cut, first_records, num_rows, read
-from chunkplan.intake.records import JsonObject, LengthRecord, Record
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.probe import cut_with_layout
+from chunkplan.intake.readers import alone, first_records, num_rows, read
+from chunkplan.intake.records import JsonObject, LengthRecord, Record, RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.source import Source
 from chunkplan.intake.source_columns import overrides_of_sources, suffixes_of
@@ -74,26 +73,19 @@ def find_record(
     """Read the record at `place` with `options`, less what these say of a sample and of errors.
 
     `sources` are the paths that the columns of `options` may name, and `named` the index of this one among them, or
-    None.
-
-    Raises:
-        UsageError: there is no such file or record, or nobody can tell which one is meant.
-        DataError: the file cannot be read, or no schema fits its records.
+    None. Raises UsageError: there is no such file or record, or nobody can tell which one is meant; DataError: the file
+    cannot be read, or no schema fits its records.
     """
     file = _one_file(place.path, suffixes_of(options.formats))
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
     source = Source(file, overrides_of_sources(options, paths)[index])
     with temporary_folder(Path(tempfile.gettempdir()), "chunkplan") as spool:
         total = 0
-        row = 0
-        pieces, records = look_ahead(cut(file, 0, spool), source, replace(options, on_error="skip"))
-        for piece in pieces:
-            if source.layout is None:
-                source.layout = find_layout(source, records)
-                source.reader = piece.reader
-                row = _row(place, source)
+        for piece in cut_with_layout(source, 0, replace(options, on_error="skip"), spool):
+            row = _row(place, source)
             rows = num_rows(piece)
             if row < total + rows:
+                assert source.layout is not None
                 place_of_row = record_place(source.name, source.format, row)
                 found = _found(piece, row - total, place_of_row, source.layout, options, spool)
                 return replace(found, row=row)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
-from chunkplan.intake.records import Record
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import Record, Rejected
 
 #: How much is read at once, which changes memory and time and no result. What one process reads of a source before it
 #: hands on what came of it:

@@ -19,8 +19,7 @@ from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
 from chunkplan.intake.readers.streams import Taken, chunks, contents
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import is_null
 from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
@@ -48,9 +47,8 @@ _OF_RECORDS = ("empty", "undesirable")
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:
     """Find the layout of a source, where its file shows it before it is read.
 
-    Raises:
-        DataError: the source cannot be read; where errors stop the run, also that none of its first records can be.
-        UsageError: as `find_layout`, or the file cannot be opened.
+    Raises DataError: the source cannot be read; where errors stop the run, also that none of its first records can be;
+    UsageError: as `find_layout`, or the file cannot be opened.
     """
     file = source.file
     if file.damage is not None:
@@ -109,6 +107,19 @@ def look_ahead(
     return chain(held, found), records
 
 
+def cut_with_layout(source: Source, index: int, options: IntakeOptions, spool: Path) -> Iterator[Piece]:
+    """The pieces of a source, which are noted there; its layout is found with the first, where it is not known."""
+    found, records = cut(source.file, index, spool), list[JsonObject]()
+    if source.layout is None:
+        found, records = look_ahead(found, source, options)
+    for piece in found:
+        if source.layout is None:
+            source.layout = find_layout(source, records)
+        source.reader = piece.reader
+        source.origins.append(piece.origin)
+        yield piece
+
+
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
     """Return whether these records say nothing of how those of `source` are laid out, as they are null."""
     return all(is_null(record, source.overrides.schema, source.overrides.columns) for record in records)
@@ -129,10 +140,8 @@ def _raising(error: RecordError) -> Iterator[Piece]:
 def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     """Return the layout of a source that begins with `records`.
 
-    Raises:
-        LayoutError: no schema is known that fits, or several do.
-        DataError: the source is unreadable.
-        UsageError: there is no such schema or role.
+    Raises LayoutError: no schema is known that fits, or several do; DataError: the source is unreadable; UsageError:
+    there is no such schema or role.
     """
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD

@@ -19,18 +19,20 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece, PieceResult, TokenColumns, add_left_out, token_columns
 from chunkplan.intake.readers import digest, read
 from chunkplan.intake.records import (
+    HINTS_OF_ALL,
     Conversation,
     Exchange,
     PromptRecord,
     Record,
+    RecordError,
+    Rejected,
     TextRecord,
     TokensRecord,
 )
-from chunkplan.intake.rejection import HINTS_OF_ALL, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.store import MOST, PieceWriter, Store, check_room
 from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
-from chunkplan.planfile.unread_keys import add_unread, most_unread
+from chunkplan.planfile.manifest import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
 _VERSION = 9
@@ -61,9 +63,8 @@ class IntakeSettings:
 def process(settings: IntakeSettings, piece: Piece, layout: RecordLayout, report: Report) -> PieceResult:
     """Read a piece, encode it and put it into the store, unless it is there.
 
-    Raises:
-        RecordError: `--on-error stop`, and a record cannot become a sequence.
-        UsageError: records need a chat template that is not there, or the disk is full.
+    Raises RecordError: `--on-error stop`, and a record cannot become a sequence; UsageError: records need a chat
+    template that is not there, or the disk is full.
     """
     store = Store(settings.store, is_trusted=settings.use_cache)
     found = digest(piece)
@@ -236,7 +237,7 @@ class _Task:
         left_out: dict[int, set[str]] = {}
         for place, one in enumerate(self._encoder.encode(records, left_out)):
             if isinstance(one, RecordError):
-                self._rejected.append(Rejected(owners[place], one.reason, one.message, one.hint))
+                self._rejected.append(one.of_row(owners[place]))
             else:
                 encoded.append(one)
                 kept.append(place)

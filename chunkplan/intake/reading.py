@@ -2,7 +2,8 @@
 
 Every record becomes one sequence, is counted as rejected with its reason, or is left out of a sample that was asked
 for. The same records, tokenizer and options give the same content hash, whatever files they lie in, and whichever
-processes or machines did the work.
+processes or machines did the work, in whichever order tasks end: of several records that stop a run the first in the
+order of the input is reported.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.errors import UsageError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.files.folder import fill_folder, refuse_other_content, reserve_folder, temporary_folder
 from chunkplan.files.writing import writing
 from chunkplan.intake import pieces
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.files import STDIN, is_url
-from chunkplan.intake.process import IntakeSettings
-from chunkplan.intake.run import IntakeRun, Runner
-from chunkplan.intake.runners import Workers, run_here, run_in_processes, run_on_ray
-from chunkplan.intake.source import Source
-from chunkplan.intake.source_columns import suffixes_of, without_unused
+from chunkplan.intake.probe import cut_with_layout, probe
+from chunkplan.intake.process import IntakeSettings, find, piece_key
+from chunkplan.intake.readers import is_stream
+from chunkplan.intake.records import RecordError, Rejected
+from chunkplan.intake.runners import Outcomes, Report, Task, Workers, run_here, run_in_processes, run_on_ray
+from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.schemas.fields import LayoutError
+from chunkplan.intake.source import Source, hint_for, unreadable_sources
+from chunkplan.intake.source_columns import overrides_of_sources, suffixes_of, without_unused
 from chunkplan.intake.sources import LINK, SourceFile, find_sources
-from chunkplan.intake.store import LEAST, ROOM_HINT, Store, check_room
+from chunkplan.intake.store import LEAST, ROOM_HINT, FileState, KnownFile, Store, check_room
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
@@ -128,22 +134,14 @@ def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
     refuse_other_content(output, "analysis")
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
-            tokenizer = done.tokenizer and _found_from(output, done.tokenizer)
+            tokenizer = done.tokenizer
+            # Its path leads to it from a folder above the analysis; where this folder is none, it is made absolute.
+            if tokenizer and Path(tokenizer["path"]).exists() and Path.cwd() not in output.resolve().parents:
+                tokenizer = {**tokenizer, "path": str(Path(tokenizer["path"]).absolute())}
             assemble(folder, done.sources, done.store.path, done.settings.options, tokenizer)
             analysis = load_analysis(folder)  # later, another run may have replaced it
         done.store.prune(piece.key for source in done.sources for piece in source.pieces)
     return replace(analysis, path=output)
-
-
-def _found_from(output: Path, tokenizer: TokenizerEntry) -> TokenizerEntry:
-    """The entry for a tokenizer whose path leads to it from an analysis in `output`, wherever one is then.
-
-    A relative path does so from a folder above; where this folder is none of these, it is made absolute.
-    """
-    path = Path(tokenizer["path"])
-    if not path.exists() or Path.cwd() in output.resolve().parents:
-        return tokenizer
-    return {**tokenizer, "path": str(path.absolute())}
 
 
 @contextmanager
@@ -203,22 +201,21 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
 
 def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
     """What all tasks share, and the entry of the manifest for the tokenizer."""
+    tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
+    if tokenizer is None and template is not None:
+        raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
+    today = date.today().isoformat()
+    encoder = None if tokenizer is None else load_tokenizer(tokenizer, template, today=today)
     settings = IntakeSettings(
-        tokenizer=None,
-        chat_template=None if request.chat_template is None else str(request.chat_template),
-        today=date.today().isoformat(),
-        identity=None,
+        tokenizer=tokenizer,
+        chat_template=template,
+        today=today,
+        identity=encoder.identity if encoder else None,
         options=request.options,
         store=request.cache,
         use_cache=request.use_cache,
     )
-    if request.tokenizer is None:
-        if request.chat_template is not None:
-            raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
-        return settings, None
-    encoder = load_tokenizer(request.tokenizer, request.chat_template, today=settings.today)
-    settings = replace(settings, tokenizer=str(request.tokenizer), identity=encoder.identity)
-    return settings, encoder.describe()
+    return settings, encoder.describe() if encoder else None
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, stack: ExitStack) -> Runner:
@@ -237,3 +234,192 @@ def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, s
     if new:
         workers.start(min(num_workers, sum(-(-(size or ONE_PROCESS_BYTES) // pieces.PIECE_BYTES) for size in new)))
     return partial(run_in_processes, workers=workers)
+
+
+#: Does tasks and yields their results, in any order; after one that failed it begins no other.
+Runner = Callable[[Iterator[Task], IntakeSettings, Report], Outcomes]
+
+#: How many URLs are looked at at once.
+_LOOKS = 16
+
+
+class IntakeRun:
+    """Sources, and after `run` the results of their pieces; with `shard` (I, N) those of share I of N, from 1."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        settings: IntakeSettings,
+        store: Store,
+        spool: Path,
+        *,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        readable = [file for file in files if file.kind != LINK]
+        self._paths = [file.path for file in readable]
+        overrides = iter(overrides_of_sources(settings.options, self._paths))
+        self.sources = [Source(file) if file.kind == LINK else Source(file, next(overrides)) for file in files]
+        self._settings = settings
+        self._options = settings.options
+        self._spool = spool
+        self._shard = shard
+        self._store = store
+        self._failures: dict[tuple[int, int], ChunkplanError] = {}  # by source and piece, for the first to be reported
+        self._num_dealt = 0  # pieces and streams that went to one shard or another
+        self._done = [0, 0]  # bytes and tokens, also of what no task processes
+        self._states: dict[int, FileState | None] = {}  # of files before they were read
+
+    def run(self, runner: Runner, report: Report) -> None:
+        """Have all pieces of all sources processed.
+
+        Raises RecordError: a record, or a file, cannot be read and the run is not to go on without it; DataError:
+        sources cannot be read at all, or one changed while it was read; UsageError: a source cannot be opened, records
+        need a chat template, or the disk is full.
+        """
+        self._probe()
+
+        def add(num_bytes: int, num_tokens: int) -> None:
+            self._done[0] += num_bytes
+            self._done[1] += num_tokens
+            report(*self._done)
+
+        for task, outcome in runner(self._tasks(), self._settings, add):
+            if isinstance(outcome, ChunkplanError):
+                self._failures[task.piece.source, task.piece.index] = outcome
+                continue
+            self.sources[task.piece.source].results[task.piece.index] = outcome
+            self._close(task.piece.source)
+        add(0, 0)  # with what was found at the end
+        if self._failures:
+            place = min(self._failures)
+            raise self._placed(self._failures[place], *place)
+
+    def _probe(self) -> None:
+        """Look at all sources before any is read; those that cannot be read are left out, or end the run together.
+
+        Of what is in the cache the results are taken, and it is not looked at; where errors stop the run, what has some
+        is not taken from there.
+        """
+        problems: list[tuple[Source, DataError]] = []
+        threads = ThreadPoolExecutor(_LOOKS)
+        looks = {  # at what is behind a URL, which takes long to answer
+            index: threads.submit(probe, source, index, self._options, self._spool)
+            for index, source in enumerate(self.sources)
+            if is_url(source.file.path)
+        }
+        try:
+            for index, source in enumerate(self.sources):
+                state = self._states[index] = None if source.file.num_bytes is None else FileState.of(source.file.path)
+                if self._recall(source, state):
+                    continue
+                try:
+                    look = looks.get(index)
+                    source.layout = look.result() if look else probe(source, index, self._options, self._spool)
+                except DataError as error:
+                    problems.append((source, error))
+        finally:
+            threads.shutdown(cancel_futures=True)
+        is_schema = any(not isinstance(found, RecordError) for _, found in problems)
+        if problems and (self._options.on_error == "stop" or (is_schema and len(problems) == len(self._paths))):
+            raise unreadable_sources(problems, self._paths, self._options.columns)
+        for source, found in problems:
+            hint = hint_for(source, found, self._paths)
+            message = (
+                f"{found.message}; {hint}" if isinstance(found, LayoutError) and found.is_definite else found.message
+            )
+            source.broken = Rejected(-1, "unreadable", message, hint)
+            source.num_pieces = 0
+            self._pass(source, source.num_left)
+
+    def _tasks(self) -> Iterator[Task]:
+        """The tasks of all sources in order; one that cannot be cut ends them."""
+        for index, source in enumerate(self.sources):
+            try:
+                yield from self._tasks_of(index, source)
+            except RecordError as error:
+                if self._options.on_error == "stop":
+                    self._failures[index, len(source.origins)] = error
+                    return
+                source.broken = error.of_row(-1)
+                source.num_pieces = len(source.origins)
+                self._pass(source, source.num_left)
+            except ChunkplanError as error:
+                self._failures[index, len(source.origins)] = error
+                return
+
+    def _tasks_of(self, index: int, source: Source) -> Iterator[Task]:
+        file = source.file
+        if source.num_pieces is not None:  # left out, or taken from the cache
+            return
+        if file.kind == LINK:
+            source.num_pieces = 0
+            return
+        if is_stream(file) and not self._takes_next():
+            self._pass(source, source.num_left)
+            return
+        for piece in cut_with_layout(source, index, self._options, self._spool):
+            share = min(piece.share, source.num_left)
+            if is_stream(file) or self._takes_next():
+                source.num_left -= share
+                assert source.layout is not None
+                yield Task(replace(piece, share=share), source.layout)
+            else:
+                self._pass(source, share)
+        source.num_pieces = len(source.origins)
+        self._pass(source, source.num_left)
+        self._close(index)
+
+    def _recall(self, source: Source, state: FileState | None) -> bool:
+        """Take the results of a file from the cache; whether it is unchanged and they are all there."""
+        known = self._store.recall(state.path) if state and self._shard is None else None
+        if known is None or source.request not in known["layouts"]:
+            return False
+        layout = RecordLayout(**known["layouts"][source.request])
+        keys = [piece_key(self._settings, layout, *piece) for piece in known["pieces"]]
+        found = [result for key in keys if (result := find(self._settings, self._store, key)) is not None]
+        if len(found) < len(keys):
+            return False
+        source.layout, source.results, source.num_pieces = layout, dict(enumerate(found)), len(found)
+        self._pass(source, source.num_left)
+        self._done[1] += sum(result.num_tokens for result in found)
+        return True
+
+    def _close(self, index: int) -> None:
+        """Note in the cache that a file is processed, once all of its pieces are."""
+        source, state = self.sources[index], self._states.get(index)
+        if state is None or self._shard is not None or source.broken or not source.is_complete:
+            return
+        if not state.is_unchanged:
+            self._failures[index, 0] = DataError(
+                "changed while it was read", where=source.name, hint="run the command again when it is finished"
+            )
+            return
+        assert source.layout is not None
+        before = self._store.recall(state.path)
+        layouts = (before["layouts"] if before else {}) | {source.request: asdict(source.layout)}
+        pieces = [(one.digest, one.reader, origin) for one, origin in zip(source.pieces, source.origins, strict=True)]
+        self._store.remember(state, KnownFile(layouts=layouts, pieces=pieces))
+
+    def _placed(self, error: ChunkplanError, source: int, piece: int) -> ChunkplanError:
+        """`error` with the place of its record, and with the hint that --on-error skip goes on without what is bad."""
+        if isinstance(error, RecordError):
+            where = error.where or self.sources[source].place(piece, error.number)
+            what = "the rest of this source" if error.reason == "unreadable" else "this source"
+            is_said = "--on-error skip" in error.hint or (len(self.sources) == 1 and error.reason != "unreadable")
+            hint = hint_for(self.sources[source], error, self._paths)
+            hint += "" if is_said else f"; --on-error skip leaves {what} out and goes on"
+            return RecordError(error.message, reason=error.reason, hint=hint, where=where)
+        if isinstance(error, LayoutError):
+            error.hint = hint_for(self.sources[source], error, self._paths)
+        return error
+
+    def _pass(self, source: Source, num_bytes: int) -> None:
+        """Count bytes that this run does not read: what other shards or runs read, and what is behind damage."""
+        if source.file.num_bytes is not None:
+            source.num_left -= num_bytes
+            self._done[0] += num_bytes
+
+    def _takes_next(self) -> bool:
+        """Whether this shard takes the next piece or stream: they go to the shards in turn."""
+        self._num_dealt += 1
+        return self._shard is None or (self._num_dealt - 1) % self._shard[1] == self._shard[0] - 1

@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
@@ -55,52 +55,32 @@ class Task(NamedTuple):
     layout: RecordLayout
 
 
-class Failed(NamedTuple):
-    """The result of a task that ended in an error."""
-
-    error: ChunkplanError
-
-
-#: Called with bytes and tokens since the run began.
+#: Called with bytes and tokens since the last call.
 Report = Callable[[int, int], None]
 
-#: What came of each task, in whichever order they end; after one that failed none begins.
-Outcomes = Iterator[tuple[Task, PieceResult | Failed]]
+#: What came of each task, in whichever order they end: an error ends the run, and after it none begins.
+Outcomes = Iterator[tuple[Task, PieceResult | ChunkplanError]]
 
 #: The outcome of a task, and its bytes and tokens that have not been reported.
-_Done = tuple[PieceResult | Failed, int, int]
-
-
-class _Total:
-    """Sums up progress and reports it."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.num_bytes = self.num_tokens = 0
-
-    def add(self, num_bytes: int, num_tokens: int) -> None:
-        self.num_bytes += num_bytes
-        self.num_tokens += num_tokens
-        self.report(self.num_bytes, self.num_tokens)
+_Done = tuple[PieceResult | ChunkplanError, int, int]
 
 
 def run_here(tasks: Iterator[Task], settings: IntakeSettings, report: Report) -> Outcomes:
     """Do the tasks one after another in this process; ends after the first that fails."""
-    total = _Total(report)
     for task in tasks:
-        outcome = _attempt(settings, task, total.add)
+        outcome = _attempt(settings, task, report)
         yield task, outcome
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, ChunkplanError):
             return
 
 
-def _attempt(settings: IntakeSettings, task: Task, report: Report) -> PieceResult | Failed:
+def _attempt(settings: IntakeSettings, task: Task, report: Report) -> PieceResult | ChunkplanError:
     """Do one task; an error that a user can fix is returned, not raised."""
     try:
         with writing(settings.store, room_hint=ROOM_HINT):
             return process(settings, task.piece, task.layout, report)
     except ChunkplanError as error:
-        return Failed(error)
+        return error
     finally:
         if task.piece.is_temporary:
             Path(task.piece.path).unlink(missing_ok=True)
@@ -112,7 +92,7 @@ def _run(
     submit: Callable[[Task], Future[_Done]],
     most: Callable[[], int],
     look: Callable[[bool], None],
-    total: _Total,
+    report: Report,
 ) -> Outcomes:
     """Have tasks done that `submit` begins, at most `most()` of them at once; `running` is kept up to date.
 
@@ -134,9 +114,9 @@ def _run(
         for future in done:
             task = running.pop(future)
             outcome, num_bytes, num_tokens = future.result()
-            total.add(num_bytes, num_tokens)
-            if isinstance(outcome, Failed):
-                failed = task if failed is None or task.piece < failed.piece else failed
+            report(num_bytes, num_tokens)
+            if isinstance(outcome, ChunkplanError) and (failed is None or task.piece < failed.piece):
+                failed = task
             yield task, outcome
 
 
@@ -162,16 +142,15 @@ class Workers:
     def start(self, count: int) -> None:
         """Start `count` processes before there is a task for them, which is less to wait for when there is."""
         for _ in range(count):
-            self.submit(_do_nothing)
+            self.submit(int)  # which does nothing
 
     def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have something done in a process.
 
-        Raises:
-            ChunkplanError: a process was killed, or the system has no room for one.
+        Raises ChunkplanError: a process was killed, or the system has no room for one.
         """
         resource_tracker.ensure_running()  # starting it later would unblock signals
-        with _named_errors(BrokenProcessPool, OSError), _blocked_signals(), _without_main():
+        with _named_errors(BrokenProcessPool, OSError), _detached():
             return self._pool.submit(do, *arguments)
 
     def progress(self) -> Iterator[tuple[int, int]]:
@@ -191,21 +170,19 @@ class Workers:
 def run_in_processes(tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, workers: Workers) -> Outcomes:
     """Do the tasks in `workers`, in whichever order they end; none begins after one has failed.
 
-    Raises:
-        ChunkplanError: a process was killed.
+    Raises ChunkplanError: a process was killed.
     """
-    total = _Total(report)
     running: dict[Future[_Done], Task] = {}
 
     def look(is_more: bool) -> None:
         for num_bytes, num_tokens in workers.progress():
-            total.add(num_bytes, num_tokens)
+            report(num_bytes, num_tokens)
         if not is_more and len(running) < workers.num_workers:  # the others have ended, so each may use more threads
             workers.num_threads.value = workers.num_workers
 
     with workers, _named_errors(BrokenProcessPool):
         most = workers.num_workers + _WAITING
-        yield from _run(tasks, running, lambda task: workers.submit(_do, settings, task), lambda: most, look, total)
+        yield from _run(tasks, running, lambda task: workers.submit(_do, settings, task), lambda: most, look, report)
 
 
 @contextmanager
@@ -220,24 +197,18 @@ def _named_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Processes that are started in the block never get the `_SIGNALS`; this one gets them after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _detached() -> Iterator[None]:
+    """Processes that are started in the block never get the `_SIGNALS`, which this one gets after the block.
 
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes that are started in the block do not import the main module, which may be a script without a guard."""
-    main = sys.modules["__main__"]
+    They do not import the main module, which may be a script without a guard.
+    """
+    before, main = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 #: In a worker process: where it reports progress, and how many threads it may use if it is one of the last.
@@ -260,10 +231,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 def _do(settings: IntakeSettings, task: Task) -> _Done:
     """Do a task in a worker process, which reports its progress."""
     progress, num_threads = _shared
@@ -281,9 +248,8 @@ def run_on_ray(
 ) -> Outcomes:
     """Do the tasks on the cluster at `address`, one Ray task each; `num_workers` are the CPUs of a local cluster.
 
-    Raises:
-        UsageError: Ray is not installed, or there is no cluster.
-        ChunkplanError: a task was lost more often than Ray tries.
+    Raises UsageError: Ray is not installed, or there is no cluster; ChunkplanError: a task was lost more often than Ray
+    tries.
     """
     try:
         import ray as package
@@ -298,14 +264,11 @@ def run_on_ray(
     with _connected(ray, address, num_workers):
         try:
             remote, shared = ray.remote(num_cpus=1)(_do_on_ray), ray.put(settings)
-            yield from _run(
-                tasks,
-                running,
-                lambda task: remote.remote(shared, task).future(),
-                most,
-                lambda is_more: None,
-                _Total(report),
-            )
+
+            def submit(task: Task) -> Future[_Done]:
+                return cast(Future[_Done], remote.remote(shared, task).future())
+
+            yield from _run(tasks, running, submit, most, lambda is_more: None, report)
         except ray.exceptions.RayError as error:
             raise ChunkplanError(
                 f"Ray could not finish: {str(error).strip().splitlines()[0]}",
@@ -317,8 +280,9 @@ def run_on_ray(
 
 
 def _do_on_ray(settings: IntakeSettings, task: Task) -> _Done:
-    total = _Total(lambda num_bytes, num_tokens: None)
-    return _attempt(settings, task, total.add), total.num_bytes, total.num_tokens
+    reports: list[tuple[int, int]] = []
+    outcome = _attempt(settings, task, lambda num_bytes, num_tokens: reports.append((num_bytes, num_tokens)))
+    return outcome, sum(num_bytes for num_bytes, _ in reports), sum(num_tokens for _, num_tokens in reports)
 
 
 @contextmanager

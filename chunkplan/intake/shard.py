@@ -21,7 +21,7 @@ from chunkplan.files.folder import MANIFEST, fill_folder, refuse_other_content, 
 from chunkplan.intake.assemble import assemble
 from chunkplan.intake.files import name_of
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.reading import Done, IntakeRequest, read_all
+from chunkplan.intake.reading import IntakeRequest, read_all
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.source import Source
 from chunkplan.intake.sources import SourceFile
@@ -59,7 +59,13 @@ def write_shard(request: IntakeRequest, output: str | Path, shard: tuple[int, in
                 (folder / "pieces" / key).mkdir(parents=True)
                 for name in piece.files:
                     link_or_copy(done.store.path(key) / name, folder / "pieces" / key / name)
-            write_manifest(folder, _manifest(done, shard))
+            sources = [replace(source, ends=_ends(source.file)) for source in done.sources]
+            settings = done.settings
+            options = settings.options.to_dict()
+            made = _Shard(
+                shard=shard, identity=settings.identity, options=options, tokenizer=done.tokenizer, sources=sources
+            )
+            write_manifest(folder, asdict(made))
         done.store.prune(pieces)
 
 
@@ -74,10 +80,10 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
     """
     output = Path(output)
     refuse_other_content(output, "analysis")
-    read = sorted((_read(Path(path)) for path in shards), key=lambda shard: (shard.index, shard.count))
+    read = sorted(((_read(Path(path)), Path(path)) for path in shards), key=lambda one: one[0].shard)
     _check_same_run(read)
-    sources = [_merged(parts) for parts in zip(*(shard.sources for shard in read), strict=True)]
-    homes = {piece.key: shard.folder for shard in read for source in shard.sources for piece in source.pieces}
+    sources = [_merged(parts) for parts in zip(*(shard.sources for shard, _ in read), strict=True)]
+    homes = {piece.key: folder for shard, folder in read for source in shard.sources for piece in source.pieces}
 
     def locate(key: str) -> Path:
         return homes[key] / "pieces" / key
@@ -88,35 +94,23 @@ def merge(shards: Sequence[str | Path], output: str | Path) -> Analysis:
         for piece in source.pieces:
             _check_files(locate(piece.key), piece)
     with replace_folder(output, "analysis") as folder:
-        assemble(folder, sources, locate, read[0].options, read[0].tokenizer)
+        assemble(folder, sources, locate, IntakeOptions(**read[0][0].options), read[0][0].tokenizer)
         analysis = load_analysis(folder)
     return replace(analysis, path=output)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """Share `index` of `count`, from 1, as the manifest in its folder describes it."""
+    """The manifest of share I of N, from 1: `shard` is [I, N]."""
 
-    folder: Path
-    index: int
-    count: int
+    kind: str = "shard"
+    schema_version: int = SCHEMA_VERSION
+    tool_version: str = __version__
+    shard: tuple[int, int]
     identity: str | None
-    options: IntakeOptions
+    options: JsonObject
     tokenizer: TokenizerEntry | None
     sources: list[Source]
-
-
-def _manifest(done: Done, shard: tuple[int, int]) -> JsonObject:
-    return {
-        "kind": "shard",
-        "schema_version": SCHEMA_VERSION,
-        "tool_version": __version__,
-        "shard": list(shard),
-        "identity": done.settings.identity,
-        "options": done.settings.options.to_dict(),
-        "tokenizer": done.tokenizer,
-        "sources": [asdict(replace(source, ends=_ends(source.file))) for source in done.sources],
-    }
 
 
 def _read(folder: Path) -> _Shard:
@@ -132,11 +126,10 @@ def _read(folder: Path) -> _Shard:
                 f"expected a shard of version {SCHEMA_VERSION}",
                 hint=_HINT,
             )
-        index, count = map(int, manifest["shard"])
-        options = IntakeOptions(**manifest["options"])
-        sources = msgspec.convert(manifest["sources"], list[Source], str_keys=True)
-        return _Shard(folder, index, count, manifest["identity"], options, manifest["tokenizer"], sources)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        shard = msgspec.convert(manifest, _Shard, str_keys=True)
+        IntakeOptions(**shard.options)  # refuses what is none
+        return shard
+    except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"damaged: {type(error).__name__}: {error}", where=str(path), hint=_AGAIN) from error
 
 
@@ -149,29 +142,29 @@ def _check_files(folder: Path, piece: PieceResult) -> None:
             raise DataError(f"has {path.stat().st_size:,} bytes, expected {num_bytes:,}", where=str(path), hint=_AGAIN)
 
 
-def _check_same_run(shards: Sequence[_Shard]) -> None:
+def _check_same_run(shards: Sequence[tuple[_Shard, Path]]) -> None:
     if not shards:
         raise UsageError("no shards", hint=_HINT)
-    counts = sorted({shard.count for shard in shards})
+    counts = sorted({shard.shard[1] for shard, _ in shards})
     if len(counts) > 1:
         raise UsageError(f"shards of runs with {' and '.join(map(str, counts))} of them", hint=_HINT)
-    found = [shard.index for shard in shards]
+    found = [shard.shard[0] for shard, _ in shards]
     missing = [index for index in range(1, counts[0] + 1) if index not in found]
     twice = [index for index in sorted({*found}) if found.count(index) > 1]
     for what, numbers in (("is missing", missing), ("is there twice", twice)):
         if numbers:
             more = f", and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             raise UsageError(f"shard {numbers[0]} of {counts[0]} {what}{more}", hint=_HINT)
-    first = shards[0]
-    for shard in shards:
-        words = "options" if shard.options != first.options else "tokenizers or chat templates"
+    first, first_folder = shards[0]
+    for shard, folder in shards:
         if (shard.options, shard.identity) != (first.options, first.identity):
-            raise UsageError(f"{first.folder} and {shard.folder} were made with different {words}", hint=_HINT)
-    for shard in shards:
+            words = "options" if shard.options != first.options else "tokenizers or chat templates"
+            raise UsageError(f"{first_folder} and {folder} were made with different {words}", hint=_HINT)
+    for shard, folder in shards:
         for number, (one, other) in enumerate(zip_longest(first.sources, shard.sources), 1):
             if one is None or other is None or not _is_same_source(one, other):
                 raise UsageError(
-                    f"{first.folder} and {shard.folder} were made of different data: source {number} "
+                    f"{first_folder} and {folder} were made of different data: source {number} "
                     f"is {_describe(one)} in one and {_describe(other)} in the other",
                     hint="give every shard the same files in the same order; only the folders they are in may differ",
                 )

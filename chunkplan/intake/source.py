@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 
-from chunkplan.config.intake import Said
+from chunkplan.config.intake import SourceOverrides
 from chunkplan.errors import DataError
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import Rejected
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import TRY, LayoutError, column_flags, hint_of_source
 from chunkplan.intake.source_columns import (
     NO_OVERRIDES,
-    SourceOverrides,
+    LayoutOverrides,
     columns_of_sources,
     name_of_source,
     name_of_sources,
@@ -27,8 +27,7 @@ from chunkplan.intake.source_columns import (
 from chunkplan.intake.sources import LINK, SourceFile
 from chunkplan.options import toml_name
 from chunkplan.planfile.analysis import record_place
-from chunkplan.planfile.manifest_entries import SourceEntry
-from chunkplan.planfile.unread_keys import add_unread, most_unread
+from chunkplan.planfile.manifest import SourceEntry, add_unread, most_unread
 from chunkplan.quantities import counted
 
 
@@ -36,24 +35,30 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `num_cut` pieces have been cut so far; `num_pieces` is None until all are. `reader` is that of its pieces,
-    `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where the run
-    goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
+    `origins` are those of the pieces that have been cut so far; `num_pieces` is None until all are. `reader` is that of
+    its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where
+    the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
     """
 
     file: SourceFile
-    overrides: SourceOverrides = NO_OVERRIDES
+    overrides: LayoutOverrides = NO_OVERRIDES
     layout: RecordLayout | None = None
     reader: str | None = None
     results: dict[int, PieceResult] = field(default_factory=dict)
-    num_cut: int = 0
     num_pieces: int | None = None
     broken: Rejected | None = None
     ends: str | None = None
+    origins: list[int] = field(default_factory=list)
     num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_left = sys.maxsize if self.file.num_bytes is None else self.file.num_bytes
+
+    @property
+    def request(self) -> str:
+        """What is asked of the file and its records, as JSON."""
+        columns, schema, ignored = self.overrides
+        return json.dumps([self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored)])
 
     @property
     def is_complete(self) -> bool:
@@ -152,8 +157,7 @@ class Source:
     def check_targets(self, max_length: int | None) -> None:
         """Refuse a source of conversations or prompts of which nothing at all would be trained.
 
-        Raises:
-            DataError: no token of its sequences counts in the loss.
+        Raises DataError: no token of its sequences counts in the loss.
         """
         num_sequences = sum(piece.num_sequences for piece in self.pieces)
         if not num_sequences or self.layout is None or self.layout.schema == "length":
@@ -196,30 +200,24 @@ def unreadable_sources(
     line each. The hint ends with the line to type where one would do.
     """
     is_rest = len(problems) < len(paths)
+    num_bytes = sum(source.file.num_bytes or 0 for source, _ in problems)
+    size = f" ({counted(num_bytes, 'byte')})" if num_bytes else ""
+    narrower = _said_too_widely(problems, paths, columns)
     [(source, error), *others] = problems
     if not others:
-        skip = f"--on-error skip leaves this source out{_size([source])} and lists it; " if is_rest else ""
-        hint = skip + (_said_too_widely(problems, paths, columns) or hint_for(source, error, paths))
+        skip = f"--on-error skip leaves this source out{size} and lists it; " if is_rest else ""
+        hint = skip + (narrower or hint_for(source, error, paths))
         return UnreadableSourcesError(error.message, where=error.where or source.name, hint=hint)
     lines = [f"{error.where or source.name}: {_in_a_line(source, error, paths)}" for source, error in problems[:_NAMED]]
     if len(problems) > _NAMED:
         lines.append(f"and {len(problems) - _NAMED:,} more")
-    size = _size([source for source, _ in problems])
-    hints = [f"--on-error skip leaves these sources out{size} and lists them"] if is_rest else []
-    if is_rest and (narrower := _said_too_widely(problems, paths, columns)):
-        hints.append(narrower)
+    if is_rest:
+        skip = f"--on-error skip leaves these sources out{size} and lists them"
+        hint = "; ".join(filter(None, [skip, narrower or _line_to_paste(problems, paths)]))
     else:
-        hints += _lines_to_paste(problems, paths) or (
-            [] if is_rest else [f"for the first: {hint_for(source, error, paths)}"]
-        )
+        hint = _line_to_paste(problems, paths) or f"for the first: {hint_for(source, error, paths)}"
     message = f"{len(problems):,} of {counted(len(paths), 'source')} cannot be read, and nothing was tokenised"
-    return UnreadableSourcesError(message, hint="; ".join(hints), lines=lines)
-
-
-def _size(sources: Sequence[Source]) -> str:
-    """How much is in these sources, as far as that is known."""
-    num_bytes = sum(source.file.num_bytes or 0 for source in sources)
-    return f" ({counted(num_bytes, 'byte')})" if num_bytes else ""
+    return UnreadableSourcesError(message, hint=hint, lines=lines)
 
 
 def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
@@ -240,7 +238,7 @@ def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns:
     error = next((error for _, error in problems if isinstance(error, LayoutError) and error.missing), None)
     if error is None or error.line or not {*error.missing} <= columns.keys():
         return None
-    said, keys = Said.of(columns), {role: columns[role] for role in error.missing}
+    said, keys = SourceOverrides.of(columns), {role: columns[role] for role in error.missing}
     bad = {source.file.path for source, _ in problems}
     found = zip(paths, columns_of_sources(columns, paths), strict=True)
     others = [path for path, own in found if path not in bad and keys.items() <= own.items()]
@@ -266,8 +264,8 @@ def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:
     return f"{message}; {hint_for(source, error, paths)}" if is_choice else message
 
 
-def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[str]:
-    """The line that has those sources read of which the keys are known, as a part of a hint; nothing for none.
+def _line_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> str:
+    """The line that has those sources read of which the keys are known; "" where there is none.
 
     Sources of the same keys are named by a pattern where there is one, else each if they are few. Of keys that only
     sources have which the error does not name there is nothing in it.
@@ -276,22 +274,20 @@ def _lines_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> list[s
     for number, (source, error) in enumerate(problems):
         if isinstance(error, LayoutError) and error.line and (error.line in groups or number < _NAMED):
             groups.setdefault(error.line, []).append(source.file.path)
-    flags: list[str] = []
+    line = ""
     num_read = num_alike = 0
-    for line, group in groups.items():
+    for flags, group in groups.items():
         names = _names(group, paths)
         if len(names) > _FEW:
             names = dict([next(iter(names.items()))])
-        typed = " ".join(hint_of_source(line, name) for name in names)
-        if names and (not flags or len(" ".join([*flags, typed])) <= _LONGEST_LINE):
-            flags.append(typed)
+        longer = " ".join([*filter(None, [line]), *(hint_of_source(flags, name) for name in names)])
+        if names and (not line or len(longer) <= _LONGEST_LINE):
+            line = longer
             num_read += sum(names.values())
             num_alike += len(group) - sum(names.values()) if len(group) > _FEW else 0
-    if not flags:
-        return []
     of_them = "" if num_read == len(problems) else f"for {num_read:,} of them "
     alike = f"({num_alike:,} more have the same keys) " if num_alike else ""
-    return [of_them + alike + TRY + " ".join(flags)]
+    return line and f"{of_them}{alike}{TRY}{line}"
 
 
 def _names(group: Sequence[str], paths: Sequence[str]) -> dict[str | None, int]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from chunkplan.config.intake import SCHEMAS, IntakeOptions, Said
+from chunkplan.config.intake import SCHEMAS, IntakeOptions, SourceOverrides
 from chunkplan.errors import UsageError
 from chunkplan.intake.files import is_url
 
@@ -27,7 +28,7 @@ class _Entry(NamedTuple):
     place: str
 
 
-class SourceOverrides(NamedTuple):
+class LayoutOverrides(NamedTuple):
     """What the user says of a source: the key of each role, its schema, and the keys that are to be ignored."""
 
     columns: dict[str, str]
@@ -35,25 +36,24 @@ class SourceOverrides(NamedTuple):
     ignored: tuple[str, ...]
 
 
-NO_OVERRIDES = SourceOverrides({}, None, ())
+NO_OVERRIDES = LayoutOverrides({}, None, ())
 
 
-def overrides_of_sources(options: IntakeOptions, paths: Sequence[str]) -> list[SourceOverrides]:
+def overrides_of_sources(options: IntakeOptions, paths: Sequence[str]) -> list[LayoutOverrides]:
     """What `options` say of the source at each of `paths`.
 
-    Raises:
-        UsageError: as `columns_of_sources`; the same is asked of the formats.
+    Raises UsageError: as `columns_of_sources`; the same is asked of the formats.
     """
     formats = _of_sources(list(_entries(options.formats)), paths)
     schemas = [one["schema"].value if "schema" in one else options.schema for one in formats]
     ignored = ignored_of_sources(options.ignore_columns, paths)
-    return list(map(SourceOverrides, columns_of_sources(options.columns, paths), schemas, ignored))
+    return list(map(LayoutOverrides, columns_of_sources(options.columns, paths), schemas, ignored))
 
 
 def without_unused(options: IntakeOptions, paths: Sequence[str]) -> tuple[IntakeOptions, list[str]]:
     """`options` without the optional entries that name no source of `paths`, and the places of these entries."""
 
-    def used(said: Said, sign: str) -> Said:
+    def used(said: SourceOverrides, sign: str) -> SourceOverrides:
         sources = {entry: entry.rpartition(sign)[0] if sign else entry for entry in said}
         kept = {
             entry: value
@@ -61,23 +61,21 @@ def without_unused(options: IntakeOptions, paths: Sequence[str]) -> tuple[Intake
             if entry not in said.optional or not sources[entry] or any(is_named(path, sources[entry]) for path in paths)
         }
         unused.extend(said.place(entry, "") for entry in said if entry not in kept)
-        return Said(kept, said.places, said.optional)
+        return SourceOverrides(kept, said.places, said.optional)
 
     unused: list[str] = []
-    columns, formats = used(Said.of(options.columns), ":"), used(Said.of(options.formats), "")
+    columns, formats = used(SourceOverrides.of(options.columns), ":"), used(SourceOverrides.of(options.formats), "")
     return (replace(options, columns=columns, formats=formats) if unused else options), unused
 
 
-def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list[Said]:
+def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list[SourceOverrides]:
     """Role -> key for the source at each of `paths`.
 
     An entry of `columns` is ROLE -> key for all sources, or SOURCE:ROLE -> key for those whose path ends in SOURCE or
-    matches it as a pattern, folder by folder from the file upwards.
-
-    Raises:
-        UsageError: an entry matches no source, or two say different things of one.
+    matches it as a pattern, folder by folder from the file upwards. Raises UsageError: an entry matches no source, or
+    two say different things of one.
     """
-    said = Said.of(columns)
+    said = SourceOverrides.of(columns)
     all_entries = [
         _Entry(*entry.rpartition(":")[::2], key, said.place(entry, "--column")) for entry, key in said.items()
     ]
@@ -85,7 +83,9 @@ def columns_of_sources(columns: Mapping[str, str], paths: Sequence[str]) -> list
     found = _of_sources([entry for entry in all_entries if entry.source], paths)
     merged = [{entry.what: entry for entry in for_all} | entries for entries in found]
     return [
-        Said({role: entry.value for role, entry in one.items()}, {role: entry.place for role, entry in one.items()})
+        SourceOverrides(
+            {role: entry.value for role, entry in one.items()}, {role: entry.place for role, entry in one.items()}
+        )
         for one in merged
     ]
 
@@ -106,10 +106,12 @@ def ignored_of_sources(keys: Sequence[str], paths: Sequence[str]) -> list[tuple[
     return [tuple(own) for own in found]
 
 
-def suffixes_of(formats: Mapping[str, str]) -> Said:
+def suffixes_of(formats: Mapping[str, str]) -> SourceOverrides:
     """SOURCE -> how its name would end if it said what the file is, of those `formats` that say it."""
     found = [entry for entry in _entries(formats) if entry.what == "suffix"]
-    return Said({entry.source: entry.value for entry in found}, {entry.source: entry.place for entry in found})
+    return SourceOverrides(
+        {entry.source: entry.value for entry in found}, {entry.source: entry.place for entry in found}
+    )
 
 
 def is_named(path: str, source: str) -> bool:
@@ -136,21 +138,15 @@ def name_of_source(path: str, paths: Sequence[str]) -> str | None:
 def name_of_sources(some: Collection[str], paths: Sequence[str]) -> str | None:
     """A pattern that names the sources at `some` of `paths` and no other, if there is a plain one."""
     folders = {path.rpartition("/")[0] for path in some}
-    suffixes = {path.rpartition("/")[2].partition(".")[2] for path in some}
-    files = ["*", *(f"*.{_as_pattern(suffix)}" for suffix in suffixes)] if len(suffixes) == 1 else ["*"]
-    names_of_files = [path.rpartition("/")[2] for path in some]
-    beginning = _as_pattern(_beginning(names_of_files))
-    end = _as_pattern(_beginning([name[::-1] for name in names_of_files])[::-1])
-    files += [f"{beginning}{between}{end}" for between in ("*", "[0-9]*")]
-    above = [f"{_as_pattern(end)}/" for folder in folders for end in _ends(folder)] if len(folders) == 1 else []
-    names = (f"{folder}{file}" for folder in ["", *above] for file in files)
-    return next((name for name in names if _is_for(name, {*some}, paths)), None)
-
-
-def _beginning(names: Collection[str]) -> str:
-    """What all of `names` begin with."""
-    first, last = min(names), max(names)
-    return first[: next((index for index, letter in enumerate(first) if last[index : index + 1] != letter), len(first))]
+    names = [path.rpartition("/")[2] for path in some]
+    suffixes = {name.partition(".")[2] for name in names}
+    beginning = _as_pattern(commonprefix(names))  # noqa: RUF071 (of letters)
+    end = _as_pattern(commonprefix([name[::-1] for name in names])[::-1])  # noqa: RUF071
+    files = ["*", *(f"*.{_as_pattern(suffix)}" for suffix in suffixes if len(suffixes) == 1)]
+    files += [f"{beginning}*{end}", f"{beginning}[0-9]*{end}"]
+    above = [f"{_as_pattern(end)}/" for folder in folders for end in _ends(folder) if len(folders) == 1]
+    patterns = (f"{folder}{file}" for folder in ["", *above] for file in files)
+    return next((pattern for pattern in patterns if _is_for(pattern, {*some}, paths)), None)
 
 
 def _ends(path: str) -> list[str]:
@@ -173,7 +169,7 @@ def _is_for(name: str, some: Collection[str], paths: Sequence[str]) -> bool:
 
 def _entries(formats: Mapping[str, str]) -> Iterator[_Entry]:
     """Each of the formats of a source, which have commas between: a schema, or how the name of the file would end."""
-    said = Said.of(formats)
+    said = SourceOverrides.of(formats)
     for source, names in said.items():
         place = said.place(source, "--format")
         found = {"schema" if name in SCHEMAS else "suffix": name for name in names.split(",")}

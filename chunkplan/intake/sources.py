@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
-from chunkplan.config.intake import SCHEMAS, Said
+from chunkplan.config.intake import SCHEMAS, SourceOverrides
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
@@ -113,7 +113,7 @@ class _Search:
     def describe(self, path: str) -> tuple[str, str | None] | None:
         """As `describe`, of the suffix that the user says where one is said."""
         said = self._said(path)
-        return describe(path) if said is None else describe(_named(said))
+        return describe(path if said is None else f"x.{said.removeprefix('.')}")
 
     def is_data(self, path: str) -> bool:
         """Whether a file of a folder or a pattern is data, by its name."""
@@ -128,11 +128,6 @@ class _Search:
         return next((suffix for source, suffix in self.suffixes.items() if is_named(path, source)), None)
 
 
-def _named(suffix: str) -> str:
-    """A name with this suffix."""
-    return f"x.{suffix.removeprefix('.')}"
-
-
 def find_sources(
     paths: Sequence[str | Path], beside: list[str] | None = None, suffixes: Mapping[str, str] | None = None
 ) -> list[SourceFile]:
@@ -144,17 +139,15 @@ def find_sources(
     A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
     pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
     JSONL from the standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote
-    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there.
-
-    Raises:
-        UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
-            standard input is said to be something else than JSON lines.
-        DataError: a folder of `save_to_disk` does not say what its files are.
+    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there. Raises
+    UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
+    standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
+    its files are.
     """
     search = _Search([] if beside is None else beside, suffixes or {})
     for name, suffix in search.suffixes.items():
-        if describe(_named(suffix)) is None:
-            place = Said.of(search.suffixes).place(name, "--format")
+        if describe(f"x.{suffix.removeprefix('.')}") is None:
+            place = SourceOverrides.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
@@ -177,7 +170,8 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
     with reading(path):
         files = files_of(path)
         if files.is_folder(path):
-            return _in_folder(files, path, search)
+            found = [_found(files, each, search) for each in _below(files, path, search)]
+            return _check_any(found, f"{path} has no data in it or below", search.beside)
         if files.exists(path):
             return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
@@ -219,11 +213,6 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
             message += f"; names that begin with _ are left out: {hidden} is read if it is named itself"
         raise UsageError(message, hint=hint)
     return found
-
-
-def _in_folder(files: Files, folder: str, search: _Search) -> list[SourceFile]:
-    found = [_found(files, path, search) for path in _below(files, folder, search)]
-    return _check_any(found, f"{folder} has no data in it or below", search.beside)
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
@@ -307,8 +296,7 @@ def _walk(files: Files, folder: str, search: _Search) -> Iterator[tuple[str, boo
 def _files_of_dataset(files: Files, folder: str) -> list[str]:
     """The data files of a folder of `save_to_disk`, as it lists them.
 
-    Raises:
-        DataError: it does not say what its files are, or one is missing.
+    Raises DataError: it does not say what its files are, or one is missing.
     """
     if files.exists(join(folder, _SPLITS)):
         splits = _listed(join(folder, _SPLITS), "splits")

@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import time_ns
 from typing import Any, BinaryIO, TextIO, TypedDict
 
 import numpy as np
@@ -27,11 +27,10 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import CACHE_TAG, remove_left_behind, temporary_folder
 from chunkplan.intake.pieces import PieceResult
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import Rejected
+from chunkplan.intake.records import JsonObject, Rejected
 from chunkplan.planfile.analysis_writer import TokenFile
-from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import sequence_digests
+from chunkplan.planfile.schema import to_arrow, to_numpy
 
 LENGTHS, TOKENS, DIGESTS, REJECTED = "lengths.arrow", "tokens.arrow", "digests.bin", "rejected.jsonl"
 _RESULT = "piece.json"
@@ -43,7 +42,7 @@ _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# The cache of `chunkplan a
 
 #: Its presence says that the piece has been in an analysis.
 _USED = "used"
-_UNUSED_SECONDS = 7 * 24 * 3600
+_UNUSED_NS = 7 * 24 * 3600 * 10**9
 
 #: A file that was changed less than this before it was looked at may change again without its times showing it.
 _SETTLED_NS = 2_000_000_000
@@ -69,6 +68,34 @@ class KnownFile(TypedDict):
 
     layouts: dict[str, JsonObject]
     pieces: list[tuple[str, str, int]]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes whenever a file does: device, inode, size, and the times of its content and of its inode.
+
+    `looked` is the time in nanoseconds when it was looked at, of the clock that files get their times from.
+    """
+
+    path: Path
+    stat: list[int]
+    looked: int
+
+    @classmethod
+    def of(cls, name: str) -> FileState | None:
+        """The state of a file of this machine, and None for anything else."""
+        path, looked = Path(name), time_ns()
+        return cls(path, _describe(path), looked) if path.is_file() else None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the file is as it was."""
+        return _describe(self.path) == self.stat
+
+
+def _describe(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 class Store:
@@ -162,30 +189,20 @@ class Store:
             return None
         # As git's index does: a change within the clock's grain of being looked at might not show in the times.
         is_settled = max(stat[3:]) + _SETTLED_NS < looked
-        return known if self._is_trusted and is_settled and stat == describe(path) else None
+        return known if self._is_trusted and is_settled and stat == _describe(path) else None
 
-    def remember(self, path: Path, stat: list[int], looked: int, known: KnownFile) -> None:
-        """Note what is `known` of a file whose `describe` was `stat` at the time `looked`, before it was read."""
-        note = self._note(path)
+    def remember(self, state: FileState, known: KnownFile) -> None:
+        """Note what is `known` of a file that was in this state before it was read."""
+        note = self._note(state.path)
         with temporary_folder(note.parent, note.stem) as folder:
             temporary = folder / note.name
-            temporary.write_text(json.dumps({"path": str(path), "stat": stat, "looked": looked, "known": known}))
+            entry = {"path": str(state.path), "stat": state.stat, "looked": state.looked, "known": known}
+            temporary.write_text(json.dumps(entry))
             temporary.replace(note)
 
     def _note(self, path: Path) -> Path:
         name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
         return self.root / "files" / f"{name}.json"
-
-
-def describe(path: Path) -> list[int]:
-    """What changes whenever a file does: device, inode, size, and the times of its content and of its inode."""
-    stat = path.stat()
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def now_ns() -> int:
-    """The time in nanoseconds, of the clock that files get their times from."""
-    return time.time_ns()
 
 
 def _look(path: Path) -> list[int]:
@@ -197,7 +214,7 @@ def _is_released(folder: Path) -> bool:
     """Whether nothing but the cache has a piece any more, and the cache may remove it."""
     try:
         if not (folder / _USED).exists():
-            return folder.stat().st_mtime + _UNUSED_SECONDS < time.time()
+            return folder.stat().st_mtime_ns + _UNUSED_NS < time_ns()
         tokens = folder / TOKENS
         return not tokens.exists() or tokens.stat().st_nlink == 1
     except FileNotFoundError:  # another process is removing it
@@ -277,8 +294,7 @@ def read_rejected(folder: Path) -> Iterator[Rejected]:
 def check_room(folder: Path, num_bytes: float, what: str) -> None:
     """Refuse to begin `what`, which writes about `num_bytes` below `folder`, where there is no room for it.
 
-    Raises:
-        UsageError: the disk has less than that, and a reserve.
+    Raises UsageError: the disk has less than that, and a reserve.
     """
     while not folder.exists():
         folder = folder.parent

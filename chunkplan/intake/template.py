@@ -18,8 +18,7 @@ import jinja2
 
 from chunkplan.errors import DataError
 from chunkplan.intake.pieces import LEFT_OUT
-from chunkplan.intake.records import Conversation, JsonObject, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError
 from chunkplan.intake.template_messages import (
     calls_put_out,
     find_left_out,
@@ -29,7 +28,6 @@ from chunkplan.intake.template_messages import (
     takes_calls,
     with_calls,
 )
-from chunkplan.intake.template_prompts import MOST_SHAPES, Prompts, Tools, shape_of
 from chunkplan.intake.template_render import (
     NOBODY,
     Rendered,
@@ -43,7 +41,7 @@ from chunkplan.intake.template_render import (
     printed_null,
     split_blocks,
 )
-from chunkplan.intake.template_turns import TurnFinder, left_out_error
+from chunkplan.intake.template_turns import MOST_SHAPES, Prompts, Tools, TurnFinder, left_out_error, shape_of
 
 T = TypeVar("T")
 
@@ -116,11 +114,9 @@ class ChatTemplate:
 
         An assistant message counts where it stands in generation blocks, else from the end of the generation prompt to
         the token that ends it; any other message as a whole. Calls and tools are given in the first form at which the
-        template does not raise. What of the conversation is missing, see `LEFT_OUT`, is added to `left_out`.
-
-        Raises:
-            RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or
-                the place of a message is not known.
+        template does not raise. What of the conversation is missing, see `LEFT_OUT`, is added to `left_out`. Raises
+        RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or the
+        place of a message is not known.
         """
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation, left_out)

@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from chunkplan.intake.records import Conversation, JsonObject, Message, as_tools
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.template_prompts import TEXTS, Tools
-from chunkplan.intake.template_turns import Proof
+from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError, as_tools
+from chunkplan.intake.template_turns import TEXTS, Proof, Tools
 
 #: Renders messages with tools. Raises RecordError where the template raises.
 RenderText = Callable[[list[JsonObject], Tools], str]

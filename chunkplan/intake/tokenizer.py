@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -18,10 +18,24 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
 from chunkplan.config.intake import Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import SHARED, TokenColumns
-from chunkplan.intake.records import Conversation, Exchange, Message, PromptRecord, Record, TextRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import (
+    Conversation,
+    Exchange,
+    Message,
+    PromptRecord,
+    Record,
+    RecordError,
+    Rejected,
+    TextRecord,
+)
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_render import Span
+
+if TYPE_CHECKING:
+    from chunkplan.intake.backends.fast import FastTokenizer
+    from chunkplan.intake.backends.tiktoken_name import TiktokenTokenizer
+
+    TokenizerLibrary: TypeAlias = FastTokenizer | TiktokenTokenizer
 
 #: Token ids int32 [n] and target mask bool [n] of one sequence; n >= 1, target[0] is false.
 Encoded = tuple[Int32Array, BoolArray]
@@ -42,36 +56,6 @@ _PADDING_HINT = "give `attention_mask` with 0 at padding, or `labels` with -100 
 _NOTHING_LEFT = RecordError("the tokenizer leaves nothing of it", reason="empty", hint="leave this record out")
 
 T = TypeVar("T")
-
-
-class TokenizerLibrary(Protocol):
-    """Encodes and decodes by the library of a tokenizer: tokens int32 [n], masks of them bool [n]."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens, added ones included."""
-
-    @property
-    def num_added(self) -> tuple[int, int]:
-        """The number of tokens that the tokenizer puts in front of a text and behind it."""
-
-    def texts(self, texts: list[str]) -> list[Int32Array]:
-        """The tokens of texts, with what the tokenizer adds to a text."""
-
-    def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
-        """Encode texts, with a mask of tokens behind the border, in characters, and a token of half a character."""
-
-    def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
-        """Encode rendered conversations, with a mask of tokens that hold a character of a span; no span is empty."""
-
-    def knows(self, input_id: int) -> bool:
-        """Return whether this is the id of a token."""
-
-    def is_special(self, input_id: int) -> bool:
-        """Return whether this is the id of a token added to those of text, such as one that ends a turn."""
-
-    def decode(self, input_ids: list[int]) -> str:
-        """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
 
 
 class TokenizerEntry(TypedDict):

@@ -6,7 +6,7 @@ order the items came in. Items of one length are alike, so the first of them get
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,13 +15,14 @@ from chunkplan.compiled import compiled
 
 
 @dataclass(frozen=True)
-class Solution:
-    """Items of a histogram in `num_bins` bins, 0.. without gaps, made by `algorithm`.
+class Packing:
+    """Items in `num_bins` bins, 0.. without gaps, and a certificate: no packing has fewer than `lower_bound` bins.
 
-    `sorted_bins` int64 [n]: the bin of each item in ascending order of length. No packing has fewer than `lower_bound`.
+    `bin_of` int64 [n]: the bin of each item, of those of a histogram in ascending order of length. `algorithm`: what
+    made it; of those that `auto` and `exact` try, the best.
     """
 
-    sorted_bins: Int64Array
+    bin_of: Int64Array
     num_bins: int
     lower_bound: int
     algorithm: str
@@ -31,14 +32,13 @@ class Solution:
         """Whether no packing has fewer bins."""
         return self.num_bins == self.lower_bound
 
-    def better(self, other: Solution) -> Solution:
+    def better(self, other: Packing) -> Packing:
         """The one with fewer bins, this one if both have as many, with the higher of both bounds."""
-        best = min(self, other, key=lambda solution: solution.num_bins)
-        return Solution(best.sorted_bins, best.num_bins, max(self.lower_bound, other.lower_bound), best.algorithm)
+        return min(self, other, key=lambda packing: packing.num_bins).bounded(max(self.lower_bound, other.lower_bound))
 
-    def bounded(self, lower_bound: int) -> Solution:
+    def bounded(self, lower_bound: int) -> Packing:
         """This one, now that no packing is known to have fewer than `lower_bound` bins."""
-        return Solution(self.sorted_bins, self.num_bins, max(self.lower_bound, lower_bound), self.algorithm)
+        return replace(self, lower_bound=max(self.lower_bound, lower_bound))
 
 
 # Lengths up to here, and up to so many times the items, are counted in a table; others are sorted.

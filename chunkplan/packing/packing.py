@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -11,9 +12,8 @@ from chunkplan.arrays import Int64Array, IntArray
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PACKERS as PACKER_NAMES
 from chunkplan.errors import UsageError
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing, martello_toth_counted
-from chunkplan.packing.histogram import Histogram, Solution, histogram, starts
-from chunkplan.packing.minimum_bin_slack import minimum_bin_slack, pack_quickly
+from chunkplan.packing.heuristics import best_fit_decreasing_counted, martello_toth_counted, minimum_bin_slack_counted
+from chunkplan.packing.histogram import Histogram, Packing, histogram, starts
 from chunkplan.packing.relaxation import (
     FINEST,
     Relaxation,
@@ -23,6 +23,23 @@ from chunkplan.packing.relaxation import (
     resolution,
     solve_relaxation,
 )
+from chunkplan.solver import deterministic_solver
+
+_HEURISTICS = {"bfd": best_fit_decreasing_counted, "mbs": minimum_bin_slack_counted}
+
+
+def heuristic(algorithm: str, items: Histogram, capacity: int) -> Packing:
+    """Pack `items`, each of length 1 to `capacity`, with one of `_HEURISTICS`."""
+    bin_of = np.empty(items.num_items, np.int64)
+    num_bins = _HEURISTICS[algorithm](items.distinct, items.counts, capacity, bin_of)
+    return Packing(bin_of, num_bins, martello_toth_counted(items.distinct, items.counts, capacity), algorithm)
+
+
+def pack_quickly(items: Histogram, capacity: int) -> Packing:
+    """Best-fit decreasing, and minimum bin slack where that is not proved to be best."""
+    packing = heuristic("bfd", items, capacity)
+    return packing if packing.optimal else packing.better(heuristic("mbs", items, capacity))
+
 
 # The fewest bins, as far as a bounded effort finds and proves them: column generation on the lengths themselves.
 #
@@ -33,7 +50,7 @@ from chunkplan.packing.relaxation import (
 # Packing few items into a given number of bins as a constraint problem: finds a packing or proves there is none.
 
 
-def close_gap(items: Histogram, capacity: int, best: Solution, *, effort: float) -> Solution:
+def close_gap(items: Histogram, capacity: int, best: Packing, *, effort: float) -> Packing:
     """Try every number of bins from the bound to below the `best` known, with `effort` deterministic seconds each."""
     while not best.optimal:
         num_bins = best.lower_bound
@@ -41,7 +58,7 @@ def close_gap(items: Histogram, capacity: int, best: Solution, *, effort: float)
         if sorted_bins is None:
             break
         if sorted_bins.size:
-            return Solution(sorted_bins, num_bins, num_bins, "exact")
+            return Packing(sorted_bins, num_bins, num_bins, "exact")
         best = best.bounded(num_bins + 1)
     return best
 
@@ -67,11 +84,7 @@ def _assign(items: Histogram, capacity: int, num_bins: int, effort: float) -> In
             placed.append([*numbers])
     for in_bin in zip(*placed, strict=True):
         model.add(cp_model.LinearExpr.weighted_sum(in_bin, items.distinct.tolist()) <= capacity)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.max_deterministic_time = effort
+    solver = deterministic_solver(effort)
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return np.empty(0, np.int64)
@@ -86,7 +99,7 @@ _LARGEST_ASSIGNMENT = 20_000
 _EFFORT = 1.0
 
 
-def exact(items: Histogram, capacity: int) -> Solution:
+def exact(items: Histogram, capacity: int) -> Packing:
     """Pack `items`, each of length 1 to `capacity`."""
     best = pack_quickly(items, capacity)
     if not best.optimal:
@@ -108,12 +121,12 @@ def exact(items: Histogram, capacity: int) -> Solution:
 _EPSILON = 1e-6
 
 
-def column_generation(items: Histogram, capacity: int) -> Solution:
+def column_generation(items: Histogram, capacity: int) -> Packing:
     """Pack `items`, each of length 1 to `capacity`."""
     return pack_by_units(items, capacity, resolution(items, capacity))
 
 
-def pack_by_units(items: Histogram, capacity: int, units: int) -> Solution:
+def pack_by_units(items: Histogram, capacity: int, units: int) -> Packing:
     """Pack `items`, each of length 1 to `capacity`, by lengths rounded up to units of which a bin has so many."""
     if items.num_items == 0:
         return pack_quickly(items, capacity)
@@ -123,12 +136,12 @@ def pack_by_units(items: Histogram, capacity: int, units: int) -> Solution:
     num_bins = _use_patterns(relaxation, counts, sorted_bins)
     rest = np.flatnonzero(sorted_bins < 0)
     packed_rest = pack_quickly(histogram(np.repeat(items.distinct, items.counts)[rest]), capacity)
-    sorted_bins[rest] = num_bins + packed_rest.sorted_bins
+    sorted_bins[rest] = num_bins + packed_rest.bin_of
     bound = max(
         martello_toth_counted(items.distinct, items.counts, capacity),
         bound_by_relaxation(items, relaxation, units, capacity),
     )
-    return Solution(sorted_bins, num_bins + packed_rest.num_bins, bound, "column-generation")
+    return Packing(sorted_bins, num_bins + packed_rest.num_bins, bound, "column-generation")
 
 
 def _use_patterns(relaxation: Relaxation, counts: Int64Array, sorted_bins: Int64Array) -> int:
@@ -163,7 +176,7 @@ def _use(
 # The packer for everyday use: goes on to slower algorithms only while they can pay, and keeps the best packing.
 
 
-def auto(items: Histogram, capacity: int) -> Solution:
+def auto(items: Histogram, capacity: int) -> Packing:
     """Pack `items`, each of length 1 to `capacity`."""
     best = pack_quickly(items, capacity)
     if best.optimal:
@@ -176,33 +189,14 @@ def auto(items: Histogram, capacity: int) -> Solution:
     return best
 
 
-_ALGORITHMS = (auto, best_fit_decreasing, minimum_bin_slack, column_generation, exact)
-
 #: The algorithms by name. Each packs items of lengths from 1 to a capacity.
-PACKERS: dict[str, Callable[[Histogram, int], Solution]] = dict(zip(PACKER_NAMES, _ALGORITHMS, strict=True))
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Items in `num_bins` bins, 0.. without gaps, and a certificate: no packing has fewer than `lower_bound` bins.
-
-    `bin_of` int64 [n]: the bin of each item. `algorithm`: what made it; of those that `auto` and `exact` try, the best.
-    """
-
-    bin_of: Int64Array
-    num_bins: int
-    lower_bound: int
-    algorithm: str
-
-    @property
-    def optimal(self) -> bool:
-        """Whether no packing has fewer bins."""
-        return self.num_bins == self.lower_bound
-
-    @property
-    def gap(self) -> float:
-        """The share of bins over the bound; 0 for no items."""
-        return self.num_bins / self.lower_bound - 1 if self.num_bins else 0.0
+PACKERS: dict[str, Callable[[Histogram, int], Packing]] = dict(
+    zip(
+        PACKER_NAMES,
+        (auto, partial(heuristic, "bfd"), partial(heuristic, "mbs"), column_generation, exact),
+        strict=True,
+    )
+)
 
 
 def pack_lengths(lengths: IntArray, capacity: int, algorithm: str = "auto", *, certify: bool = True) -> Packing:
@@ -223,9 +217,7 @@ def pack_lengths(lengths: IntArray, capacity: int, algorithm: str = "auto", *, c
             hint="split or leave out items over the capacity and empty ones",
         )
     items = histogram(lengths)
-    solution = PACKERS[algorithm](items, capacity)
-    if certify and not solution.optimal and algorithm not in ("auto", "exact"):  # these have looked
-        solution = solution.bounded(relaxed_bound(items, capacity))
-    return Packing(
-        items.in_item_order(solution.sorted_bins), solution.num_bins, solution.lower_bound, solution.algorithm
-    )
+    packing = PACKERS[algorithm](items, capacity)
+    if certify and not packing.optimal and algorithm not in ("auto", "exact"):  # these have looked
+        packing = packing.bounded(relaxed_bound(items, capacity))
+    return replace(packing, bin_of=items.in_item_order(packing.bin_of))

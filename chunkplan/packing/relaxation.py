@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
-from chunkplan.packing.best_fit_decreasing import best_fit_decreasing_counted
+from chunkplan.packing.heuristics import best_fit_decreasing_counted, minimum_bin_slack_counted
 from chunkplan.packing.histogram import Histogram
-from chunkplan.packing.minimum_bin_slack import minimum_bin_slack_counted
 
 # How few bins can do, better than by counting: bounds from what items are worth.
 #

@@ -5,25 +5,25 @@ Tokens lie in uncompressed Arrow IPC files that are memory-mapped: reading one s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, UInt64Array, offsets_of, split_mix
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import raise_if_unreadable, refuse_outside
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import TokensHasher, sequence_digests
-from chunkplan.planfile.manifest_entries import TokenFileEntry
+from chunkplan.planfile.manifest import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
-from chunkplan.planfile.schema import SEQUENCES, TOKENS
+from chunkplan.planfile.schema import SEQUENCES, TOKENS, to_numpy
 from chunkplan.planfile.tables import conform, read_columns
 
 
@@ -117,6 +117,29 @@ class Analysis:
             raise UsageError(f"the analysis {self.path} {what}", hint=f"run {command}; plans are to be built of that")
         return TokenReader(self.path, self.manifest["tokens"], self.num_tokens)
 
+    @cached_property
+    def content_keys(self) -> UInt64Array:
+        """A key for every sequence, uint64 [num_sequences], evenly distributed and the same wherever it stands.
+
+        The 8-byte BLAKE2b digest of its little-endian int32 token ids, read as a little-endian number; all tokens are
+        read for it. Without tokens a mix of the sequence_id instead, so that what is appended changes no key, but
+        copies of a text have different ones.
+
+        Raises:
+            DataError: the tokens cannot be read.
+        """
+        keys = split_mix(np.arange(self.num_sequences))
+        if self.has_tokens:
+            digests = []
+            for _, batch in self.tokens().batches():
+                ids = batch.column("input_ids")
+                tokens = to_numpy(ids.values).astype("<i4", copy=False).view(np.uint8).data
+                edges = pairwise((4 * to_numpy(ids.offsets).astype(np.int64)).tolist())
+                digests += [hashlib.blake2b(tokens[start:end], digest_size=8).digest() for start, end in edges]
+            keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+        keys.flags.writeable = False
+        return keys
+
     def _repr_html_(self) -> str:
         return analysis_html(self.path, self.manifest, self.content_hash, self.num_tokens, self.num_target_tokens)
 
@@ -178,7 +201,8 @@ class TokenReader:
         which = np.searchsorted(self._starts, sequence_ids, side="right") - 1
         missing = np.flatnonzero((which < 0) | (sequence_ids >= self._stops[which]))
         if missing.size:
-            raise self._misplaced(int(sequence_ids[missing[0]]))
+            message = f"sequence {sequence_ids[missing[0]]} is not where the manifest says"
+            raise DataError(message, where=str(self._folder), hint="analyze again")
         for index in np.unique(which[~self._is_open[which]]).tolist():
             self._open(index)
         batches = which.tolist()
@@ -222,17 +246,18 @@ class TokenReader:
 
     def _batch(self, index: int) -> pa.RecordBatch:
         """A record batch, once it is found to be where and as long as it should be."""
-        path, start, stop = self._path(index), int(self._starts[index]), int(self._stops[index])
+        file, batch_of_file = self._place[index]
+        path, start = self._folder / str(self._token_files[file]["file"]), int(self._starts[index])
         refuse_outside(path, self._folder)
         try:
             # The file is not kept open, or thousands of them would be too many; what is mapped lives with the batch.
-            batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(self._place[index][1])
+            batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(batch_of_file)
             batch.validate()
             table = conform(pa.Table.from_batches([batch]), TOKENS, path)
         except _DAMAGED as error:
             raise_if_unreadable(error)
             raise DataError(f"cannot read the tokens: {error}", where=str(path), hint="analyze again") from error
-        stated = self._token_offsets[start : stop + 1] - self._token_offsets[start]
+        stated = self._token_offsets[start : self._stops[index] + 1] - self._token_offsets[start]
         for name in TOKENS.names:
             offsets = to_numpy(batch.column(name).offsets)
             if not np.array_equal(offsets - offsets[0], stated):
@@ -240,11 +265,3 @@ class TokenReader:
                     f"sequences from {start} on do not have the lengths stated", where=str(path), hint="analyze again"
                 )
         return table.to_batches()[0]
-
-    def _path(self, index: int) -> Path:
-        return self._folder / str(self._token_files[self._place[index][0]]["file"])
-
-    def _misplaced(self, sequence_id: int) -> DataError:
-        return DataError(
-            f"sequence {sequence_id} is not where the manifest says", where=str(self._folder), hint="analyze again"
-        )

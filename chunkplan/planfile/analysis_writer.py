@@ -13,11 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of
-from chunkplan.planfile.arrow import to_arrow, to_numpy
 from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
-from chunkplan.planfile.manifest import write_manifest
-from chunkplan.planfile.manifest_entries import TokenFileEntry
-from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS
+from chunkplan.planfile.manifest import TokenFileEntry, write_manifest
+from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS, to_arrow, to_numpy
 from chunkplan.version import __version__
 
 # Writes a file of tokens in bounded memory: record batches of a few million tokens, made to be memory-mapped.
@@ -149,7 +147,8 @@ class AnalysisWriter:
                 file = pa.ipc.open_file(mapped)
                 for index in range(file.num_record_batches):
                     ids, target = (file.get_batch(index).column(name) for name in ("input_ids", "target"))
-                    self._write(np.diff(to_numpy(ids.offsets)).astype(np.int64), *map(to_numpy, _flat(ids, target)))
+                    lengths = np.diff(to_numpy(ids.offsets)).astype(np.int64)
+                    self._write(lengths, to_numpy(ids.flatten()), to_numpy(target.flatten()))
             return
         self._close_token_file()
         self._token_files.append({"file": self._next_name(), "first_sequence_id": first, "rows": list(rows)})
@@ -256,7 +255,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _flat(ids: pa.ListArray, target: pa.ListArray) -> tuple[pa.Array, pa.Array]:
-    return ids.flatten(), target.flatten()

@@ -12,14 +12,15 @@ import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of, sum_runs
 from chunkplan.compiled import compiled
-from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import ChunkTimes, ExchangeTimes, Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.shape import FULL, Sight
+from chunkplan.cost.rates import UNIT
+from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
-from chunkplan.planfile.arrow import codes_of, to_numpy
 from chunkplan.planfile.plan import Chunk, Segment
-from chunkplan.planfile.schema import CP_COLUMNS
+from chunkplan.planfile.schema import CP_COLUMNS, codes_of, to_numpy
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -140,7 +141,7 @@ def chunks_without_segments(
     return chunks
 
 
-def read_chunks(table: pa.Table, sights: Sequence[Sight] = FULL) -> Chunks:
+def read_chunks(table: pa.Table, patterns: Sequence[AttentionPattern] = FULL) -> Chunks:
     """The rows of chunks.parquet, or those of some of its ranks; in `rank_chunks` are the ranks that there are."""
     lists = table.column("segments").combine_chunks()
     offsets = to_numpy(lists.offsets).astype(np.int64)
@@ -164,10 +165,10 @@ def read_chunks(table: pa.Table, sights: Sequence[Sight] = FULL) -> Chunks:
         end=end,
         **columns,
     )
-    return read._replace(attention_pairs=pairs_of_chunks(read, sights))
+    return read._replace(attention_pairs=pairs_of_chunks(read, patterns))
 
 
-def chunks_of_rows(rows: Sequence[Chunk], sights: Sequence[Sight] = FULL) -> Chunks:
+def chunks_of_rows(rows: Sequence[Chunk], patterns: Sequence[AttentionPattern] = FULL) -> Chunks:
     """The table of the chunks of one rank, in order of their ids."""
     flat = [segment for row in rows for segment in row.segments]
     segments = offsets_of([len(row.segments) for row in rows])
@@ -185,7 +186,7 @@ def chunks_of_rows(rows: Sequence[Chunk], sights: Sequence[Sight] = FULL) -> Chu
     )
     for name in (*_COUNTS, *CP_COLUMNS):
         getattr(table, name)[:] = [getattr(row, name) for row in rows]
-    return table._replace(attention_pairs=pairs_of_chunks(table, sights))
+    return table._replace(attention_pairs=pairs_of_chunks(table, patterns))
 
 
 def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
@@ -213,16 +214,24 @@ def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
     return exchange
 
 
+def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with_exchange: bool = True) -> ChunkTimes:
+    """The times of chunks. Without `cost` every model stage is one layer, so a stage is `virtual_stages` layers."""
+    rates = UNIT if cost is None else cost.rates_on(config.dp)
+    layers = config.layers(config.pp * config.virtual_stages if cost is None else cost.shape.num_layers)
+    exchange = exchange_of(chunks, cost) if cost is not None and with_exchange else None
+    return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange, chunks.kept_attention)
+
+
 #: What a plan says that nobody knows is none, which `validate` refuses.
 _KEPT = {word: code for code, word in enumerate(KEPT_ATTENTION)}
 
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")
 
 
-def pairs_of_chunks(chunks: Chunks, sights: Sequence[Sight] = FULL) -> Float64Array:
-    """The attention pairs of each chunk [n], where attention sees `sights`: whole numbers, whose sums of runs stay
+def pairs_of_chunks(chunks: Chunks, patterns: Sequence[AttentionPattern] = FULL) -> Float64Array:
+    """The attention pairs of each chunk [n], where attention sees `patterns`: whole numbers, whose sums of runs stay
     exact, but for shared ones."""
-    pairs = attention_pairs_of(chunks.end - chunks.start, chunks.start, sights).astype(np.int64)
+    pairs = attention_pairs_of(chunks.end - chunks.start, chunks.start, patterns).astype(np.int64)
     sums = sum_runs(pairs, chunks.segments).astype(np.float64)
-    whole = attention_pairs_of(chunks.cp_tokens, chunks.prefix_tokens, sights)
+    whole = attention_pairs_of(chunks.cp_tokens, chunks.prefix_tokens, patterns)
     return np.where(chunks.cp_size > 1, whole / chunks.cp_size, sums)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.planfile.arrow import to_arrow, to_numpy, words_to_arrow
+from chunkplan.planfile.schema import to_arrow, to_numpy, words_to_arrow
 
 
 class ContentHasher:
@@ -34,19 +34,14 @@ class ContentHasher:
     def update(self, batch: pa.RecordBatch | pa.Table) -> None:
         """Add the rows of `batch`, whose columns must be those of the schema."""
         for field in self._schema:
-            self._update_column(field, batch.column(field.name))
-
-    def update_in_threads(self, table: pa.Table) -> None:
-        """The same, columns side by side: for large tables."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _ in pool.map(lambda field: self._update_column(field, table.column(field.name)), self._schema):
-                pass
+            self.update_column(field, batch.column(field.name))
 
     def hexdigest(self) -> str:
         """The digest of all rows so far."""
         return combine_hashes({name: stream.hexdigest() for name, stream in self._streams.items()})
 
-    def _update_column(self, field: pa.Field, column: pa.Array | pa.ChunkedArray) -> None:
+    def update_column(self, field: pa.Field, column: pa.Array | pa.ChunkedArray) -> None:
+        """Add the next values of one column."""
         for array in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
             for name, values in _leaves(field.name, array, field.nullable):
                 self._streams.setdefault(name, hashlib.sha256()).update(values)
@@ -61,9 +56,10 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
 
 
 def content_hash(table: pa.Table, schema: pa.Schema) -> str:
-    """The content hash of a whole table."""
+    """The content hash of a whole table, columns side by side."""
     hasher = ContentHasher(schema)
-    hasher.update_in_threads(table)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda field: hasher.update_column(field, table.column(field.name)), schema))
     return hasher.hexdigest()
 
 
@@ -111,9 +107,8 @@ def _leaves(name: str, array: pa.Array, nullable: bool) -> Iterator[tuple[str, b
             yield from _leaves(f"{name}.{kind.field(index).name}", array.field(index), nullable=False)
     elif pa.types.is_dictionary(kind):
         words = words_to_arrow([f"{word}\0" for word in array.dictionary.to_pylist()])
-        yield name, _text(words.take(array.indices))
-    elif pa.types.is_string(kind):
-        yield name, "".join(f"{text}\0" for text in array.to_pylist()).encode()
+        text = words.take(array.indices).buffers()[2]  # the characters, one after another
+        yield name, b"" if text is None else memoryview(text)
     else:
         values = to_numpy(array)
         yield name, _bytes(values.astype(values.dtype.newbyteorder("<"), copy=False))
@@ -122,9 +117,3 @@ def _leaves(name: str, array: pa.Array, nullable: bool) -> Iterator[tuple[str, b
 def _bytes(values: npt.NDArray[Any]) -> bytes | memoryview:
     """The memory of an array, without a copy where it lies in one piece."""
     return np.ascontiguousarray(values).view(np.uint8).data
-
-
-def _text(strings: pa.StringArray) -> bytes | memoryview:
-    """The characters of fresh strings, one after another."""
-    data = strings.buffers()[2]
-    return b"" if data is None else memoryview(data)

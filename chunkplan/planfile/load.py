@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +18,10 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.json_file import refuse_outside
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_arrow
 from chunkplan.planfile.hashing import ContentHasher, combine_hashes
 from chunkplan.planfile.manifest import read_manifest
-from chunkplan.planfile.manifest_entries import TokenFileEntry
 from chunkplan.planfile.plan import Plan
-from chunkplan.planfile.schema import SEQUENCES
+from chunkplan.planfile.schema import SEQUENCES, to_arrow
 from chunkplan.planfile.tables import open_parquet, read_columns
 
 IntegerArray = npt.NDArray[np.integer]
@@ -127,59 +127,34 @@ def load_analysis(path: str | Path) -> Analysis:
         sources.extend(pc.min_max(table.column("source")).as_py().values() if table.num_rows else [])
 
     columns, found = read_columns(path / "sequences.parquet", SEQUENCES, ["num_tokens", "num_target_tokens"], look)
-    if manifest["content_hashes"]["sequences"] != found:
-        raise DataError(
-            "the lengths are not those the manifest was written for (content hash differs)",
-            where=str(path / "sequences.parquet"),
-            hint="analyze again",
-        )
+    for file, words in _complaints(manifest, found, len(columns["num_tokens"]), sources):
+        raise DataError(words, where=str(path / file), hint="analyze again")
+    return Analysis(path=path, content_hash=manifest["content_hash"], manifest=manifest, **columns)
+
+
+def _complaints(
+    manifest: Mapping[str, Any], content_hash: str, num_sequences: int, sources: list[int]
+) -> Iterator[tuple[str, str]]:
+    """What of an analysis does not belong together: the file, and the words.
+
+    `content_hash`, `num_sequences` and `sources` are those of sequences.parquet.
+    """
+    if manifest["content_hashes"]["sequences"] != content_hash:
+        message = "the lengths are not those the manifest was written for (content hash differs)"
+        yield "sequences.parquet", message
     if bool(manifest["tokens"]) != ("tokens" in manifest["content_hashes"]):
-        raise DataError(
-            "`tokens` names no token files, but there is a hash of tokens, or the other way round",
-            where=str(path / MANIFEST),
-            hint="analyze again",
-        )
-    if manifest["tokens"]:
-        _check_token_files(manifest["tokens"], len(columns["num_tokens"]), path)
-    _check_sources(sources, len(manifest["sources"]), path)
-    return Analysis(
-        path=path,
-        content_hash=manifest["content_hash"],
-        manifest=manifest,
-        **columns,
-    )
-
-
-def _check_token_files(token_files: list[TokenFileEntry], num_sequences: int, path: Path) -> None:
-    """Raises DataError where token files do not hold the sequences from the first to the last, each one once."""
+        yield MANIFEST, "`tokens` names no token files, but there is a hash of tokens, or the other way round"
     first = 0
-    for each in token_files:
+    for each in manifest["tokens"]:
         if each["first_sequence_id"] != first:
-            break
+            stated = each["first_sequence_id"]
+            yield MANIFEST, f"{each['file']} is said to begin with sequence {stated}, expected {first}"
         first += sum(each["rows"])
-    else:
-        if first == num_sequences:
-            return
-        raise DataError(
-            f"tokens of {first:,} sequences, expected {num_sequences:,}",
-            where=str(path / MANIFEST),
-            hint="analyze again",
-        )
-    raise DataError(
-        f"{each['file']} is said to begin with sequence {each['first_sequence_id']}, expected {first}",
-        where=str(path / MANIFEST),
-        hint="analyze again",
-    )
-
-
-def _check_sources(sources: list[int], num_sources: int, path: Path) -> None:
-    """Raises DataError where sequences are of sources that the manifest does not have; it may have none at all."""
-    if num_sources and not 0 <= min(sources) <= max(sources) < num_sources:
-        raise DataError(
-            f"sequences of sources {min(sources)} to {max(sources)}, expected 0 to {num_sources - 1}",
-            where=str(path / "sequences.parquet"),
-            hint="analyze again",
-        )
+    if manifest["tokens"] and first != num_sequences:
+        yield MANIFEST, f"tokens of {first:,} sequences, expected {num_sequences:,}"
+    last = len(manifest["sources"]) - 1  # of none it is not said where sequences are from
+    if last >= 0 and not 0 <= min(sources) <= max(sources) <= last:
+        yield "sequences.parquet", f"sequences of sources {min(sources)} to {max(sources)}, expected 0 to {last}"
 
 
 def load_plan_analysis(plan: Plan, analysis: str | Path | None = None, *, option: str = "--analysis") -> Analysis:

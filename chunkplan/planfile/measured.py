@@ -13,8 +13,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json
 from chunkplan.files.writing import whole_file
 from chunkplan.planfile.load import load_plan
-from chunkplan.planfile.places import find_step
-from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.plan import Plan, find_step
 
 
 class TimedAction(NamedTuple):

@@ -6,7 +6,7 @@ is escaped, and what would not be seen is a symbol.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from chunkplan.arrays import Int32Array
+from chunkplan.errors import visible
 from chunkplan.planfile.manifest import config_of, reduction_us_of
 from chunkplan.quantities import counted, k_words, seconds, selection_words
-from chunkplan.visible import visible
 
 #: Hexadecimal digits of a content hash that are shown.
 _SHOWN = 16
@@ -40,7 +40,7 @@ def plan_html(path: Path, manifest: dict[str, Any]) -> str:
     return _html(
         f"chunkplan plan{part}",
         path,
-        _warnings(exact=manifest["analysis"]["exact"], sample=manifest["analysis"].get("sample")),
+        manifest["analysis"],
         [
             ("ChunkSize, K", f"{config.chunk_size:,} tokens, {k_words(config.k, config.k_by_length)}"),
             ("dp x pp", f"{config.dp} x {config.pp}, {config.schedule}"),
@@ -66,7 +66,6 @@ def analysis_html(
     num_target_tokens: Int32Array,
 ) -> str:
     """An analysis, or a bare file of lengths: how many sequences, how long, from where."""
-    exact, sample = manifest["exact"], manifest.get("sample")
     total = int(num_tokens.sum(dtype=np.int64))
     middle, high = (int(np.quantile(num_tokens, share, method="inverted_cdf")) for share in (0.5, 0.99))
     rejected = sum(manifest.get("rejected", {}).values())
@@ -77,25 +76,20 @@ def analysis_html(
         ("the longest", counted(int(num_tokens.max()), "token")),
     ]
     if sources := manifest.get("sources"):
-        rows.append(("sources", _names([str(source["path"]) for source in sources])))
+        more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+        rows.append(("sources", ", ".join(str(source["path"]) for source in sources[:_NAMED]) + more))
     tokenizer = manifest.get("tokenizer")
     rows.append(("tokenizer", str(tokenizer["path"]) if isinstance(tokenizer, dict) else "none"))
     rows.append(("tokens stored", "yes" if manifest.get("tokens") else "no: enough to plan, not to train"))
     rows.append(("content hash", content_hash[:_SHOWN]))
-    return _html("chunkplan analysis", path, _warnings(exact=exact, sample=sample), rows)
+    return _html("chunkplan analysis", path, manifest, rows)
 
 
-def _warnings(*, exact: bool, sample: float | None) -> list[str]:
+def _html(title: str, path: Path, analysis: Mapping[str, Any], rows: Iterable[tuple[str, str]]) -> str:
+    """`analysis`: says whether it is `exact`, and what share of the records it is a `sample` of."""
+    sample = analysis.get("sample")
     warnings = [f"A SAMPLE of {100 * sample:g}% of the records"] if sample else []
-    return warnings + ([] if exact else ["ESTIMATED lengths, from bytes: to look at, not to train"])
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-def _html(title: str, path: Path, warnings: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
+    warnings += [] if analysis["exact"] else ["ESTIMATED lengths, from bytes: to look at, not to train"]
     said = "".join(f'<div style="font-weight:bold">{escape(warning)}</div>' for warning in warnings)
     cells = "".join(
         f'<tr style="background:none"><th scope="row" style="{_NAME}">{escape(name)}</th>'

@@ -1,10 +1,16 @@
-"""Columns of every file of an analysis and of a plan. Other programs read these: a change needs a new version."""
+"""Columns of every file of an analysis and of a plan. Other programs read these: a change needs a new version.
+
+And numpy arrays as Arrow arrays and back, without a copy: pyarrow's own `pa.array` and `to_numpy` first import pandas
+where that is installed, as it is wherever OR-Tools is, and that takes longer than all the rest of reading a small plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 #: Version of both contracts. A file of a newer one is refused by name.
@@ -12,7 +18,19 @@ SCHEMA_VERSION = 6
 
 
 def _schema(**columns: pa.DataType) -> pa.Schema:
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
+    return pa.schema(_fields(columns))
+
+
+def _fields(columns: Mapping[str, pa.DataType]) -> list[pa.Field]:
+    return [pa.field(name, kind, nullable=False) for name, kind in columns.items()]
+
+
+def _list(item: pa.DataType) -> pa.ListType:
+    return pa.list_(pa.field("item", item, nullable=False))
+
+
+def _structs(**columns: pa.DataType) -> pa.ListType:
+    return _list(pa.struct(_fields(columns)))
 
 
 SEQUENCES = _schema(
@@ -24,10 +42,7 @@ SEQUENCES = _schema(
 )
 
 #: Rows are in sequence_id order; the manifest says which is the first of each file.
-TOKENS = _schema(
-    input_ids=pa.list_(pa.field("item", pa.int32(), nullable=False)),
-    target=pa.list_(pa.field("item", pa.bool_(), nullable=False)),
-)
+TOKENS = _schema(input_ids=_list(pa.int32()), target=_list(pa.bool_()))
 
 STEPS = _schema(
     step=pa.int32(),
@@ -46,14 +61,6 @@ STEPS = _schema(
     lower_bound_us=pa.float32(),
 )
 
-_SEGMENT = pa.struct(
-    [
-        pa.field("sequence_id", pa.int64(), nullable=False),
-        pa.field("start", pa.int32(), nullable=False),
-        pa.field("end", pa.int32(), nullable=False),
-    ]
-)
-
 _WORD = pa.dictionary(pa.int8(), pa.string())
 
 CHUNKS = _schema(
@@ -69,7 +76,7 @@ CHUNKS = _schema(
     keeps_activations=pa.bool_(),
     kept_attention=_WORD,
     cost=pa.float32(),
-    segments=pa.list_(pa.field("item", _SEGMENT, nullable=False)),
+    segments=_structs(sequence_id=pa.int64(), start=pa.int32(), end=pa.int32()),
 )
 CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.int32(), nullable=True))
 
@@ -77,24 +84,16 @@ CHUNKS = CHUNKS.set(CHUNKS.get_field_index("group_id"), pa.field("group_id", pa.
 CP_COLUMNS = ("cp_first_rank", "cp_size", "cp_heads", "cp_tokens")
 SHARED_CHUNKS = pa.schema([*CHUNKS, *_schema(**{name: pa.int32() for name in CP_COLUMNS})])
 
-_ACTION = pa.struct(
-    [
-        pa.field("op", _WORD, nullable=False),
-        pa.field("chunk_id", pa.int32(), nullable=False),
-        pa.field("virtual_stage", pa.int32(), nullable=False),
-    ]
-)
-
 SCHEDULE = _schema(
     step=pa.int32(),
     dp_rank=pa.int32(),
     stage=pa.int32(),
-    actions=pa.list_(pa.field("item", _ACTION, nullable=False)),
+    actions=_structs(op=_WORD, chunk_id=pa.int32(), virtual_stage=pa.int32()),
     predicted_us=pa.float32(),
 )
 
 #: schedule.parquet of plans with several data-parallel ranks, whose actions are done in slots of their stage.
-SLOTS = pa.schema([*SCHEDULE, *_schema(slots=pa.list_(pa.field("item", pa.int32(), nullable=False)))])
+SLOTS = pa.schema([*SCHEDULE, *_schema(slots=_list(pa.int32()))])
 
 
 def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
@@ -104,3 +103,41 @@ def plan_schemas(config: Mapping[str, Any]) -> dict[str, pa.Schema]:
         "chunks": CHUNKS if config.get("cp", "off") == "off" else SHARED_CHUNKS,
         "schedule": SLOTS if config["dp"] > 1 else SCHEDULE,
     }
+
+
+def to_arrow(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
+    """The Arrow array of numbers or booleans; null where not `valid`."""
+    validity = None if valid is None else _bits(valid)
+    data = _bits(values) if values.dtype == np.bool_ else pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [validity, data])
+
+
+def words_to_arrow(words: Sequence[str]) -> pa.StringArray:
+    """A few strings as an Arrow array."""
+    encoded = [word.encode() for word in words]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
+
+
+def codes_of(column: pa.ChunkedArray, words: Sequence[str]) -> npt.NDArray[np.int8]:
+    """The place of each word of a dictionary-encoded column in `words`, -1 where it is none of them."""
+    place = {word: code for code, word in enumerate(words)}
+    codes = [np.empty(0, np.int8)]
+    for array in column.chunks:
+        known = np.array([place.get(word, -1) for word in array.dictionary.to_pylist()], np.int8)
+        codes.append(known[to_numpy(array.indices)])
+    return np.concatenate(codes)
+
+
+def to_numpy(array: pa.Array) -> npt.NDArray[Any]:
+    """The numbers or booleans (these are copied) of an Arrow array; what is null is anything."""
+    data = array.buffers()[1] or b""
+    if pa.types.is_boolean(array.type):
+        bits = np.frombuffer(data, np.uint8)
+        return np.unpackbits(bits, bitorder="little")[array.offset : array.offset + len(array)].astype(np.bool_)
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(data, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def _bits(values: npt.NDArray[np.bool_]) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(values, bitorder="little"))

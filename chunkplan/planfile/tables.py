@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from chunkplan.errors import DataError
 from chunkplan.files.json_file import raise_if_unreadable
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import ContentHasher
+from chunkplan.planfile.schema import to_numpy
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 

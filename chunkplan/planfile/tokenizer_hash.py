@@ -21,8 +21,8 @@ _Object = Mapping[str, Any]
 _TEXT = 2**32 - 1
 
 
-def tokenizer_hashes(description: _Object, content: bytes) -> tuple[str, str]:
-    """SHA-256 of what a tokenizer.json encodes, and of its bytes, `content`, which is what earlier analyses have.
+def tokenizer_hash(description: _Object) -> str:
+    """SHA-256 of what a tokenizer.json encodes.
 
     Raises:
         ValueError: it describes no tokenizer.
@@ -41,7 +41,7 @@ def tokenizer_hashes(description: _Object, content: bytes) -> tuple[str, str]:
     said = [_said(part) for part in (model, added, written["normalizer"], written["pre_tokenizer"])]
     parts = [*said, _put_around(steps), merges, vocabulary]
     encoded = json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()  # no msgspec: the runtime hashes too
-    return hashlib.sha256(encoded).hexdigest(), hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(encoded).hexdigest()
 
 
 def _said(value: Any) -> Any:

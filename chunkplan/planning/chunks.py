@@ -9,10 +9,10 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ChunkTimes, chunk_times
+from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
-from chunkplan.planfile.chunks import Chunks, empty_chunks, exchange_of
+from chunkplan.planfile.chunks import Chunks, empty_chunks, times_of
 from chunkplan.planning.ranks import SLICES, Placement, Sequences
 from chunkplan.planning.splitting import TargetMask, count_part_targets
 
@@ -48,8 +48,8 @@ def make_chunks(
     ids: Int32Array,
     target_tokens: Int32Array,
     may_share: bool,
-) -> tuple[Chunks, Int64Array]:
-    """The chunks of steps that `place_steps` placed, and that of each part, int64 [num_parts], -1 of a shared one.
+) -> Chunks:
+    """The chunks of steps that `place_steps` placed.
 
     The targets of parts, the attention pairs of chunks and what they cost are left to be added.
 
@@ -76,7 +76,6 @@ def make_chunks(
     num_chunks = placement.num_standalone.sum() + placement.num_shared.sum() + own_parts
     num_segments = sequences.tokens.size - own_split + own_parts + num_slices
     chunks = empty_chunks(num_steps * dp, num_chunks, num_segments)
-    part_chunk = np.full(parts[-1], -1, np.int64)  # [num_parts]
     chunk_of = np.empty(sequences.tokens.size, np.int64)  # [num_sequences]; of a split one that of its first part
     rank_parts = np.empty(dp, np.int64)  # [dp]
     for step in range(num_steps):
@@ -97,8 +96,8 @@ def make_chunks(
     for step in range(num_steps):
         start, stop = step_starts[step], step_starts[step + 1]
         _fill_shared(start, stop, step * dp, sequences, chunks, chunk_of, next_segment, ids)
-    _fill(sequences, chunks, chunk_of, part_chunk, next_segment, ids, target_tokens)
-    return chunks, part_chunk
+    _fill(sequences, chunks, chunk_of, next_segment, ids, target_tokens)
+    return chunks
 
 
 @compiled
@@ -241,7 +240,6 @@ def _fill(
     sequences: Sequences,
     chunks: Chunks,
     chunk_of: Int64Array,
-    part_chunk: Int64Array,
     next_segment: Int64Array,
     ids: Int32Array,
     target_tokens: Int32Array,
@@ -253,7 +251,6 @@ def _fill(
         start = 0
         for part in range(sequences.parts[sequence], sequences.parts[sequence + 1]):
             chunk = chunk_of[sequence] + part - sequences.parts[sequence]
-            part_chunk[part] = chunk
             chunks.prefix_tokens[chunk] = start
             stop = start + sequences.part_tokens[part]
             _add_segment(chunks, next_segment, chunk, ids[sequence], start, stop)
@@ -274,31 +271,20 @@ def _add_segment(chunks: Chunks, next_segment: Int64Array, chunk: int, sequence_
     chunks.num_tokens[chunk] += stop - start
 
 
-def add_parts(
-    chunks: Chunks, part_chunk: Int64Array, sequences: Sequences, ids: Int32Array, mask: TargetMask | None
-) -> None:
-    """Add to each chunk the targets of the part in it; `part_chunk` [num_parts] says which."""
-    sequence = np.repeat(np.arange(ids.size), np.diff(sequences.parts))
-    own = np.flatnonzero(part_chunk >= 0)
-    sequence, part_chunk, part_tokens = sequence[own], part_chunk[own], sequences.part_tokens[own]
-    start = chunks.prefix_tokens[part_chunk].astype(np.int64)
-    chunks.num_target_tokens[part_chunk] += count_part_targets(
-        ids[sequence], start, start + part_tokens, sequences.tokens[sequence], mask
-    ).astype(np.int32)
+def add_part_targets(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
+    """Add to each chunk of a group the targets of the part in it, or of the rank's slices of one that `dp` ranks share.
 
-
-def add_slices(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
-    """Add to each chunk that `dp` ranks share the targets of the rank's slices."""
-    rows = np.flatnonzero(chunks.cp_size > 1)
+    The part comes first in its chunk, before whole sequences.
+    """
+    rows = np.flatnonzero(chunks.group_id >= 0)
     if not rows.size:
         return
-    num_slices = np.diff(chunks.segments)[rows]
-    row = np.repeat(rows, num_slices)  # [slices]
-    segment = np.arange(row.size) + np.repeat(chunks.segments[rows] - offsets_of(num_slices)[:-1], num_slices)
-    step = (np.searchsorted(chunks.rank_chunks, row, side="right") - 1) // dp
-    order = np.lexsort(
-        (chunks.start[segment], chunks.group_id[row], step)
-    )  # the slices of a sequence one after another
+    num_own = np.where(chunks.cp_size[rows] > 1, np.diff(chunks.segments)[rows], 1)
+    row = np.repeat(rows, num_own)  # [parts and slices]
+    segment = np.arange(row.size) + np.repeat(chunks.segments[rows] - offsets_of(num_own)[:-1], num_own)
+    rank = np.searchsorted(chunks.rank_chunks, row, side="right") - 1
+    home = np.where(chunks.cp_size[row] > 1, rank // dp * dp + chunks.cp_first_rank[row], rank)
+    order = np.lexsort((chunks.start[segment], chunks.group_id[row], home))  # those of a sequence one after another
     row, segment = row[order], segment[order]
     start, end = chunks.start[segment].astype(np.int64), chunks.end[segment].astype(np.int64)
     first = np.flatnonzero(start == 0)
@@ -312,16 +298,7 @@ def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[Ch
 
     The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
     """
-    layers = config.layers(cost.shape.num_layers)
-    exchange = exchange_of(chunks, cost)
-    times = chunk_times(
-        chunks.num_tokens,
-        chunks.attention_pairs,
-        cost.rates_on(config.dp),
-        layers,
-        exchange,
-        chunks.kept_attention,
-    )
+    times = times_of(chunks, cost, config)
     by_op = dict(zip(OPS, times.durations.sum(axis=1), strict=True))  # op: [num_chunks]
     twice = by_op["forward_kv"] + by_op["recompute"] - by_op["forward"]
     recompute = np.where(chunks.keeps_activations, 0, twice)  # [num_chunks]

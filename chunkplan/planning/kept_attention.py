@@ -12,10 +12,9 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import durations
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import ON_GPU, ON_HOST
-from chunkplan.planfile.chunks import Chunks, chunks_of_rows_at, exchange_of
+from chunkplan.planfile.chunks import Chunks, chunks_of_rows_at, times_of
 from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.actions import FORWARD_KV, RECOMPUTE, Actions
 from chunkplan.schedule.holdings import ATTENTION, bytes_of, fullest, fullest_moments
@@ -77,17 +76,8 @@ def _pays(chunks: Chunks, rows: Int64Array, where: int, config: PlanConfig, cost
     """Whether keeping attention there makes an action with each of the chunks `rows` shorter, and none longer: on all
     ranks that share it; bool [n]."""
     own = chunks_of_rows_at(chunks, rows)
-    before, after = (
-        durations(
-            own.num_tokens,
-            own.attention_pairs,
-            cost.rates_on(config.dp),
-            config.layers(cost.shape.num_layers),
-            exchange_of(own, cost),
-            kept,
-        )
-        for kept in (own.kept_attention, np.full(rows.size, where, np.int8))
-    )
+    before = times_of(own, cost, config).durations
+    after = times_of(own._replace(kept_attention=np.full(rows.size, where, np.int8)), cost, config).durations
     pays = (after <= before).all(axis=(0, 1)) & ((after < before).any(axis=(0, 1)) | (own.kept_attention != 0))
     first = first_of_block(chunks, config.dp)[rows]
     agreed = np.ones(chunks.num_tokens.size, np.bool_)

@@ -2,7 +2,7 @@
 
 In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 
-1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`, `pipeline.py`).
+1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`).
 2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
    chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
 3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, so that the slowest rank is done as soon as
@@ -26,26 +26,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import Int32Array, Int64Array, offsets_of, sum_runs
+from chunkplan.arrays import Int32Array, Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.model import CostModel
 from chunkplan.planfile.chunks import Chunks, pairs_of_chunks
 from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
-from chunkplan.planning.chunks import ChunkedBlock, add_parts, add_slices, make_chunks, time_chunks
+from chunkplan.planning.chunks import ChunkedBlock, add_part_targets, make_chunks, time_chunks
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
 from chunkplan.planning.memory import held_bytes_of
 from chunkplan.planning.ranks import Rules, place_steps
 from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine_packing
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
-from chunkplan.planning.tables import RankTimes, chunks_table, schedule_table, steps_table
+from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.alignment import meeting_of, meeting_on
+from chunkplan.schedule.alignment import meeting_of, meeting_on, quick_slots
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import fullest, fullest_moments
-from chunkplan.schedule.slots import quick_slots
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,9 @@ def chunk_block(
         equalize_chunks(step_starts, sequences, placement)
 
     targets = dataset.num_target_tokens[ids]  # [num_sequences]
-    chunks, part_chunk = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
-    add_parts(chunks, part_chunk, sequences, ids, dataset.mask)
-    add_slices(chunks, config.dp, dataset.mask)
-    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.sights))
+    chunks = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
+    add_part_targets(chunks, config.dp, dataset.mask)
+    chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(
@@ -183,21 +181,6 @@ def predict_block(
     scheduled: Scheduled,
 ) -> Planned:
     """Prediction: the time of each step on its ranks, what each stage holds at most, and the rows that say so."""
-    rank_chunks = chunked.chunks.rank_chunks
-    steps = steps_table(
-        block.first_step,
-        block.epoch,
-        chunked,
-        target_tokens=dataset.num_target_tokens[chunked.ids],
-        times=RankTimes(  # [num_steps * dp] each
-            cost_ns=sum_runs(chunked.cost_ns, rank_chunks),
-            end_ns=scheduled.stage_end.reshape(-1, config.pp).max(axis=1),
-            retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=1),
-            recompute_ns=sum_runs(chunked.recompute_ns, rank_chunks),
-        ),
-        chunk_ns=cost.chunk_ns,
-        pp=config.pp,
-    )
     slots = scheduled.slots
     if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
         of_ranks = chunked.chunks, scheduled.actions, chunked.times
@@ -205,7 +188,7 @@ def predict_block(
     held = held_bytes_of(config, cost)
     moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
     tables = {
-        "steps": steps,
+        "steps": steps_table(block, chunked, scheduled, dataset.num_target_tokens[chunked.ids], cost.chunk_ns),
         "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),
         "schedule": schedule_table(
             block.first_step, config.dp, config.pp, scheduled.actions, scheduled.stage_end, slots

@@ -13,7 +13,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.balance.assign import assign, best_exchange, even_out, exchange, least_gain
 from chunkplan.compiled import compiled
-from chunkplan.packing.best_fit_decreasing import best_fit, martello_toth
+from chunkplan.packing.heuristics import best_fit, martello_toth
 
 #: A rank that shares a chunk holds at most so many slices of it, one from either half.
 SLICES = 2

@@ -10,47 +10,21 @@ those that are not named; `seed` of the shuffles that the mix takes from.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int32Array, UInt64Array, split_mix
+from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import UsageError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.manifest_entries import Selection, SourceSelection
+from chunkplan.planfile.manifest import Selection, SourceSelection
 
 #: Sets the shuffles of sources apart from those of epochs, which are seeded by (seed, epoch).
 _MIX_STREAM = 1
-
-
-#: Keys by the id of their analysis, as long as it lives: every epoch asks for them, and they take reading all tokens.
-_keys: dict[int, UInt64Array] = {}
-
-
-def content_keys(analysis: Analysis) -> UInt64Array:
-    """A key for every sequence, uint64 [num_sequences], evenly distributed and the same wherever the sequence stands.
-
-    The 8-byte BLAKE2b digest of its little-endian int32 token ids, read as a little-endian number; computed once for an
-    analysis. Without tokens a mix of the sequence_id instead, so that what is appended changes no key, but copies of a
-    text have different ones.
-
-    Raises:
-        DataError: the tokens cannot be read.
-    """
-    if id(analysis) not in _keys:
-        keys = _token_keys(analysis) if analysis.has_tokens else split_mix(np.arange(analysis.num_sequences))
-        keys.flags.writeable = False
-        _keys[id(analysis)] = keys
-        weakref.finalize(analysis, _keys.pop, id(analysis))
-    return _keys[id(analysis)]
 
 
 def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32Array:
@@ -151,21 +125,10 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
     )
 
 
-def _token_keys(analysis: Analysis) -> UInt64Array:
-    return np.concatenate([_hash_rows(batch.column("input_ids")) for _, batch in analysis.tokens().batches()])
-
-
-def _hash_rows(rows: pa.ListArray) -> UInt64Array:
-    values = memoryview(rows.values.to_numpy().astype("<i4", copy=False)).cast("B")
-    offsets = (4 * rows.offsets.to_numpy().astype(np.int64)).tolist()
-    digests = [hashlib.blake2b(values[start:end], digest_size=8).digest() for start, end in pairwise(offsets)]
-    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-
-
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     if holdout is None:
         return np.broadcast_to(np.zeros(1, bool), analysis.num_sequences)
-    keys = content_keys(analysis)
+    keys = analysis.content_keys
     if isinstance(holdout, float):
         return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))
     last = min(holdout, len(keys)) - 1

@@ -121,7 +121,7 @@ def _shared_times(
     is_again = index < np.repeat(num_parts - k, num_parts)  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
-    all_pairs = attention_pairs_of(own, begins, cost.shape.sights)  # [num_parts]
+    all_pairs = attention_pairs_of(own, begins, cost.shape.attention_patterns)  # [num_parts]
     pairs = seen_pairs(rates, own / size, all_pairs / size)
     of_work = rates.of_work(own / size, pairs)
     own_forward, own_backward = (work + passes * rates.chunk for passes, work in enumerate(of_work, 1))

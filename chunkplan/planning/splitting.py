@@ -36,7 +36,7 @@ def cut_sequences(
     k = most_kept(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
-    pairs = attention_pairs_of(part_tokens, starts, cost.shape.sights)
+    pairs = attention_pairs_of(part_tokens, starts, cost.shape.attention_patterns)
     seen = seen_pairs(cost.rates, part_tokens.astype(np.float64), pairs)
     part_ns = work_ns(cost, part_tokens, seen) + cost.chunk_ns
     kept = config.keep_attention != "off"
@@ -74,7 +74,7 @@ def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> In
 def count_parts(lengths: Int64Array, chunk_size: int | Int64Array, split: Split, cost: CostModel) -> Int64Array:
     """How many parts `split_sequences` cuts sequences of `lengths` [n] into."""
     fewest = -(-lengths // chunk_size)
-    if split != "cost" or not cost.shape.sights:
+    if split != "cost" or not cost.shape.attention_patterns:
         return fewest
     equal = np.ceil(_time(lengths, cost) / _time(np.asarray(chunk_size), cost)).astype(np.int64)
     num_parts: Int64Array = np.minimum(np.maximum(equal, fewest), lengths)
@@ -108,7 +108,7 @@ def split_sequences(
     if split == "full":
         full = np.minimum(done * chunk_size[sequence], lengths[sequence])
         return num_parts, np.where(num_ranks[sequence] > 1, even, full)
-    if split == "even" or not cost.shape.sights:  # without attention all parts of a length take as long
+    if split == "even" or not cost.shape.attention_patterns:  # without attention all parts of a length take as long
         return num_parts, even
     stops = _tokens_within(_time(lengths, cost)[sequence] * (done / num_parts[sequence]), cost)
     stops[starts + num_parts - 1] = lengths
@@ -129,7 +129,7 @@ def _tokens_within(time: Float64Array, cost: CostModel) -> Int64Array:
     """How many tokens of a sequence take no longer than `time`, the opposite of `_time`: rounded down, so that parts
     stay within ChunkSize."""
     ratio = cost.linear_over_pair
-    if cost.shape.sights == FULL:  # ratio * t + t^2
+    if cost.shape.attention_patterns == FULL:  # ratio * t + t^2
         return np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
     low, high = np.zeros(time.shape, np.int64), np.full(time.shape, 1 << 31, np.int64)  # low takes no longer, high does
     while (high - low > 1).any():

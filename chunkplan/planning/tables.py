@@ -3,71 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from chunkplan.arrays import Int8Array, Int32Array, Int64Array
+from chunkplan.arrays import Int8Array, Int32Array, Int64Array, sum_runs
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, OPS
-from chunkplan.planfile.arrow import to_arrow, words_to_arrow
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS
+from chunkplan.planfile.schema import CHUNKS, SCHEDULE, SLOTS, STEPS, to_arrow, words_to_arrow
+from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.schedule.actions import Actions
+from chunkplan.schedule.families import Scheduled
 
 #: A sequence exceeds its rank's share from here on: what rounding makes of equal ranks is far less.
 _OVER_SHARE = 1.001
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """What the chunks of each rank come to, int64 [num_steps * dp]: their `cost_ns`, when its pipeline is done
-    (`end_ns`), the most tokens whose activations one of its stages retains, and what of the cost is recomputing."""
-
-    cost_ns: Int64Array
-    end_ns: Int64Array
-    retained: Int64Array
-    recompute_ns: Int64Array
-
-
 def steps_table(
-    first_step: int,
-    epoch: int,
-    chunked: ChunkedBlock,
-    target_tokens: Int32Array,
-    times: RankTimes,
-    chunk_ns: int,
-    pp: int,
+    block: StepBlock, chunked: ChunkedBlock, scheduled: Scheduled, target_tokens: Int32Array, chunk_ns: int
 ) -> pa.Table:
-    """Rows of `steps`.
+    """Rows of `steps`; `target_tokens`: of each sequence [num_sequences]; `chunk_ns`: what a chunk costs beside its
+    tokens.
 
-    Args:
-        first_step, epoch: of the first row; every row's.
-        target_tokens: of each sequence [num_sequences].
-        chunk_ns: what a chunk costs beside its tokens.
-        pp: pipeline stages.
+    A rank takes what its chunks cost, and is done when its last stage is.
     """
-    sequences, placement = chunked.sequences, chunked.placement
+    sequences, placement, chunks = chunked.sequences, chunked.placement, chunked.chunks
     num_steps, dp = placement.num_standalone.shape
-    starts = chunked.step_starts[:-1]  # [num_steps]
-    num_chunks = np.diff(chunked.chunks.rank_chunks[::dp])  # [num_steps]
-    bound = placement.step_bound
-    sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
-    one_sequence_ns = chunked.necessary_ns + chunk_ns
-    all_ns = np.add.reduceat(chunked.necessary_ns, starts) + bound * chunk_ns
-    end_ns = times.end_ns.reshape(num_steps, dp).max(axis=1)
+    starts, bound = chunked.step_starts[:-1], placement.step_bound  # [num_steps] both
+    step_chunks = chunks.rank_chunks[::dp]  # [num_steps + 1]
+    num_chunks = np.diff(step_chunks)
+    end_ns = scheduled.stage_end.reshape(num_steps, -1).max(axis=1)
+    pp = scheduled.stage_end.size // (num_steps * dp)
     bound_ns = chunked.bound_ns
     if bound_ns is None:
-        bound_ns = np.maximum(all_ns // dp, np.maximum.reduceat(one_sequence_ns, starts))
-    mean_rank_ns = times.cost_ns.reshape(num_steps, dp).sum(axis=1) / dp
+        all_ns = np.add.reduceat(chunked.necessary_ns, starts) + bound * chunk_ns
+        bound_ns = np.maximum(all_ns // dp, np.maximum.reduceat(chunked.necessary_ns + chunk_ns, starts))
+    sequence_ns = np.where(np.diff(sequences.parts) == 0, sequences.work + chunk_ns, sequences.work)
+    mean_rank_ns = sum_runs(chunked.cost_ns, step_chunks) / dp
     return _table(
         STEPS,
-        step=_int32(np.arange(first_step, first_step + num_steps)),
-        epoch=np.full(num_steps, epoch, np.int32),
+        step=_int32(np.arange(block.first_step, block.first_step + num_steps)),
+        epoch=np.full(num_steps, block.epoch, np.int32),
         num_sequences=_int32(np.diff(chunked.step_starts)),
         num_tokens=np.add.reduceat(sequences.tokens, starts),
         num_target_tokens=np.add.reduceat(target_tokens.astype(np.int64), starts),
@@ -76,8 +56,8 @@ def steps_table(
         packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
         optimal=num_chunks == bound,
         exceeds_share=np.maximum.reduceat(sequence_ns, starts) > _OVER_SHARE * mean_rank_ns,
-        peak_retained_tokens=times.retained.reshape(num_steps, dp).max(axis=1),
-        recompute_us=_microseconds(times.recompute_ns.reshape(num_steps, dp).sum(axis=1)),
+        peak_retained_tokens=scheduled.peak_retained_tokens.reshape(num_steps, -1).max(axis=1),
+        recompute_us=_microseconds(sum_runs(chunked.recompute_ns, step_chunks)),
         predicted_us=_microseconds(end_ns),
         # Whole nanoseconds of a sequence are not the sum of those of its chunks: it might be a few above.
         lower_bound_us=_microseconds(np.minimum(bound_ns // pp, end_ns)),

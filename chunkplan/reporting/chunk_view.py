@@ -11,8 +11,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.chunks import chunks_of_rows
-from chunkplan.planfile.places import check_rank, find_chunk, find_step
-from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment
+from chunkplan.planfile.plan import VALIDATE_HINT, Chunk, Plan, PlanStep, Segment, check_rank, find_chunk, find_step
 from chunkplan.reporting.shared_sequences import exchange_us
 from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, decode_sequence
 

@@ -14,7 +14,7 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis
-from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.manifest import SourceEntry
 from chunkplan.planfile.plan import Plan
 from chunkplan.reporting.per_step import plan_chunks
 from chunkplan.reporting.plan_memory import plan_memory

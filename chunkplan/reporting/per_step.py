@@ -9,13 +9,12 @@ import polars as pl
 import pyarrow as pa
 
 from chunkplan.errors import DataError
-from chunkplan.planfile.arrow import to_numpy
-from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import Chunks, read_chunks
-from chunkplan.planfile.manifest import reduction_us_of, sights_of
+from chunkplan.planfile.manifest import attention_patterns_of, reduction_us_of
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
-from chunkplan.planfile.schema import SCHEDULE
+from chunkplan.planfile.schema import SCHEDULE, to_numpy
 from chunkplan.planfile.tables import read_table
+from chunkplan.summary import chunk_frame
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def plan_chunks(plan: Plan) -> PlanChunks:
     """
     rows = plan.chunks()
     _check_numbers(rows, plan)
-    table = read_chunks(rows, sights_of(plan.manifest))
+    table = read_chunks(rows, attention_patterns_of(plan.manifest))
     _check_order(rows, table, plan)
     return PlanChunks(table, chunk_frame(rows, table))
 

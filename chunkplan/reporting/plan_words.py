@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, PlanConfig
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.memory import StageMemory
@@ -22,6 +21,7 @@ from chunkplan.quantities import (
     seconds,
     selection_words,
     sharding_words,
+    trained_words,
 )
 from chunkplan.tuning.document_entries import CostModelEntry
 

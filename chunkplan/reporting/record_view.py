@@ -18,8 +18,7 @@ from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.one_record import FoundRecord, find_record, read_place
 from chunkplan.intake.pieces import LEFT_OUT, SHARED, token_columns
 from chunkplan.intake.process import too_long
-from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, TokensRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, RecordError, TokensRecord
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded

@@ -29,8 +29,7 @@ from chunkplan.schedule.actions import (
     join_actions,
 )
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.simulated import PathAction, Simulation
-from chunkplan.schedule.step_ranks import StepRanks
+from chunkplan.schedule.simulated import PathAction, Simulation, StepRanks
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,8 +13,11 @@ from chunkplan.arrays import BoolArray, Int32Array
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.intake.backends import load_tokenizer
 from chunkplan.intake.backends.tiktoken_name import PREFIX as TIKTOKEN
-from chunkplan.intake.tokenizer import RecordTokenizer, TokenizerLibrary
+from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis
+
+if TYPE_CHECKING:
+    from chunkplan.intake.tokenizer import TokenizerLibrary
 
 #: Tokens before a run that are decoded with it, so that it begins as it does in the text: with a space, or without.
 NUM_CONTEXT = 4

@@ -13,7 +13,7 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.layers import StagePlacement, links_before, model_stage_of
+from chunkplan.layers import links_before, model_stage_of
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 
@@ -45,25 +45,6 @@ def end_of_unit(group_id: Int32Array, start: int) -> int:
     while stop < group_id.size and group_id[stop] == group_id[start] >= 0:
         stop += 1
     return stop
-
-
-@compiled
-def backward_order(group_id: Int32Array) -> Int64Array:
-    """Chunks in order, those of a group descending: int64 [n]."""
-    order = np.empty(group_id.size, np.int64)  # [n]
-    start = 0
-    while start < group_id.size:
-        stop = end_of_unit(group_id, start)
-        for chunk in range(start, stop):
-            order[chunk] = start + stop - 1 - chunk
-        start = stop
-    return order
-
-
-def model_stages_of(actions: Actions, pp: int, placement: StagePlacement) -> Int64Array:
-    """The model stage that each action is of, see `model_stage_of`; int64 [num_actions]."""
-    stage = np.repeat(np.arange(actions.stages.size - 1) % pp, np.diff(actions.stages))
-    return model_stage_of(stage, actions.virtual_stages.astype(np.int64), pp, placement)
 
 
 @compiled

@@ -57,7 +57,7 @@ from chunkplan.schedule.orders import (
     units_by_work,
 )
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.templates import ONE_FORWARD_ONE_BACKWARD, follow_template
+from chunkplan.schedule.templates import TEMPLATES, follow_template
 
 # How long it takes from a job to the end of all, whatever stages do: what makes one job more urgent than another.
 
@@ -191,6 +191,9 @@ def _twin(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> i
     return -1
 
 
+#: That of state-aware 1F1B.
+_AHEAD = TEMPLATES["1f1b"]
+
 #: No more memory than state-aware 1F1B takes.
 AS_TEMPLATE = -1
 
@@ -245,7 +248,7 @@ def auto(
     )
     kv = kv_tokens(chunks)
     # One unit after the other always fits.
-    answer = Answer(_orders(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
+    answer = Answer(units_by_work(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
     now, overrun = best, OVERRUNS[0] if splits_backward else WHOLE
     num_tried = 0
     for direction in (0, -1, 1):
@@ -254,7 +257,7 @@ def auto(
                 if best <= good or (num_tried > 1 and num_tried * actions.ops.size > _FIRST_ACTIONS):
                     return actions, best
                 ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
-                new = Answer(_orders(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
+                new = Answer(units_by_work(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
                 limits.idle[:] = now - 1 - work - after
                 new_overrun = OVERRUNS[index] if splits_backward else WHOLE
                 end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, new_overrun, limits, trial)
@@ -300,7 +303,7 @@ def as_template(
     done, [num_ranks]: later than anything where one holds too much.
     """
     num_ranks = chunks.rank_chunks.size - 1
-    actions = follow_template(ONE_FORWARD_ONE_BACKWARD, chunks, times, pp)
+    actions = follow_template(chunks, times, pp, _AHEAD)
     if splits_backward:
         actions = _split(actions)
     ends = simulate(chunks, actions, times, pp, STRAIGHT, num_ranks)
@@ -360,18 +363,6 @@ def _rows(
 
 
 @compiled
-def _orders(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
-    """The `units_by_work` of one rank after another."""
-    n = chunks.keeps_activations.size
-    orders = Order(np.empty(n, np.int64), np.empty(n, np.int64))
-    for rank in range(chunks.rank_chunks.size - 1):
-        base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
-        order = units_by_work(chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank), direction)
-        orders.forwards[base:end], orders.backwards[base:end] = base + order.forwards, base + order.backwards
-    return orders
-
-
-@compiled
 def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, bool, int]:
     """Another answer, with one thing changed on one rank, whether it is one, and the state of the random numbers.
 
@@ -425,7 +416,7 @@ def _evaluate(
         order = Order(answer.order.forwards[base:end] - base, answer.order.backwards[base:end] - base)
         rank_chunks = chunks_of_rank(chunks, rank)
         least, most = least_forwards(order), most_forwards(rank_chunks, order, limits.memory[rank * pp])
-        most = np.minimum(most, most_forwards_by_kv(rank_chunks, order, kv[:, base:end], kv_limit))
+        most = np.minimum(most, most_forwards_by_kv(order, kv[:, base:end], kv_limit))
         if np.any(most < least):
             return -1
         for stage in range(pp):

@@ -18,24 +18,13 @@ from chunkplan.schedule.actions import (
     Actions,
     empty_actions,
     join_actions,
-    times_of_rank,
     times_of_ranks,
 )
-from chunkplan.schedule.alignment import align_steps, meeting_of
+from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.slots import ends_in_slots
-from chunkplan.schedule.templates import ALGORITHM2, INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, follow_template
-
-#: Name -> the rule it follows, the same for all ranks.
-_TEMPLATES = {"algorithm2": ALGORITHM2, "1f1b": ONE_FORWARD_ONE_BACKWARD, "interleaved": INTERLEAVED}
-
-#: Name -> what looks for the best schedule of one rank, on so many stages and within so many tokens: (actions, bound).
-_SEARCHES: dict[str, Callable[[Chunks, ChunkTimes, int, int | None], tuple[Actions, int]]] = {
-    "zero-bubble-v": lambda chunks, times, pp, memory_tokens: (_zero_bubble_v(chunks, times, pp), 0),
-    "search": lambda chunks, times, pp, memory_tokens: _search(chunks, times, pp, memory_tokens),
-}
+from chunkplan.schedule.templates import TEMPLATES, follow_template
 
 #: What looks at all ranks of a step, and whether it splits backwards.
 _OF_STEPS = {"auto": False, "zero-bubble": True}
@@ -47,9 +36,6 @@ _kept: dict[bytes, Actions] = {}
 
 #: What of chunks their order depends on, beside their times.
 _LOOKED_AT = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
-
-#: All by name.
-SCHEDULES = (*_TEMPLATES, *_OF_STEPS, *_SEARCHES)
 
 
 class Scheduled(NamedTuple):
@@ -85,7 +71,7 @@ def schedule_ranks(
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate`).
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: one of `layers.FAMILIES`.
         memory_tokens: what a stage may retain; "search", "auto" and "zero-bubble" make use of it, others are refused
             where they do not fit.
         place: names a rank, for errors.
@@ -102,23 +88,18 @@ def schedule_ranks(
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
         _refuse_too_little(chunks, memory_tokens, place, dp)
-    if actions is None and schedule in _TEMPLATES:
-        actions = follow_template(_TEMPLATES[schedule], chunks, times, pp)
+    if actions is None and schedule in TEMPLATES:
+        actions = follow_template(chunks, times, pp, TEMPLATES[schedule])
     elif actions is None:
         found = []
-        if schedule in _OF_STEPS:
-            own = _apart(chunks, dp)
-            for first in range(0, lower_bound.size, dp):
-                if is_cancelled():
-                    raise CancelledError
-                found.append(_of_step(own, times, pp, memory_tokens, range(first, first + dp), _OF_STEPS[schedule]))
-        else:
-            for rank in range(lower_bound.size):
-                if is_cancelled():
-                    raise CancelledError
-                of_rank = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-                actions, lower_bound[rank] = _SEARCHES[schedule](*of_rank, pp, memory_tokens)
-                found.append(actions)
+        width = dp if schedule in _OF_STEPS else 1  # ranks that are looked at together
+        own = _apart(chunks, dp) if schedule in _OF_STEPS else chunks
+        for first in range(0, lower_bound.size, width):
+            if is_cancelled():
+                raise CancelledError
+            some = chunks_of_ranks(own, first, first + width), times_of_ranks(own, times, first, first + width)
+            actions, lower_bound[first] = _search(schedule, *some, pp, memory_tokens)
+            found.append(actions)
         actions = join_actions(found)
     placement = family_of(schedule).placement._replace(virtual_stages=times.durations.shape[1] // pp)
     if meeting is not None:
@@ -140,41 +121,43 @@ def _apart(chunks: Chunks, dp: int) -> Chunks:
     return chunks._replace(group_id=np.where(chunks.group_id < 0, -1, chunks.group_id * dp + rank).astype(np.int32))
 
 
-def _of_step(
-    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, ranks: range, splits: bool
-) -> Actions:
+def _search(
+    schedule: str, chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
+) -> tuple[Actions, int]:
+    """The best that is found for a rank, or the ranks of a step; no order of a rank is done before what comes with it.
+
+    What takes long to compile is imported where it is used.
+    """
+    if schedule in _OF_STEPS:
+        return _of_step(chunks, times, pp, memory_tokens, _OF_STEPS[schedule]), 0
+    if schedule == "search":
+        from chunkplan.schedule.search import search
+
+        found = search(chunks, times, pp, memory_tokens)
+        return found.actions, found.lower_bound
+    from chunkplan.schedule.zero_bubble_v import zero_bubble_v
+
+    actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
+    zero_bubble_v(chunks, times, pp, actions)
+    return actions, 0
+
+
+def _of_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, splits: bool) -> Actions:
     """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
     from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
 
     memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
-    step = chunks_of_ranks(chunks, ranks.start, ranks.stop)
-    step_times = times_of_ranks(chunks, times, ranks.start, ranks.stop)
-    if step.num_tokens.size * pp > _KEPT_EACH * len(ranks):
-        return auto_step(step, step_times, pp, memory, splits)
+    if step.num_tokens.size * pp > _KEPT_EACH * (step.rank_chunks.size - 1):
+        return auto_step(step, times, pp, memory, splits)
     asked = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
-    for values in (*(getattr(step, name) for name in _LOOKED_AT), *step_times):
+    for values in (*(getattr(step, name) for name in _LOOKED_AT), *times):
         asked.update(values)
     answer = _kept.get(asked.digest())
     if answer is None:
         if len(_kept) >= _KEPT:
             _kept.clear()
-        _kept[asked.digest()] = answer = auto_step(step, step_times, pp, memory, splits)
+        _kept[asked.digest()] = answer = auto_step(step, times, pp, memory, splits)
     return answer
-
-
-def _zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
-    from chunkplan.schedule.zero_bubble_v import zero_bubble_v
-
-    actions = empty_actions(chunks.keeps_activations, pp, 2 * pp, True)
-    zero_bubble_v(chunks, times, pp, actions)
-    return actions
-
-
-def _search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> tuple[Actions, int]:
-    from chunkplan.schedule.search import search
-
-    found = search(chunks, times, pp, memory_tokens)
-    return found.actions, found.lower_bound
 
 
 def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int], str], dp: int) -> None:

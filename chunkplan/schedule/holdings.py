@@ -72,25 +72,19 @@ def stage_holdings(
     row = rank * num_stages + stage
     start, stop = actions.stages[row], actions.stages[row + 1]
     held = np.empty((stop - start, 2, 6), np.int64)  # [actions of the stage, 2, 6]
-    num_activations = num_inputs = num_kv = num_pending = on_gpu = on_host = np.int64(0)
+    now, comes = np.zeros(6, np.int64), np.empty(6, np.int64)  # what is held, and what comes or goes with a chunk
     for action in range(start, stop):
         op, chunk = actions.ops[action], chunks.rank_chunks[rank] + actions.chunk_ids[action]
-        virtual_stage, tokens = actions.virtual_stages[action], np.int64(chunks.num_tokens[chunk])
+        tokens, virtual_stage = np.int64(chunks.num_tokens[chunk]), actions.virtual_stages[action]
+        comes[:] = tokens
+        comes[INPUTS] *= stage > 0 or virtual_stage > 0
+        comes[ATTENTION] *= chunks.kept_attention[chunk] == ON_GPU
+        comes[ATTENTION_ON_HOST] *= chunks.kept_attention[chunk] == ON_HOST
         for when in range(2):
-            num_activations += CHANGES[op, when, ACTIVATIONS] * tokens
-            if stage > 0 or virtual_stage > 0:
-                num_inputs += CHANGES[op, when, INPUTS] * tokens
-            if virtual_stage == 0:
-                num_kv += CHANGES[op, when, KV] * kv[when, chunk]
-            num_pending += CHANGES[op, when, PENDING] * tokens
-            on_gpu += CHANGES[op, when, ATTENTION] * tokens * (chunks.kept_attention[chunk] == ON_GPU)
-            on_host += CHANGES[op, when, ATTENTION] * tokens * (chunks.kept_attention[chunk] == ON_HOST)
-            held[action - start, when, ACTIVATIONS] = num_activations
-            held[action - start, when, INPUTS] = num_inputs
-            held[action - start, when, KV] = num_kv
-            held[action - start, when, PENDING] = num_pending
-            held[action - start, when, ATTENTION] = on_gpu
-            held[action - start, when, ATTENTION_ON_HOST] = on_host
+            comes[KV] = kv[when, chunk] if virtual_stage == 0 else 0
+            for kind in range(6):
+                now[kind] += CHANGES[op, when, min(kind, ATTENTION)] * comes[kind]
+            held[action - start, when] = now
     return held
 
 

@@ -1,4 +1,4 @@
-"""Orders of the chunks of a rank, and the rule of one forward, one backward that all schedules of that name share."""
+"""Orders of the chunks of ranks, and how many forwards may come before each backward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array
+from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, end_of_unit
 
 
 class Order(NamedTuple):
@@ -27,31 +27,33 @@ class Order(NamedTuple):
 def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
     """Units (standalone chunks, groups) one by one: as they come (0), or by work, ascending (1) or descending (-1).
 
-    What is shared with other ranks stays first, as it comes.
+    What is shared with other ranks stays first, as it comes. Ranks, whose groups have different numbers, follow one
+    another.
     """
     n = chunks.keeps_activations.size
     order = Order(np.empty(n, np.int64), np.empty(n, np.int64))
     heads, keys = np.empty(n, np.int64), np.empty(n, np.int64)
-    num_units = start = 0
-    while start < n:
-        stop = end_of_unit(chunks.group_id, start)
-        key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
-        if chunks.cp_size[start] > 1:
-            key = np.int64(np.iinfo(np.int64).min)
-        place = num_units
-        while place > 0 and keys[place - 1] > key:  # insertion: compiles much faster than a sort, and there are few
-            keys[place], heads[place] = keys[place - 1], heads[place - 1]
-            place -= 1
-        keys[place], heads[place] = key, start
-        num_units += 1
-        start = stop
-    place = 0
-    for start in heads[:num_units]:
-        stop = end_of_unit(chunks.group_id, start)
-        for chunk in range(start, stop):
-            order.forwards[place + chunk - start] = chunk
-            order.backwards[place + stop - 1 - chunk] = chunk
-        place += stop - start
+    for rank in range(chunks.rank_chunks.size - 1):
+        num_units, start, end = 0, chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
+        position = start
+        while start < end:
+            stop = end_of_unit(chunks.group_id, start)
+            key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
+            if chunks.cp_size[start] > 1:
+                key = np.int64(np.iinfo(np.int64).min)
+            place = num_units
+            while place > 0 and keys[place - 1] > key:  # insertion: compiles much faster than a sort
+                keys[place], heads[place] = keys[place - 1], heads[place - 1]
+                place -= 1
+            keys[place], heads[place] = key, start
+            num_units += 1
+            start = stop
+        for start in heads[:num_units]:
+            stop = end_of_unit(chunks.group_id, start)
+            for chunk in range(start, stop):
+                order.forwards[position + chunk - start] = chunk
+                order.backwards[position + stop - 1 - chunk] = chunk
+            position += stop - start
     return order
 
 
@@ -73,34 +75,33 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
     Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
     halves are taken as done: they wait for nothing, so they can always make their room.
     """
-    n = order.forwards.size
-    held = np.zeros(n + 1, np.int64)  # by the first so many forwards
-    for index, chunk in enumerate(order.forwards):
-        held[index + 1] = held[index] + (chunks.num_tokens[chunk] if chunks.keeps_activations[chunk] else 0)
-    most = np.empty(n, np.int64)
-    released = np.int64(0)
-    for index, chunk in enumerate(order.backwards):
-        recomputed = np.int64(0) if chunks.keeps_activations[chunk] else chunks.num_tokens[chunk]
-        most[index] = np.searchsorted(held, memory + released - recomputed, side="right") - 1
-        released += chunks.num_tokens[chunk] - recomputed
-    for index in range(n - 2, -1, -1):
-        most[index] = min(most[index], most[index + 1])
-    return most
+    kept = np.where(chunks.keeps_activations, chunks.num_tokens, 0).astype(np.int64)
+    return _most_within(order, kept, kept, chunks.num_tokens - kept, memory)
 
 
 @compiled
-def most_forwards_by_kv(chunks: Chunks, order: Order, kv: Int64Array, limit: int) -> Int64Array:
-    """How many forwards may be done before each backward in order, int64 [n], so that keys and values of no more than
-    `limit` tokens are held; `kv`: the `kv_tokens` of `chunks`. Below `least_forwards` where that cannot be."""
+def most_forwards_by_kv(order: Order, kv: Int64Array, limit: int) -> Int64Array:
+    """The same so that keys and values of no more than `limit` tokens are held; `kv`: see `kv_tokens`."""
+    return _most_within(order, kv[0], kv[1], np.zeros(kv.shape[1], np.int64), limit)
+
+
+@compiled
+def _most_within(order: Order, comes: Int64Array, goes: Int64Array, again: Int64Array, limit: int) -> Int64Array:
+    """How many forwards may be done before each backward in order, int64 [n], where no more than `limit` may be held.
+
+    What `comes` with the forward of each chunk `goes` with its backward, for which more comes `again`: int64 [n].
+    """
     n = order.forwards.size
     held = np.zeros(n + 1, np.int64)  # by the first so many forwards
     for index, chunk in enumerate(order.forwards):
-        held[index + 1] = held[index] + kv[0, chunk]
+        held[index + 1] = held[index] + comes[chunk]
     most = np.empty(n, np.int64)
     released = np.int64(0)
     for index, chunk in enumerate(order.backwards):
-        most[index] = np.searchsorted(held, limit + released, side="right") - 1
-        released += kv[1, chunk]
+        most[index] = np.searchsorted(held, limit + released - again[chunk], side="right") - 1
+        released += goes[chunk]
+    for index in range(n - 2, -1, -1):
+        most[index] = min(most[index], most[index + 1])
     return most
 
 
@@ -109,52 +110,3 @@ def limit_forwards(least: Int64Array, most: Int64Array, ahead: int) -> Int64Arra
     """The most forwards before each backward in order, int64 [n], `ahead` of what the backwards need by themselves."""
     limit: Int64Array = np.minimum(np.maximum(np.arange(least.size) + 1, least) + ahead, most)
     return limit
-
-
-@compiled
-def forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
-    """How many forwards a stage does before each backward in order, int64 [n].
-
-    The last stage does one forward for each backward after `warm_up` of them, and those that the next backward lacks:
-    the whole group of a dependent chunk. The stages before it stay `ahead` of that all the time, so that there always
-    is work on its way to the last one. (1F1B that counts backwards alone would lose its lead at the first group: every
-    stage would forward the whole group before its first backward, and run in lockstep from then on.)
-    """
-    least = least_forwards(order)
-    for index in range(least.size):
-        least[index] = min(max(least[index], index + warm_up) + ahead, least.size)
-    return least
-
-
-@compiled
-def alternate(
-    order: Order,
-    before: Int64Array,
-    keeps: BoolArray,
-    ops: Int8Array,
-    chunk_ids: Int32Array,
-    virtual_stages: Int32Array,
-) -> None:
-    """Write the actions of a stage that does so many forwards `before` each backward in order.
-
-    A stage recomputes from its own saved input, directly before the backward, so nothing is sent twice.
-
-    Args:
-        order: of virtual stage x n + chunk, [n x virtual stages].
-        keeps: bool [n], chunks that need no recompute.
-        ops, chunk_ids, virtual_stages: written to.
-    """
-    action = forwarded = 0
-    for index in range(order.backwards.size):
-        while forwarded < before[index]:
-            virtual_stage, chunk = divmod(order.forwards[forwarded], keeps.size)
-            op = FORWARD if keeps[chunk] else FORWARD_KV
-            ops[action], chunk_ids[action], virtual_stages[action] = op, chunk, virtual_stage
-            forwarded += 1
-            action += 1
-        virtual_stage, chunk = divmod(order.backwards[index], keeps.size)
-        if not keeps[chunk]:
-            ops[action], chunk_ids[action], virtual_stages[action] = RECOMPUTE, chunk, virtual_stage
-            action += 1
-        ops[action], chunk_ids[action], virtual_stages[action] = BACKWARD, chunk, virtual_stage
-        action += 1

@@ -29,6 +29,7 @@ from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.local_search import local_search
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import state_aware_1f1b
+from chunkplan.solver import deterministic_solver
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -89,11 +90,7 @@ def search_small(
             model.add_hint(start[stage][job], int(hint_start[stage, job]))
     model.minimize(end)
 
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.max_deterministic_time = effort
+    solver = deterministic_solver(effort)
     status = solver.solve(model)
     assert status != cp_model.INFEASIBLE, "the hint is a solution"
     lower_bound = max(lower_bound, unit * int(np.ceil(solver.best_objective_bound - 1e-6)))
@@ -208,7 +205,7 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     actions, template = (empty_actions(chunks.keeps_activations, pp, pp, False) for _ in range(2))
     is_small = chunks.keeps_activations.size * pp <= _PAIRS
     makespan = int(local_search(chunks, times, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
-    state_aware_1f1b(chunks, pp, template)
+    state_aware_1f1b(chunks, times, pp, 1, 1, template)
     template_end = int(simulate(chunks, template, times, pp).max())
     if template_end < makespan and peak_retained(chunks, template).max() <= memory:
         actions, makespan = template, template_end

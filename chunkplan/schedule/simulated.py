@@ -11,82 +11,58 @@ import numpy as np
 from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
-from chunkplan.layers import STRAIGHT, StagePlacement, family_of, links_before, split_layers, stage_parts
+from chunkplan.cost.states import reduction_ns
+from chunkplan.layers import STRAIGHT, StagePlacement, family_of, model_stage_of, split_layers, stage_parts
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, rows_of_chunks
 from chunkplan.planfile.plan import Chunk
-from chunkplan.schedule.actions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FORWARD_KV,
-    Actions,
-    model_stages_of,
-)
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
-from chunkplan.schedule.step_ranks import StepRanks
-
-# The critical path of a schedule: the actions, one after the other, that make it take as long as it does.
+from chunkplan.schedule.simulate import step_of
 
 
-def start_times(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, placement: StagePlacement = STRAIGHT
-) -> Int64Array:
-    """When each action of all stages of some ranks starts, int64 [num_actions]; `ends` is when it ends.
+class StepRanks(NamedTuple):
+    """What ranks that are played together do, all of a step or one alone, which follow one another in `chunks`.
 
-    `placement`: where model stages lie.
+    `ends` int64 [num_actions]: those of `simulate`, or where ranks meet in slots for what `meeting` says
+    (`alignment.meeting_of`), of `ends_in_slots`.
     """
-    row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = model_stages_of(actions, pp, placement)
-    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
-    starts: Int64Array = ends - times.durations[actions.ops, model_stage, chunk]
-    return starts
+
+    chunks: Chunks
+    times: ChunkTimes
+    actions: Actions
+    ends: Int64Array
+    meeting: Int8Array | None = None
 
 
-def arrival_times(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, ends: Int64Array, pp: int, placement: StagePlacement = STRAIGHT
-) -> tuple[Int64Array, Int64Array]:
-    """When each action is there, int64 [num_actions]: its stage is free and what it waits for has arrived.
+class Waiting(NamedTuple):
+    """What actions have waited for, [num_actions] each.
 
-    It starts then, or later where it waits for other ranks. Returns with it the place of the action that came just
-    then, int64 [num_actions], -1 where there is none: of its stage, where both came at once.
+    `starts`, `arrivals` int64: when each starts, and when its stage is free and what it waits for has arrived; it
+    starts then, or later where it waits for other ranks. `came_from` int64: the place of the action that came just
+    then, -1 where there is none: of its stage, where both came at once. `meets` int64: see `PlayedStep`.
     """
-    num_model_stages = times.durations.shape[1]
-    row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
-    model_stage = model_stages_of(actions, pp, placement)
-    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
-    is_forward = actions.ops <= FORWARD_KV
-    is_backward = (actions.ops == BACKWARD) | (actions.ops == BACKWARD_INPUT)
-    # [way, model stage, n], with an empty model stage before the first and after the last
-    sender = np.full((2, num_model_stages + 2, times.link.size), -1, np.int64)
-    for way, sends in enumerate((is_forward, is_backward)):
-        places = np.flatnonzero(sends)
-        sender[way, model_stage[places] + 1, chunk[places]] = places
-    sent_by = np.where(is_forward, sender[0, model_stage, chunk], sender[1, model_stage + 2, chunk])
-    sent_by[~is_forward & ~is_backward] = -1
-    link = times.link[chunk] * links_before(np.where(is_forward, model_stage, model_stage + 1), pp, placement)
-    sent = np.where(sent_by < 0, 0, ends[sent_by] + link)
 
-    before = np.arange(ends.size) - 1
-    before[actions.stages[:-1]] = -1
-    free = np.where(before < 0, 0, ends[before])
-    return np.maximum(free, sent), np.where(free >= sent, before, sent_by)
+    starts: Int64Array
+    arrivals: Int64Array
+    came_from: Int64Array
+    meets: Int64Array
 
 
-def critical_path(
-    chunks: Chunks,
-    actions: Actions,
-    times: ChunkTimes,
-    ends: Int64Array,
-    pp: int,
-    last: int,
-    placement: StagePlacement = STRAIGHT,
-    meeting: Int8Array | None = None,
-) -> list[int]:
-    """The places in `actions` of those on the critical path to the one at `last`, in order of time.
+def waiting_of(ranks: StepRanks, pp: int, placement: StagePlacement = STRAIGHT) -> Waiting:
+    """What the actions of ranks of `pp` stages have waited for; `placement`: where model stages lie."""
+    played = step_of(ranks.chunks, ranks.actions, ranks.times, 0, ranks.chunks.rank_chunks.size - 1, pp, placement)
+    sent = np.where(played.needs < 0, 0, ranks.ends[played.needs] + played.links)
+    before = np.arange(ranks.ends.size) - 1
+    before[ranks.actions.stages[:-1]] = -1
+    free = np.where(before < 0, 0, ranks.ends[before])
+    came_from = np.where(free >= sent, before, played.needs)
+    return Waiting(ranks.ends - played.lasts, np.maximum(free, sent), came_from, played.meets)
+
+
+def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacement = STRAIGHT) -> list[int]:
+    """The places in `ranks.actions` of those on the critical path to the one at `last`, in order of time.
 
     Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
     just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
@@ -95,22 +71,16 @@ def critical_path(
     `last` is on the path, so that the path is on other ranks only where these alone are waited for. Of what ranks do in
     a slot, it goes on with the longest, and from there with whatever that slot has waited for. What lies between two
     actions of the path is the way over a link, so their times and those of the links add up to the end of `last`.
-
-    Args:
-        chunks, actions, times: of one rank, or of all ranks of a step, which follow one another.
-        ends: int64 [num_actions], see `simulate`.
-        pp: stages of a rank.
-        placement: where model stages lie.
-        meeting: which ops ranks meet for in slots, see `meeting_of`; None: for none.
     """
-    starts = start_times(chunks, actions, times, ends, pp, placement)
-    arrivals, came_from = arrival_times(chunks, actions, times, ends, pp, placement)
+    actions, ends, meeting = ranks.actions, ranks.ends, ranks.meeting
+    starts, arrivals, came_from, meets = waiting_of(ranks, pp, placement)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
     slots = np.full(ends.size, -1, np.int64)
     if meeting is not None:
         met = meeting[actions.ops].astype(np.int64)
-        slots = np.where(met < 0, -1, met * times.durations.shape[1] + actions.virtual_stages)
-    stand_in = _done_together(chunks, actions, starts, ends, row, pp, int(row[last]) // pp)
+        slots = np.where(met < 0, -1, met * ranks.times.durations.shape[1] + actions.virtual_stages)
+    own = np.flatnonzero((row // pp == row[last] // pp) & (meets >= 0))
+    stand_in = dict(zip(meets[own].tolist(), own.tolist(), strict=True))
     action, path = last, list[int]()
     together = np.empty(0, np.int64)
     while True:
@@ -118,7 +88,9 @@ def critical_path(
         if slots[action] >= 0:  # those in a slot end together: the longest
             together = np.flatnonzero(on_stage & (ends == ends[action]) & (slots == slots[action]))
             action = int(together[np.argmin(starts[together])])
-        action = int(stand_in[action])
+        same = stand_in.get(int(meets[action]), action)
+        if starts[same] == starts[action] and ends[same] == ends[action]:
+            action = same
         path.append(action)
         start = starts[action]
         if start <= 0:
@@ -127,45 +99,12 @@ def critical_path(
             before = int(came_from[action])
         elif meeting is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
             before = int(over[0])  # the slot before it, or what somebody else has done before theirs
-        elif slots[action] >= 0:
-            before = int(came_from[together[np.argmax(arrivals[together])]])
         else:
-            before = int(came_from[_last_to_come(chunks, actions, arrivals, row, pp, action)])
+            if slots[action] < 0:  # all that share the chunk
+                together = np.flatnonzero(meets == meets[action])
+            before = int(came_from[together[np.argmax(arrivals[together])]])
         assert before >= 0 and starts[before] <= start, "an action that starts later than it has to"
         action = before
-
-
-def _done_together(
-    chunks: Chunks, actions: Actions, starts: Int64Array, ends: Int64Array, row: Int64Array, pp: int, rank: int
-) -> Int64Array:
-    """The place of what `rank` does at the same time with the same shared chunk; of other actions their own place.
-
-    int64 [num_actions]; `row`: the stage of each action, of all ranks. A shared chunk has one number on all ranks.
-    """
-    chunk = chunks.rank_chunks[row // pp] + actions.chunk_ids
-    first = chunks.cp_first_rank[chunk]
-    is_met = (chunks.cp_size[chunk] > 1) & (first <= rank) & (rank < first + chunks.cp_size[chunk])
-    is_met &= actions.ops != BACKWARD_WEIGHT  # each rank by itself
-    own = np.flatnonzero(is_met & (row // pp == rank))
-    what = (actions.ops, row % pp, actions.virtual_stages, actions.chunk_ids)
-    place_of = np.full([int(column.max()) + 1 for column in what], -1, np.int64)
-    place_of[tuple(column[own] for column in what)] = own
-    met = np.where(is_met, place_of[what], -1)
-    is_same = (met >= 0) & (starts[met] == starts) & (ends[met] == ends)
-    places: Int64Array = np.where(is_same, met, np.arange(ends.size))
-    return places
-
-
-def _last_to_come(chunks: Chunks, actions: Actions, arrivals: Int64Array, row: Int64Array, pp: int, action: int) -> int:
-    """The place of what another rank does with the same shared chunk as `action`: of those that are there last."""
-    chunk = chunks.rank_chunks[row[action] // pp] + actions.chunk_ids[action]
-    first = int(chunks.cp_first_rank[chunk])
-    start, stop = (int(actions.stages[rank * pp]) for rank in (first, first + int(chunks.cp_size[chunk])))
-    is_same = (row[start:stop] % pp == row[action] % pp) & (actions.ops[start:stop] == actions.ops[action])
-    for values in (actions.chunk_ids, actions.virtual_stages):
-        is_same &= values[start:stop] == values[action]
-    places = start + np.flatnonzero(is_same)
-    return int(places[np.argmax(arrivals[places])])
 
 
 _NO_LIMIT = 2**62
@@ -391,19 +330,16 @@ class Simulation:
     @cached_property
     def critical_actions(self) -> list[PathAction]:
         """Those on the critical path of the rank, in order of time; where ranks meet, also what others do on it."""
-        step = self.step or StepRanks(self.table, self.times, self.actions, self.ends)
-        first = 0 if self.step is None else int(step.actions.stages[self.rank * self.pp])
-        last = first + int(np.argmax(self.ends))
-        starts = start_times(step.chunks, step.actions, step.times, step.ends, self.pp, self.placement)
-        path = critical_path(
-            step.chunks, step.actions, step.times, step.ends, self.pp, last, self.placement, step.meeting
-        )
+        ranks, first_rank = (self._alone, self.rank) if self.step is None else (self.step, 0)
+        stages = ranks.actions.stages
+        last = int(stages[(self.rank - first_rank) * self.pp]) + int(np.argmax(self.ends))
+        starts = waiting_of(ranks, self.pp, self.placement).starts
         found = []
-        for place in path:
-            rank, stage = divmod(int(np.searchsorted(step.actions.stages, place, side="right")) - 1, self.pp)
-            op, start, end = (int(column[place]) for column in (step.actions.ops, starts, step.ends))
-            own = place - int(step.actions.stages[rank * self.pp])
-            found.append(PathAction(self.rank if self.step is None else rank, stage, own, op, start, end))
+        for place in critical_path(ranks, self.pp, last, self.placement):
+            rank, stage = divmod(int(np.searchsorted(stages, place, side="right")) - 1, self.pp)
+            op, start, end = (int(column[place]) for column in (ranks.actions.ops, starts, ranks.ends))
+            own = place - int(stages[rank * self.pp])
+            found.append(PathAction(first_rank + rank, stage, own, op, start, end))
         return found
 
     @cached_property
@@ -411,18 +347,24 @@ class Simulation:
         """The places in `actions` of those on the critical path that this rank does."""
         return frozenset(action.place for action in self.critical_actions if action.rank == self.rank)
 
+    @property
+    def _alone(self) -> StepRanks:
+        return StepRanks(self.table, self.times, self.actions, self.ends)
+
     @cached_property
+    def _waiting(self) -> Waiting:
+        return waiting_of(self._alone, self.pp, self.placement)
+
+    @property
     def starts(self) -> Int64Array:
         """When each action starts, int64 [num_actions]."""
-        return start_times(self.table, self.actions, self.times, self.ends, self.pp, self.placement)
+        return self._waiting.starts
 
     @cached_property
     def waits(self) -> Int64Array:
         """How long each action waits for other ranks, in ticks, int64 [num_actions]: until all that share its chunk are
         there, or until its slot is due, and in this for those whose action takes longer."""
-        if self.step is None:
-            return np.zeros_like(self.ends)
-        return self.starts - arrival_times(self.table, self.actions, self.times, self.ends, self.pp, self.placement)[0]
+        return np.zeros_like(self.ends) if self.step is None else self.starts - self._waiting.arrivals
 
     @cached_property
     def exchange_of_actions(self) -> Int64Array:
@@ -440,7 +382,7 @@ class Simulation:
     @cached_property
     def model_stages(self) -> Int64Array:
         """The model stage of each action, int64 [num_actions]."""
-        return model_stages_of(self.actions, self.pp, self.placement)
+        return model_stage_of(self.stage_of, self.actions.virtual_stages.astype(np.int64), self.pp, self.placement)
 
     @cached_property
     def held(self) -> list[list[tuple[int, int, int]]]:

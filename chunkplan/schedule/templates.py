@@ -1,10 +1,10 @@
-"""Schedules that follow a rule, written for many ranks in one compiled loop."""
+"""Schedules that follow a rule: one forward, one backward, for many ranks in one compiled loop."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from chunkplan.arrays import Int64Array
+from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
@@ -15,54 +15,25 @@ from chunkplan.schedule.actions import (
     FORWARD_KV,
     RECOMPUTE,
     Actions,
-    backward_order,
     empty_actions,
     end_of_unit,
     times_of_rank,
 )
-from chunkplan.schedule.orders import Order, alternate, forwards_before
+from chunkplan.schedule.orders import Order, least_forwards
 from chunkplan.schedule.simulate import simulate
 
-
-@compiled
-def algorithm2(chunks: Chunks, actions: Actions) -> None:
-    """Standalone chunks forward and backward at once; a group forwards ascending, then backwards descending.
-
-    Algorithm 2 of ChunkFlow (arXiv 2503.02356, section 4.2), on one stage.
-
-    Two errata of the pseudocode in circulation are corrected: the *last* K chunks of a group keep their activations,
-    and backward (with its recompute) goes in *descending* order, because a chunk's KV gradient is complete only after
-    all later chunks have sent theirs.
-
-    Chunks A and B are standalone, C and D the parts of one sequence; K = 1. Capitals are forwards, small letters
-    backwards; C is forwarded first without keeping activations, and again before its backward:
-
-        s0 |AAaaaaBBbbbbCCDDddddCCcccc|
-    """
-    ops, chunk_ids = actions.ops, actions.chunk_ids
-    action = start = 0
-    while start < chunks.keeps_activations.size:
-        stop = end_of_unit(chunks.group_id, start)
-        for chunk in range(start, stop):
-            ops[action], chunk_ids[action] = FORWARD if chunks.keeps_activations[chunk] else FORWARD_KV, chunk
-            action += 1
-        for chunk in range(stop - 1, start - 1, -1):
-            if not chunks.keeps_activations[chunk]:
-                ops[action], chunk_ids[action] = RECOMPUTE, chunk
-                action += 1
-            ops[action], chunk_ids[action] = BACKWARD, chunk
-            action += 1
-        start = stop
+#: By schedule how many forwards a stage stays ahead of the one behind it.
+TEMPLATES = {"algorithm2": 1, "1f1b": 1, "interleaved": 2}
 
 
 @compiled
-def state_aware_1f1b(chunks: Chunks, pp: int, actions: Actions) -> None:
-    """Write the actions of all stages: of pp stages, stage s stays pp - s - 1 forwards ahead of the last one.
+def state_aware_1f1b(
+    chunks: Chunks, times: ChunkTimes, pp: int, num_virtual: int, ahead: int, actions: Actions
+) -> None:
+    """Write the actions of all stages of a rank: each stays `ahead` forwards ahead of the one behind it.
 
-    State-aware 1F1B of ChunkFlow (arXiv 2503.02356, section 4.3).
-
-    1F1B over chunks as micro-batches, with the order of backwards that dependent chunks ask for: descending within a
-    group. On whole sequences it is plain 1F1B.
+    State-aware 1F1B of ChunkFlow (arXiv 2503.02356, section 4.3): 1F1B over chunks as micro-batches, with the order of
+    backwards that dependent chunks ask for: descending within a group. On whole sequences it is plain 1F1B.
 
     Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards,
     small letters backwards; the stages warm up, alternate, and drain:
@@ -71,31 +42,18 @@ def state_aware_1f1b(chunks: Chunks, pp: int, actions: Actions) -> None:
         s1 |..AABBCC........aaaaDDbbbb........ddddcccc....|
         s2 |....AABB....aaaaCCbbbbDD......ddddcccc........|
         s3 |......AAaaaaBBbbbbCC....DDddddcccc............|
-    """
-    order = Order(np.arange(chunks.keeps_activations.size), backward_order(chunks.group_id))
-    for stage in range(pp):
-        own = slice(actions.stages[stage], actions.stages[stage + 1])
-        alternate(
-            order,
-            forwards_before(order, 1, pp - stage - 1),
-            chunks.keeps_activations,
-            actions.ops[own],
-            actions.chunk_ids[own],
-            actions.virtual_stages[own],
-        )
 
+    On one stage it is Algorithm 2 (section 4.2): a standalone chunk forward and backward at once; a group forwards
+    ascending, then backwards descending. Two errata of the pseudocode in circulation are corrected: the *last* K chunks
+    of a group keep their activations, and backward (with its recompute) goes in *descending* order, because a chunk's
+    KV gradient is complete only after all later chunks have sent theirs. With K = 1 C is forwarded first without
+    keeping activations, and again before its backward:
 
-@compiled
-def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
-    """Write the actions of all stages; stage s runs the model stages s, pp + s, 2 pp + s, ...
+        s0 |AAaaaaBBbbbbCCDDddddCCcccc|
 
-    State-aware interleaved 1F1B: every stage has several virtual stages, so that a pipeline fills and drains sooner.
-
-    The interleaved schedule of Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2), over chunks as
-    micro-batches and with ChunkFlow's (arXiv 2503.02356, section 4.3) order of backwards: descending within a group.
-
-    Chunks A and B are standalone, C and D the parts of one sequence; K = 2, two virtual stages a stage, time goes
-    right. Capitals are forwards, small letters backwards:
+    With several virtual stages it is the interleaved schedule of Megatron-LM (Narayanan et al., arXiv 2104.04473,
+    section 2.2), in which a pipeline fills and drains sooner. Stage s runs the model stages s, pp + s, 2 pp + s, ...;
+    here two a stage, and K = 2:
 
         s0 |AABBCCDDAABBCCDD............aaaa..bbbb....ddddccccaaaabbbbddddcccc|
         s1 |..AABBCCDDAABBCCDD......aaaa..bbbb....ddddccccaaaabbbbddddcccc....|
@@ -104,31 +62,36 @@ def interleaved_1f1b(chunks: Chunks, times: ChunkTimes, pp: int, actions: Action
 
     Chunks go through in rounds of pp: a round through the first virtual stages of all stages, then through the second
     ones, and so on. Backwards take them the other way around. The last stage warms up with (virtual stages - 1) pp + 1
-    forwards, stage s stays 2 (pp - s - 1) ahead of it. Groups that cross rounds can need more: where stages would wait
-    for each other in a deadlock, all warm up with another round.
+    forwards. Groups that cross rounds can need more: where stages would wait for each other in a deadlock, all warm up
+    with another round.
     """
-    num_virtual = times.durations.shape[1] // pp
+    keeps = chunks.keeps_activations
     order = Order(
-        _in_rounds(np.arange(chunks.keeps_activations.size), pp, num_virtual, False),
-        _in_rounds(backward_order(chunks.group_id), pp, num_virtual, True),
+        _in_rounds(np.arange(keeps.size), pp, num_virtual, False),
+        _in_rounds(_backward_order(chunks), pp, num_virtual, True),
     )
     warm_up = (num_virtual - 1) * pp + 1
     while True:
         for stage in range(pp):
-            own = slice(actions.stages[stage], actions.stages[stage + 1])
-            alternate(
-                order,
-                forwards_before(order, warm_up, 2 * (pp - stage - 1)),
-                chunks.keeps_activations,
-                actions.ops[own],
-                actions.chunk_ids[own],
-                actions.virtual_stages[own],
-            )
-        if warm_up >= order.forwards.size or np.all(
-            simulate(chunks, actions, times, pp, StagePlacement(num_virtual, False)) >= 0
-        ):
+            _alternate(order, _forwards_before(order, warm_up, ahead * (pp - stage - 1)), keeps, stage, actions)
+        if num_virtual == 1 or warm_up >= order.forwards.size:
+            break
+        if np.all(simulate(chunks, actions, times, pp, StagePlacement(num_virtual, False)) >= 0):
             break
         warm_up += pp
+
+
+@compiled
+def _backward_order(chunks: Chunks) -> Int64Array:
+    """Chunks in order, those of a group descending: int64 [n]."""
+    order = np.empty(chunks.group_id.size, np.int64)  # [n]
+    start = 0
+    while start < order.size:
+        stop = end_of_unit(chunks.group_id, start)
+        for chunk in range(start, stop):
+            order[chunk] = start + stop - 1 - chunk
+        start = stop
+    return order
 
 
 @compiled
@@ -145,35 +108,58 @@ def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) 
     return order
 
 
-ALGORITHM2, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED = range(3)
+@compiled
+def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
+    """How many forwards a stage does before each backward in order, int64 [n].
+
+    The last stage does one forward for each backward after `warm_up` of them, and those that the next backward lacks:
+    the whole group of a dependent chunk. The stages before it stay `ahead` of that all the time, so that there always
+    is work on its way to the last one. (1F1B that counts backwards alone would lose its lead at the first group: every
+    stage would forward the whole group before its first backward, and run in lockstep from then on.)
+    """
+    least = least_forwards(order)
+    for index in range(least.size):
+        least[index] = min(max(least[index], index + warm_up) + ahead, least.size)
+    return least
 
 
 @compiled
-def write_template(template: int, chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) -> None:
-    """Write the actions of a rank into `actions`, whose arrays and `stages` are those of `empty_actions`."""
-    if template == ALGORITHM2:
-        algorithm2(chunks, actions)
-    elif template == ONE_FORWARD_ONE_BACKWARD:
-        state_aware_1f1b(chunks, pp, actions)
-    else:
-        interleaved_1f1b(chunks, times, pp, actions)
+def _alternate(order: Order, before: Int64Array, keeps: BoolArray, stage: int, actions: Actions) -> None:
+    """Write the actions of a stage that does so many forwards `before` each backward in order.
+
+    A stage recomputes from its own saved input, directly before the backward, so nothing is sent twice. `order`: of
+    virtual stage x n + chunk, [n x virtual stages]; `keeps`: bool [n], chunks that need no recompute.
+    """
+    ops, chunk_ids, virtual_stages = actions.ops, actions.chunk_ids, actions.virtual_stages
+    action, forwarded = actions.stages[stage], 0
+    for index in range(order.backwards.size):
+        while forwarded < before[index]:
+            virtual_stage, chunk = divmod(order.forwards[forwarded], keeps.size)
+            op = FORWARD if keeps[chunk] else FORWARD_KV
+            ops[action], chunk_ids[action], virtual_stages[action] = op, chunk, virtual_stage
+            forwarded += 1
+            action += 1
+        virtual_stage, chunk = divmod(order.backwards[index], keeps.size)
+        if not keeps[chunk]:
+            ops[action], chunk_ids[action], virtual_stages[action] = RECOMPUTE, chunk, virtual_stage
+            action += 1
+        ops[action], chunk_ids[action], virtual_stages[action] = BACKWARD, chunk, virtual_stage
+        action += 1
 
 
 @compiled
-def follow_template(template: int, chunks: Chunks, times: ChunkTimes, pp: int) -> Actions:
-    """The actions of all stages of many ranks, stage after stage."""
-    num_ranks = chunks.rank_chunks.size - 1
-    num_model_stages = times.durations.shape[1]
+def follow_template(chunks: Chunks, times: ChunkTimes, pp: int, ahead: int) -> Actions:
+    """The actions of all stages of many ranks, stage after stage; `ahead`: see `TEMPLATES`."""
+    num_ranks, num_model_stages = chunks.rank_chunks.size - 1, times.durations.shape[1]
     whole = empty_actions(chunks.keeps_activations, pp, num_model_stages, False)
     stages = np.zeros(num_ranks * pp + 1, np.int64)
     start = 0
     for rank in range(num_ranks):
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
         actions = empty_actions(rank_chunks.keeps_activations, pp, num_model_stages, False)
-        write_template(template, rank_chunks, rank_times, pp, actions)
+        state_aware_1f1b(rank_chunks, rank_times, pp, num_model_stages // pp, ahead, actions)
         own = slice(start, start + actions.ops.size)
-        whole.ops[own] = actions.ops
-        whole.chunk_ids[own] = actions.chunk_ids
+        whole.ops[own], whole.chunk_ids[own] = actions.ops, actions.chunk_ids
         whole.virtual_stages[own] = actions.virtual_stages
         stages[rank * pp + 1 : (rank + 1) * pp + 1] = start + actions.stages[1:]
         start += actions.ops.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any
 
 from chunkplan.files.json_file import write_json
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
@@ -14,28 +14,11 @@ from chunkplan.schedule.simulated import Simulation
 #: One letter an op, in the order of `operations.OPS`.
 LETTERS = "FfRBIW"
 
-
-class _Required(TypedDict):
-    name: str
-    ph: Literal["M", "X", "C", "s", "f"]
-    ts: float
-    pid: int
-    tid: int
-    args: Mapping[str, str | int | float | bool | None]
-
-
-class TraceEvent(_Required, total=False):
-    """An event of the Chrome trace format: a name (`M`), a complete event (`X`), a counter (`C`), or where an arrow
-    starts (`s`) and ends (`f`).
-
-    `ts` and, of complete events, `dur` are in microseconds; `cat` is an op, "waiting" or "sent"; `pid` and `tid` are a
-    simulation and a stage. Both ends of an arrow have its `id`; `bp` says that it ends at the action it is in.
-    """
-
-    cat: str
-    dur: float
-    id: int
-    bp: str
+#: An event of the Chrome trace format: a name (`ph` M), a complete event (X), a counter (C), or where an arrow starts
+#: (s) and ends (f). `ts` and, of complete events, `dur` are in microseconds; `cat` is an op, "waiting" or "sent"; `pid`
+#: and `tid` are a simulation and a stage. Both ends of an arrow have its `id`; `bp` says that it ends at the action it
+#: is in.
+TraceEvent = Mapping[str, Any]
 
 
 def write_trace(path: str | Path, simulations: Sequence[Simulation], *, content_hash: str | None = None) -> None:
@@ -63,67 +46,55 @@ def trace_events(simulation: Simulation, process: int = 0) -> list[TraceEvent]:
     Arrows (`s`, `f`) go from the forward of a chunk on a stage to that on the next one, and from backward to backward
     the other way.
     """
-    named = [_name(process, 0, "process_name", name=f"{simulation.title}: {simulation.schedule}")]
+    title = f"{simulation.title}: {simulation.schedule}"
+    events = [_event("process_name", "M", 0, process, 0, {"name": title})]
     for stage in range(simulation.pp):
-        named.append(_name(process, stage, "thread_name", name=f"stage {stage}"))
-        named.append(_name(process, stage, "thread_sort_index", sort_index=stage))
-    done = [event for stage in range(simulation.pp) for event in _stage_events(simulation, process, stage)]
-    return [*named, *done, *_arrows(simulation, process)]
+        events.append(_event("thread_name", "M", 0, process, stage, {"name": f"stage {stage}"}))
+        events.append(_event("thread_sort_index", "M", 0, process, stage, {"sort_index": stage}))
+    for stage in range(simulation.pp):
+        events += _stage_events(simulation, process, stage)
+    return [*events, *_arrows(simulation, process)]
 
 
 def _stage_events(simulation: Simulation, process: int, stage: int) -> Iterator[TraceEvent]:
     actions = simulation.actions
     for action in range(actions.stages[stage], actions.stages[stage + 1]):
-        chunk = simulation.chunks[actions.chunk_ids[action]]
-        op = int(actions.ops[action])
-        start, end = (_microseconds(simulation, ticks[action]) for ticks in (simulation.starts, simulation.ends))
-        waits = _microseconds(simulation, simulation.waits[action])
+        chunk, op = simulation.chunks[actions.chunk_ids[action]], int(actions.ops[action])
+        start, end, waits = (
+            _microseconds(simulation, ticks[action]) for ticks in (simulation.starts, simulation.ends, simulation.waits)
+        )
         if waits:
-            yield {
-                "name": "waits for other ranks" if simulation.has_slots else f"waits for ranks {ranks_of(chunk)}",
-                "cat": "waiting",
-                "ph": "X",
-                "ts": round(start - waits, 3),
-                "dur": waits,
-                "pid": process,
-                "tid": stage,
-                "args": {"chunk": chunk.chunk_id},
-            }
-        yield {
-            "name": f"{LETTERS[op]} {chunk.chunk_id}",
-            "cat": OPS[op],
-            "ph": "X",
-            "ts": start,
-            "dur": round(end - start, 3),
-            "pid": process,
-            "tid": stage,
-            "args": {
-                "chunk": chunk.chunk_id,
-                "virtual_stage": int(actions.virtual_stages[action]),
-                "group": chunk.group_id,
-                "part": None if chunk.group_id is None else f"{chunk.group_index + 1} of {chunk.group_size}",
-                "tokens": chunk.num_tokens,
-                "prefix": chunk.prefix_tokens,
-                "sequences": ", ".join(map(str, dict.fromkeys(each.sequence_id for each in chunk.segments))),
-                "critical": action in simulation.is_critical,
-                **(_shared(simulation, chunk, action) if chunk.cp_size > 1 else {}),
-            },
+            name = "waits for other ranks" if simulation.has_slots else f"waits for ranks {ranks_of(chunk)}"
+            args = {"chunk": chunk.chunk_id}
+            yield _event(name, "X", round(start - waits, 3), process, stage, args, cat="waiting", dur=waits)
+        args = {
+            "chunk": chunk.chunk_id,
+            "virtual_stage": int(actions.virtual_stages[action]),
+            "group": chunk.group_id,
+            "part": None if chunk.group_id is None else f"{chunk.group_index + 1} of {chunk.group_size}",
+            "tokens": chunk.num_tokens,
+            "prefix": chunk.prefix_tokens,
+            "sequences": ", ".join(map(str, dict.fromkeys(each.sequence_id for each in chunk.segments))),
+            "critical": action in simulation.is_critical,
         }
+        if chunk.cp_size > 1:  # the exchange is part of the action
+            args |= {
+                "ranks": ranks_of(chunk),
+                **{name: getattr(chunk, name) for name in ("cp_size", "cp_heads", "cp_tokens")},
+                "exchange_us": _microseconds(simulation, simulation.exchange_of_actions[action]),
+                "waited_us": waits,
+            }
+        name, dur = f"{LETTERS[op]} {chunk.chunk_id}", round(end - start, 3)
+        yield _event(name, "X", start, process, stage, args, cat=OPS[op], dur=dur)
     for ticks, retained, kept in simulation.held[stage]:
         for name, tokens in (("retained tokens", retained), ("KV tokens", kept)):
-            yield {
-                "name": f"stage {stage}: {name}",
-                "ph": "C",
-                "ts": _microseconds(simulation, ticks),
-                "pid": process,
-                "tid": stage,
-                "args": {"tokens": tokens},
-            }
+            at = _microseconds(simulation, ticks)
+            yield _event(f"stage {stage}: {name}", "C", at, process, stage, {"tokens": tokens})
 
 
 def _arrows(simulation: Simulation, process: int) -> Iterator[TraceEvent]:
     """Draw what a stage sends to another one: from the last nanosecond of an action to the start of the next."""
-    actions = simulation.actions
+    actions, stage_of = simulation.actions, simulation.stage_of.tolist()
     for ops, way in ((FORWARDS, 1), (BACKWARDS, -1)):
         codes = [OPS.index(op) for op in ops]
         places = {
@@ -133,24 +104,16 @@ def _arrows(simulation: Simulation, process: int) -> Iterator[TraceEvent]:
         }
         for (model_stage, chunk), sender in places.items():
             receiver = places.get((model_stage + way, chunk))
-            if receiver is None or simulation.stage_of[sender] == simulation.stage_of[receiver]:
+            if receiver is None or stage_of[sender] == stage_of[receiver]:
                 continue
             start, end, arrives = (
                 _microseconds(simulation, ticks)
                 for ticks in (simulation.starts[sender], simulation.ends[sender], simulation.starts[receiver])
             )
-            arrow: TraceEvent = {
-                "name": f"{ops[0]} of chunk {chunk}",
-                "cat": "sent",
-                "id": (process << 32) + sender,  # an action sends once
-                "ph": "s",
-                "ts": max(start, round(end - 0.001, 3)),
-                "pid": process,
-                "tid": int(simulation.stage_of[sender]),
-                "args": {},
-            }
-            yield arrow
-            yield {**arrow, "ph": "f", "bp": "e", "ts": arrives, "tid": int(simulation.stage_of[receiver])}
+            name, number = f"{ops[0]} of chunk {chunk}", (process << 32) + sender  # an action sends once
+            sent = max(start, round(end - 0.001, 3))
+            yield _event(name, "s", sent, process, stage_of[sender], {}, cat="sent", id=number)
+            yield _event(name, "f", arrives, process, stage_of[receiver], {}, cat="sent", id=number, bp="e")
 
 
 def ranks_of(chunk: Chunk) -> str:
@@ -158,22 +121,12 @@ def ranks_of(chunk: Chunk) -> str:
     return f"{chunk.cp_first_rank}-{chunk.cp_first_rank + chunk.cp_size - 1}"
 
 
-def _shared(simulation: Simulation, chunk: Chunk, action: int) -> dict[str, str | int | float]:
-    """What is to say of an action with a chunk that ranks share; the exchange is part of the action."""
-    return {
-        "ranks": ranks_of(chunk),
-        "cp_size": chunk.cp_size,
-        "cp_heads": chunk.cp_heads,
-        "cp_tokens": chunk.cp_tokens,
-        "exchange_us": _microseconds(simulation, simulation.exchange_of_actions[action]),
-        "waited_us": _microseconds(simulation, simulation.waits[action]),
-    }
-
-
 def _microseconds(simulation: Simulation, ticks: int) -> float:
     """To the nanosecond, so that what touches in the simulation neither overlaps nor comes apart."""
     return round(int(ticks) / simulation.ticks, 3)
 
 
-def _name(process: int, thread: int, kind: str, **args: str | int) -> TraceEvent:
-    return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": args}
+def _event(
+    name: str, ph: str, ts: float, process: int, stage: int, args: Mapping[str, Any], **more: str | float
+) -> TraceEvent:
+    return {"name": name, "ph": ph, "ts": ts, "pid": process, "tid": stage, "args": args, **more}

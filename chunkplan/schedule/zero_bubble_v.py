@@ -77,7 +77,7 @@ def zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) 
     """
     n = chunks.keeps_activations.size
     whole = empty_actions(chunks.keeps_activations, pp, pp, False)
-    state_aware_1f1b(chunks, pp, whole)
+    state_aware_1f1b(chunks, times, pp, 1, 1, whole)
     memory = 2 * int(np.max(peak_retained(chunks, whole)))
     trial = Actions(
         np.empty_like(actions.ops),

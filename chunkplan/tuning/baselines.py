@@ -1,4 +1,4 @@
-"""Baselines: training without chunks, timed with the same model and the same simulation, under the same memory."""
+"""Baselines: common ways to train, timed with the same model and the same simulation, under the same memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of, chunk_times
+from chunkplan.cost.durations import Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
-from chunkplan.cost.reduction import reduction_ns
-from chunkplan.cost.shape import Sight
+from chunkplan.cost.shape import AttentionPattern
+from chunkplan.cost.states import reduction_ns
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.planning.memory import memory_of_stages
@@ -41,11 +41,10 @@ _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 MicroBatches = tuple[Int64Array, Float64Array]
 
 #: They are made of the lengths of a step's sequences, and of what the model's attention sees.
-MakesMicroBatches = Callable[[Int64Array, Sequence[Sight]], MicroBatches]
+MakesMicroBatches = Callable[[Int64Array, Sequence[AttentionPattern]], MicroBatches]
 
 #: A rank that no micro-batch is left for runs an empty one.
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
-
 
 #: Ranks that share every micro-batch: the fastest number that fits.
 _SHARED = (2, 4, 8)
@@ -89,7 +88,7 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
         progress("baselines", next(done), num_rows)
         return found
 
-    rows = [best(_run("one sequence a micro-batch", _one, sample, options, layout) for layout in layouts)]
+    rows = [best(_run("one sequence a micro-batch", _padded(1), sample, options, layout) for layout in layouts)]
     rows.append(
         best(
             _run(f"{size} sequences padded to the longest", _padded(size), sample, options, layout)
@@ -98,9 +97,10 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
         )
     )
     sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
+    words = {size: "the longest" if size == longest else f"{size // longest} times the longest" for size in sizes}
     for name, is_parallel in (("packed to {}", False), ("packed, tensor parallelism", True)):
         packed = (
-            _run(name.format(_times(size, longest)), _packed(size), sample, options, layout)
+            _run(name.format(words[size]), _packed(size), sample, options, layout)
             for size in sizes
             for layout in kinds[is_parallel]
         )
@@ -119,11 +119,6 @@ def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
     return rows
 
 
-def _times(size: int, longest: int) -> str:
-    """What sequences are packed to."""
-    return "the longest" if size == longest else f"{size // longest} times the longest"
-
-
 def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:
     """Time sequences that are cut to `capacity` tokens, and packed."""
     tokens = sample.num_tokens.astype(np.float64)
@@ -132,37 +127,28 @@ def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout)
     return replace(row, lost=float(sample.weights @ lost) / sample.tokens_per_step)
 
 
-def _one(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
-    return num_tokens, attention_pairs_of(num_tokens, 0 * num_tokens, sights)
-
-
 def _padded(size: int) -> MakesMicroBatches:
-    def pad(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
+    def pad(num_tokens: Int64Array, patterns: Sequence[AttentionPattern]) -> MicroBatches:
         starts = np.arange(0, num_tokens.size, size)
         rows: Int64Array = np.diff(np.append(starts, num_tokens.size)).astype(np.int64)
         longest: Int64Array = np.maximum.reduceat(num_tokens, starts)
-        return rows * longest, rows * attention_pairs_of(longest, 0 * longest, sights)
+        return rows * longest, rows * attention_pairs_of(longest, 0 * longest, patterns)
 
     return pad
 
 
 def _packed(capacity: int) -> MakesMicroBatches:
-    def pack(num_tokens: Int64Array, sights: Sequence[Sight]) -> MicroBatches:
+    def pack(num_tokens: Int64Array, patterns: Sequence[AttentionPattern]) -> MicroBatches:
         kept = np.minimum(num_tokens, capacity)
         packing = pack_lengths(kept, capacity, "bfd", certify=False)
-        pairs = np.bincount(packing.bin_of, weights=attention_pairs_of(kept, 0 * kept, sights)).astype(np.float64)
+        pairs = np.bincount(packing.bin_of, weights=attention_pairs_of(kept, 0 * kept, patterns)).astype(np.float64)
         return np.bincount(packing.bin_of, weights=kept).astype(np.int64), pairs
 
     return pack
 
 
 def _run(
-    name: str,
-    make: MakesMicroBatches,
-    sample: Sample,
-    options: TuneOptions,
-    layout: GpuLayout,
-    cp: int = 1,
+    name: str, make: MakesMicroBatches, sample: Sample, options: TuneOptions, layout: GpuLayout, cp: int = 1
 ) -> Baseline:
     """Take the time and memory of a baseline, with the sharding that is fastest.
 
@@ -170,8 +156,8 @@ def _run(
     taken.
     """
     edges = itertools.pairwise(sample.first_of_step)
-    sights = options.shape.sights
-    steps = [make(sample.num_tokens[start:stop].astype(np.int64), sights) for start, stop in edges]
+    patterns = options.shape.attention_patterns
+    steps = [make(sample.num_tokens[start:stop].astype(np.int64), patterns) for start, stop in edges]
     largest = max(int(tokens.max()) for tokens, _ in steps)
     config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)
@@ -204,7 +190,11 @@ def _simulate(
         for group in range(num_groups)
     ]
     tokens, attention_pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
-    exchange = None if cp == 1 else _exchange(tokens, cp, cost)
+    exchange = None
+    if cp > 1:  # by heads as far as these go, else by pages
+        heads = math.gcd(cp, cost.shape.num_kv_heads // cost.tp)
+        ones = np.ones_like(tokens)
+        exchange = exchange_times(cost, tokens, 0 * ones, ones, cp * ones, heads * ones)
     tokens, attention_pairs = -(-tokens // cp), attention_pairs / cp
     chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
     times = chunk_times(
@@ -216,10 +206,3 @@ def _simulate(
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
     moments = np.stack([retained, *[0 * retained] * (len(Held._fields) - 1)], axis=1)
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments
-
-
-def _exchange(tokens: Int64Array, cp: int, cost: CostModel) -> ExchangeTimes:
-    """By heads as far as these go, else by pages."""
-    heads = math.gcd(cp, cost.shape.num_kv_heads // cost.tp)
-    ones = np.ones_like(tokens)
-    return exchange_times(cost, tokens, 0 * ones, ones, cp * ones, heads * ones)

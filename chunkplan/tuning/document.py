@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
@@ -12,20 +13,19 @@ from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json, write_json
 from chunkplan.tuning.baselines import Baseline
-from chunkplan.tuning.document_entries import (
-    EXPECTED,
-    VERSION,
-    BaselineEntry,
-    ChoiceEntry,
-    CostModelEntry,
-    LayoutEntry,
-    OptionsEntry,
-    TuningDocument,
-)
+from chunkplan.tuning.document_entries import EXPECTED, LEFT_OUT, PLAN_ENTRIES, TuningDocument
 from chunkplan.tuning.grid import Choice
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.tune import FirstLook, Tuning
 from chunkplan.version import __version__
+
+_STATED = tuple(name for name in PLAN_ENTRIES if name not in LEFT_OUT)
+
+#: What a tuning was found for.
+_OPTIONS = (
+    *("gpus", "dp", "tp", "pp", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer"),
+    *("fused_kernels", "global_batch", "seed", "chunk_sizes", "ks", "schedules", "cp", "keep_attention"),
+)
 
 _HINT = "write it again with `chunkplan tune`"
 
@@ -61,13 +61,12 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
 
     `chosen` is what a plan is built with: the recommended choice, where there is one, else the fastest.
     """
-    options, chosen = tuning.options, tuning.best
-    first = tuning.baselines[0].step_ns
-    return {
+    chosen, price = tuning.best, tuning.options.gpu_hour_price
+    document = {
         "kind": "tuning",
-        "schema_version": VERSION,
+        "schema_version": 1,
         "tool_version": __version__,
-        "options": _options_entry(options),
+        "options": _options_entry(tuning.options),
         "data": {
             "num_sequences": tuning.num_sequences,
             "longest_sequence": tuning.longest_sequence,
@@ -82,38 +81,21 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
         "chosen": _choice_entry(chosen),
         "recommended": tuning.recommended is not None,
         "fastest": _choice_entry(tuning.chosen),
-        "speedup": first / chosen.step_ns,
+        "speedup": tuning.baselines[0].step_ns / chosen.step_ns,
         "speedup_over_best": tuning.gain,
         "fewest_gpus": tuning.fewest_gpus,
         "epoch_seconds": tuning.epoch_hours * 3600,
         "gpu_hours": tuning.gpu_hours,
-        "price": None if options.gpu_hour_price is None else options.gpu_hour_price * tuning.gpu_hours,
-        "cost_model": cast(CostModelEntry, chosen.cost.to_dict()),
+        "price": None if price is None else price * tuning.gpu_hours,
+        "cost_model": chosen.cost.to_dict(),
     }
+    return cast(TuningDocument, document)
 
 
-def _options_entry(options: TuneOptions) -> OptionsEntry:
-    entry: OptionsEntry = {
-        "gpus": options.gpus,
-        "dp": options.dp,
-        "tp": options.tp,
-        "pp": options.pp,
-        "gpu_memory": options.gpu_memory,
-        "precision": options.precision,
-        "sharding": options.sharding,
-        "lora_rank": options.lora_rank,
-        "load_in_4bit": options.load_in_4bit,
-        "optimizer": options.optimizer,
-        "fused_kernels": options.fused_kernels,
-        "global_batch": options.global_batch,
-        "seed": options.seed,
-        "chunk_sizes": list(options.chunk_sizes),
-        "ks": list(options.ks),
-        "schedules": None if options.schedules is None else list(options.schedules),
-        "cp": options.cp,
-        "keep_attention": options.keep_attention,
-    }
-    return entry | {"compile": True} if options.compile else entry  # earlier versions did not have it
+def _options_entry(options: TuneOptions) -> dict[str, object]:
+    entry = {name: getattr(options, name) for name in _OPTIONS}
+    lists = {name: list(value) for name, value in entry.items() if isinstance(value, tuple)}
+    return entry | lists | ({"compile": True} if options.compile else {})
 
 
 def answers(document: TuningDocument, options: TuneOptions) -> bool:
@@ -123,21 +105,11 @@ def answers(document: TuningDocument, options: TuneOptions) -> bool:
     return same and document["options"] == _options_entry(options)
 
 
-def _choice_entry(choice: Choice) -> ChoiceEntry:
-    config = choice.config
-    entry: ChoiceEntry = {
-        "chunk_size": config.chunk_size,
-        "k": config.k,
-        "k_by_length": config.k_by_length,
-        "dp": config.dp,
-        "pp": config.pp,
-        "schedule": config.schedule,
-        "virtual_stages": config.virtual_stages,
-        "equal_chunks": config.equal_chunks,
-        "tp": choice.cost.tp,
-        "checkpointing": choice.cost.checkpointing,
-        "kv_offload": choice.cost.kv_offload,
-        "sharding": choice.cost.sharding,
+def _choice_entry(choice: Choice) -> dict[str, object]:
+    config, cost = choice.config, choice.cost
+    return {
+        **{name: getattr(config, name) for name in _STATED},
+        **{name: getattr(cost, name) for name in ("tp", "checkpointing", "kv_offload", "sharding")},
         "step_seconds": choice.step_ns / 1e9,
         "tokens_per_second": choice.tokens_per_second,
         "mfu": choice.mfu,
@@ -147,34 +119,21 @@ def _choice_entry(choice: Choice) -> ChoiceEntry:
         "host_memory": choice.host_bytes,
         "fits": choice.fits,
         "plan_only": choice.plan_only,
+        **{name: getattr(config, name) for name, usual in LEFT_OUT.items() if getattr(config, name) != usual},
     }
-    if config.cp != "off":
-        entry["cp"] = config.cp
-    if config.stage_layers is not None:
-        entry["stage_layers"] = config.stage_layers
-    if config.split != "full":
-        entry["split"] = config.split
-    if config.keep_attention != "off":
-        entry["keep_attention"] = config.keep_attention
-    return entry
 
 
-def _layout_entry(look: FirstLook) -> LayoutEntry:
-    return {
-        "dp": look.layout.dp,
-        "tp": look.layout.tp,
-        "pp": look.layout.pp,
+def _layout_entry(look: FirstLook) -> dict[str, object]:
+    return look.layout._asdict() | {
         "step_seconds": None if look.step_ns is None else look.step_ns / 1e9,
         "runnable_seconds": None if look.runnable_ns is None else look.runnable_ns / 1e9,
     }
 
 
-def _baseline_entry(row: Baseline, tokens_per_step: float) -> BaselineEntry:
+def _baseline_entry(row: Baseline, tokens_per_step: float) -> dict[str, object]:
     return {
         "name": row.name,
-        "dp": row.layout.dp,
-        "tp": row.layout.tp,
-        "pp": row.layout.pp,
+        **row.layout._asdict(),
         "step_seconds": row.step_ns / 1e9,
         "tokens_per_second": tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9),
         "largest_micro_batch": row.largest,
@@ -204,45 +163,28 @@ def read_tuning_document(path: Path) -> TuningDocument:
     """
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint="`chunkplan tune` writes one")
-    document = read_json(path, hint=_HINT)
+    document = cast(TuningDocument, read_json(path, hint=_HINT))
     if found := find_mismatch(document, EXPECTED):
         raise DataError(found, where=str(path), hint=_HINT)
     if max(document["pareto"], default=0) >= len(document["choices"]):
         raise DataError("`pareto` names a choice that is not there", where=str(path), hint=_HINT)
     CostModel.from_dict(document["cost_model"], where=str(path))
-    return cast(TuningDocument, document)
+    return document
 
 
 def read_tuning(path: Path) -> Tuned:
     """Read what a plan takes from the document at `path`; raises as `read_tuning_document` does."""
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
-    by_length = chosen["k_by_length"]
-    cost = CostModel.from_dict(document["cost_model"], where=str(path))
-    if "sharding" not in document["cost_model"] and options["sharding"] != "auto":  # one for all, in older documents
-        cost = replace(cost, sharding=options["sharding"])
+    stated = cast(Mapping[str, Any], chosen)
+    entries = {name: stated.get(name, LEFT_OUT.get(name)) for name in PLAN_ENTRIES}
     try:
-        config = PlanConfig(
-            chunk_size=chosen["chunk_size"],
-            k=chosen["k"],
-            k_by_length=None if by_length is None else tuple((tokens, k) for tokens, k in by_length),
-            dp=chosen["dp"],
-            pp=chosen["pp"],
-            schedule=chosen["schedule"],
-            virtual_stages=chosen["virtual_stages"],
-            equal_chunks=chosen["equal_chunks"],
-            cp=chosen.get("cp", "off"),
-            stage_layers=None if "stage_layers" not in chosen else tuple(chosen["stage_layers"]),
-            split=chosen.get("split", "full"),
-            keep_attention=chosen.get("keep_attention", "off"),
-            global_batch=options["global_batch"],
-            seed=options["seed"],
-        )
+        config = PlanConfig(**entries, global_batch=options["global_batch"], seed=options["seed"])
     except UsageError as error:
         raise DataError(error.message, where=str(path), hint=_HINT) from error
     return Tuned(
         config=config,
-        cost=cost,
+        cost=CostModel.from_dict(document["cost_model"], where=str(path)),
         gpu_memory=options["gpu_memory"],
         token_histogram={int(length): share for length, share in data["token_histogram"].items()},
         longest_sequence=data["longest_sequence"],

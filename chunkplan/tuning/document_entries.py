@@ -1,26 +1,22 @@
-"""What the document of a tuning holds: the type of each part, and what an entry that is relied on may be.
+"""What the document of a tuning holds that its readers rely on: the type of each part, and what an entry may be.
 
-A document may come from anywhere. It is checked once, when it is read; what is `NotRequired` is written, and not
-relied on by who reads it.
+A document may come from anywhere. It is checked once, when it is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, NotRequired, TypedDict, final
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict, final
 
 from chunkplan.config.plan import KeepAttention, PlanConfig, Split
-from chunkplan.cost.model import SHARDINGS, Sharding
+from chunkplan.cost.model import SHARDINGS
 from chunkplan.domains import FLAG, NUMBER, TEXT, Domain, Expected, one_of, or_null, whole
 from chunkplan.options import entries_of
 
-#: Of the document.
-VERSION = 1
-
 
 class PlanEntries(TypedDict):
-    """Entries of a choice that a plan is built with, as a `PlanConfig` has them."""
+    """Entries of a choice that a plan is built with, as a `PlanConfig` has them; see `LEFT_OUT`."""
 
     chunk_size: int
     k: int
@@ -30,33 +26,31 @@ class PlanEntries(TypedDict):
     schedule: str
     virtual_stages: int
     equal_chunks: bool
-    cp: NotRequired[str | int]  # missing where no sequence may be shared
-    stage_layers: NotRequired[Sequence[int]]  # missing where they are as even as they come
-    split: NotRequired[Split]  # missing where long sequences are cut at ChunkSize ("full")
-    keep_attention: NotRequired[KeepAttention]  # missing where none is kept ("off")
+    cp: NotRequired[str | int]
+    stage_layers: NotRequired[Sequence[int]]
+    split: NotRequired[Split]
+    keep_attention: NotRequired[KeepAttention]
 
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 
+#: Those that are missing where they are as said here.
+LEFT_OUT: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
+
 
 @final
 class ChoiceEntry(PlanEntries):
-    """A configuration that was tried. `memory`: bytes by what takes them, and their `total`.
-
-    `host_memory`: bytes that a GPU keeps there.
-    """
+    """A configuration that was tried. `memory`: bytes by what takes them, and their `total`."""
 
     tp: int
     checkpointing: str
     kv_offload: bool
-    sharding: NotRequired[str]  # missing in documents that have one for all, in `options`
+    sharding: str
     step_seconds: float
-    tokens_per_second: NotRequired[float]
     mfu: float
     bubble: float
     recompute_share: float
     memory: dict[str, int]
-    host_memory: NotRequired[int]
     fits: bool
     plan_only: str | None
 
@@ -66,64 +60,27 @@ class BaselineEntry(TypedDict):
     """A baseline, on its best layout. `lost_tokens`: the share of the tokens that it cuts off."""
 
     name: str
-    dp: NotRequired[int]
-    tp: NotRequired[int]
-    pp: NotRequired[int]
     step_seconds: float
-    tokens_per_second: NotRequired[float]
-    largest_micro_batch: NotRequired[int]
     checkpointing: str
-    sharding: NotRequired[str]
     memory: dict[str, int]
     fits: bool
     lost_tokens: float
 
 
-class LayoutEntry(TypedDict):
-    """A layout, and by a first look at it the seconds of a step, and of one that the runtime can run."""
-
-    dp: int
-    tp: int
-    pp: int
-    step_seconds: float | None
-    runnable_seconds: float | None
-
-
 class OptionsEntry(TypedDict):
     """What was tuned for. `gpu_memory` is in bytes."""
 
-    gpus: NotRequired[int | None]
-    dp: NotRequired[int]
-    tp: NotRequired[int]
-    pp: NotRequired[int]
     gpu_memory: int
-    precision: NotRequired[str]
-    sharding: Sharding | Literal["auto"]
-    lora_rank: NotRequired[int]
-    load_in_4bit: NotRequired[bool]
-    optimizer: NotRequired[str]
-    fused_kernels: NotRequired[str]
-    compile: NotRequired[bool]
+    sharding: str
     global_batch: int
     seed: int
-    chunk_sizes: NotRequired[list[int]]
-    ks: NotRequired[list[int]]
-    schedules: NotRequired[list[str] | None]
-    cp: NotRequired[str | int]
-    keep_attention: NotRequired[str]
 
 
 class DataEntry(TypedDict):
-    """The sequences that were tuned for.
+    """The sequences that were tuned for. `token_histogram`: the share of all tokens by length class."""
 
-    `token_histogram`: the share of all tokens by length class. `positions`: as `chunkplan.lengths.Positions` has them.
-    """
-
-    num_sequences: NotRequired[int]
     longest_sequence: int
-    tokens_per_step: NotRequired[float]
     token_histogram: dict[str, float]
-    positions: NotRequired[dict[str, int] | None]
 
 
 class ShapeEntry(TypedDict):
@@ -140,16 +97,16 @@ class HardwareEntry(TypedDict):
 
 
 class CostModelEntry(TypedDict):
-    """A cost model, in the manifest of a plan as in a tuning; these of its entries are relied on."""
+    """A cost model, in the manifest of a plan as in a tuning; some entries are there where they say something."""
 
     shape: ShapeEntry
     hardware: HardwareEntry
     tp: int
-    precision: NotRequired[str]
+    precision: str
     checkpointing: str
     kv_offload: bool
-    sharding: NotRequired[str]  # missing in plans that have `weight_shards`
-    lora_rank: NotRequired[int]  # these five only where they say something
+    sharding: str
+    lora_rank: NotRequired[int]
     load_in_4bit: NotRequired[bool]
     optimizer: NotRequired[str]
     fused_kernels: NotRequired[str]
@@ -161,22 +118,13 @@ class TuningDocument(TypedDict):
 
     kind: str
     schema_version: int
-    tool_version: NotRequired[str]
     options: OptionsEntry
     data: DataEntry
     baselines: list[BaselineEntry]
-    layouts: NotRequired[list[LayoutEntry]]
     choices: list[ChoiceEntry]
     pareto: list[int]
     chosen: ChoiceEntry
     recommended: bool
-    fastest: NotRequired[ChoiceEntry]
-    speedup: NotRequired[float]
-    speedup_over_best: NotRequired[float | None]
-    fewest_gpus: NotRequired[int]
-    epoch_seconds: NotRequired[float]
-    gpu_hours: NotRequired[float]
-    price: NotRequired[float | None]
     cost_model: CostModelEntry
 
 
@@ -195,30 +143,33 @@ _RATIO = Domain(lambda value: type(value) in (int, float) and math.isfinite(valu
 _SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
 
 #: Of a choice, and of a baseline.
-_OUTCOME: dict[str, Expected] = {"step_seconds": _SECONDS, "memory": {"total": whole(1)}, "checkpointing": TEXT}
-
+_OUTCOME: dict[str, Expected] = {
+    "step_seconds": _SECONDS,
+    "memory": {"total": whole(1)},
+    "checkpointing": TEXT,
+    "fits": FLAG,
+}
 _CHOICE = {
     **_OUTCOME,
     **{
-        f"{name}?" if name in ("cp", "stage_layers", "split", "keep_attention") else name: expected
-        for name, expected in entries_of(PlanConfig).items()
+        f"{name}?" if name in LEFT_OUT else name: domain
+        for name, domain in entries_of(PlanConfig).items()
         if name in PLAN_ENTRIES
     },
     "schedule": TEXT,
     "tp": whole(1),
     "kv_offload": FLAG,
-    "sharding?": one_of(*SHARDINGS),
+    "sharding": one_of(*SHARDINGS),
     "mfu": _RATIO,
     "bubble": _RATIO,
     "recompute_share": _RATIO,
-    "fits": FLAG,
     "plan_only": or_null(TEXT),
 }
 
 #: What `CostModel.from_dict` checks is not said again.
 EXPECTED: Expected = {
     "kind": one_of("tuning"),
-    "schema_version": whole(VERSION, VERSION),
+    "schema_version": whole(1, 1),
     "options": {
         "gpu_memory": whole(1),
         "sharding": one_of("auto", *SHARDINGS),
@@ -226,7 +177,7 @@ EXPECTED: Expected = {
         "seed": whole(),
     },
     "data": {"longest_sequence": whole(1), "token_histogram": _SHARES},
-    "baselines": [{**_OUTCOME, "name": TEXT, "fits": FLAG, "lost_tokens": NUMBER}],
+    "baselines": [{**_OUTCOME, "name": TEXT, "lost_tokens": NUMBER}],
     "choices": [_CHOICE],
     "pareto": [whole()],
     "chosen": _CHOICE,

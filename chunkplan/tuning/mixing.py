@@ -34,7 +34,7 @@ from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
 from chunkplan.planning.memory import held_bytes_of, memory_of_stages
 from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
-from chunkplan.tuning.levels import fits
+from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, try_out
@@ -85,11 +85,7 @@ def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: 
     for *of_terms, most in binding.tolist():
         model.add(cp_model.LinearExpr.weighted_sum(terms, of_terms) <= most)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, again_ns.tolist() * counts.size))
-    solver = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # its handler would end the process from another thread
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = deterministic_solver(_EFFORT)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return np.array([[solver.value(each) for each in of_kind] for of_kind in takes])
@@ -198,7 +194,7 @@ def fitted(
             return None
         cost = replace(cost, checkpointing=levels)
         outcomes = [try_out(sample, config, cost) for sample in samples]
-        if all(outcome.memory(cost).total <= gpu_memory for outcome in outcomes):
+        if all(outcome.fits(cost, gpu_memory) for outcome in outcomes):
             return outcomes
         moments = np.concatenate([moments, *(outcome.moments[int(cost.kv_offload)] for outcome in outcomes)])
     return None
@@ -208,7 +204,7 @@ def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_mem
     """`cost` with the levels that run least again and fit; the last level where none is found."""
     for level in CHECKPOINTINGS:
         outcome = try_out(sample, config, replace(cost, checkpointing=level))
-        if outcome.memory(outcome.cost).total <= gpu_memory:
+        if outcome.fits(outcome.cost, gpu_memory):
             break
     if outcome.cost.checkpointing == CHECKPOINTINGS[0]:
         return outcome.cost
@@ -227,7 +223,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
         cost = replace(outcome.cost, checkpointing=CHECKPOINTINGS[0], kv_offload=kv_offload)
         if kv_offload and outcome.config.chunk_size < cost.offload_chunk_size:
             continue
-        if not fits(outcome, cost, options):
+        if not outcome.fits(cost, options.gpu_memory):
             hopeful.append((_estimate(outcome, cost, options.gpu_memory, sample), len(hopeful), outcome, cost))
     found: list[Outcome] = []
     for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import Literal, NamedTuple
 
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, KeepAttention, PlanConfig
@@ -17,8 +18,9 @@ from chunkplan.domains import MOST, Domain, number, one_of, several, tokens, who
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, same
 
-CHUNK_SIZES = tuple(
-    factor << 10 for factor in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+CHUNK_SIZES = (
+    *(1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 40960, 49152),
+    *(65536, 98304, 131072),
 )
 KS = (1, 2, 4, 8, 16, 32)
 _ON_A_PIPELINE = ("auto", "zero-bubble", "zero-bubble-v")
@@ -48,7 +50,7 @@ class MemorySaving(NamedTuple):
 
 
 #: From the fastest to the one that takes least memory.
-LADDER = tuple(MemorySaving(level, kv_offload) for level in CHECKPOINTINGS for kv_offload in (False, True))
+LADDER = tuple(starmap(MemorySaving, product(CHECKPOINTINGS, (False, True))))
 
 
 #: Sizes of GPU memory, as people write them.
@@ -70,6 +72,9 @@ _SIZE = Domain(
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
+#: What a cost model has of the options as it is.
+_OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
@@ -78,8 +83,7 @@ class TuneOptions(Options):
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
     Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
     and, where stages have two layers, "zero-bubble-v"), and where ranks may share sequences (`cp`), that too where a
-    schedule allows it. `sharding` "auto" shares gradients and
-    weights where that makes room for what is faster.
+    schedule allows it. `sharding` "auto" shares gradients and weights where that makes room for what is faster.
 
     Raises:
         UsageError: a value is out of range.
@@ -189,8 +193,8 @@ class TuneOptions(Options):
             )
         return layouts
 
-    def layouts_of_today(self) -> list[GpuLayout]:
-        """List the layouts of baselines, which people run with tensor parallelism too: within a node."""
+    def baseline_layouts(self) -> list[GpuLayout]:
+        """List the layouts of baselines, which have tensor parallelism too: within a node."""
         layouts = self.layouts()
         if self.gpus is not None:
             for tp in range(1, self.hardware.gpus_per_node + 1):
@@ -226,12 +230,7 @@ class TuneOptions(Options):
         return SHARDINGS[1:] if layout.dp > 1 else SHARDINGS[1:2]
 
     def plan_config(
-        self,
-        layout: GpuLayout,
-        chunk_size: int,
-        k: int,
-        schedule: str,
-        cp: str | int = "off",
+        self, layout: GpuLayout, chunk_size: int, k: int, schedule: str, cp: str | int = "off"
     ) -> PlanConfig:
         """Return the configuration of a plan."""
         return PlanConfig(
@@ -253,17 +252,12 @@ class TuneOptions(Options):
 
     def cost(self, layout: GpuLayout, memory: MemorySaving, sharding: Sharding = "optimizer") -> CostModel:
         """Return the cost model of a layout, a way to save memory, and what ranks share."""
+        stated = {name: getattr(self, name) for name in _OF_COST_MODEL}
         return CostModel(
-            shape=self.shape,
+            **stated,
             hardware=self.gpu,
             tp=layout.tp,
-            precision=self.precision,
             checkpointing=memory.checkpointing,
             kv_offload=memory.kv_offload,
             sharding=sharding,
-            lora_rank=self.lora_rank,
-            load_in_4bit=self.load_in_4bit,
-            optimizer=self.optimizer,
-            fused_kernels=self.fused_kernels,
-            compile=self.compile,
         ).on_stages(layout.pp)

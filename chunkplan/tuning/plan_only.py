@@ -14,16 +14,12 @@ def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
     predicted. Whether it can run a type of models at all, its own proof says (docs/models.md).
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
-    reasons += _of_states(config, cost) if cost.shape.is_recurrent else []
+    if cost.shape.is_recurrent and config.dp > 1:
+        of_states = ["shared sequences"] if config.cp != "off" else []
+        of_states += [f"sharded {cost.sharding}"] if cost.shares("gradients") else []
+        reasons += [f"{reason} of a recurrent model" for reason in of_states]
     if cost.load_in_4bit and config.dp * config.pp > 1:
         reasons.append("weights in 4 bits on several GPUs")
     if cost.optimizer not in ELEMENTWISE and config.dp > 1:
         reasons.append(f"{cost.optimizer} on several data-parallel ranks")
     return " and ".join(reasons) or None
-
-
-def _of_states(config: PlanConfig, cost: CostModel) -> list[str]:
-    """Say what the runtime cannot run of a model whose layers keep a state from one part of a sequence to the next."""
-    reasons = ["shared sequences"] if config.cp != "off" and config.dp > 1 else []
-    reasons += [f"sharded {cost.sharding}"] if config.dp > 1 and cost.shares("gradients") else []
-    return [f"{reason} of a recurrent model" for reason in reasons]

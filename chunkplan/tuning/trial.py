@@ -12,12 +12,11 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.reduction import reduction_ns
+from chunkplan.cost.states import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
 from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, longest_sequences, memory_of_stages
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
-from chunkplan.schedule.families import Scheduled
 from chunkplan.schedule.holdings import fullest, fullest_moments
 from chunkplan.tuning.sampling import Sample
 
@@ -31,6 +30,8 @@ class Outcome:
     step, over all stages. `moments` int64 [2, num_steps, pp, 8]: what each stage holds at its fullest moment on any
     rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded. `retained`
     int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
+
+    Memory is that of the outcome run as a `cost` says that may differ from its own in offloading and sharding.
     """
 
     config: PlanConfig
@@ -43,23 +44,21 @@ class Outcome:
     retained: Int64Array
 
     def memory(self, cost: CostModel) -> StageMemory:
-        """Memory of the fullest stage in any step; `cost` may differ from the outcome's in offloading and sharding."""
-        moments = self.moments[int(cost.kv_offload)]
-        most, _ = fullest(moments, held_bytes_of(self.config, cost))
-        return max(memory_of_stages(self.config, cost, most), key=_total)
+        """Memory of the fullest stage in any step."""
+        most, _ = fullest(self.moments[int(cost.kv_offload)], held_bytes_of(self.config, cost))
+        return max(memory_of_stages(self.config, cost, most), key=lambda stage: stage.total)
+
+    def fits(self, cost: CostModel, gpu_memory: int) -> bool:
+        """Whether the fullest stage fits the memory of a GPU, in bytes."""
+        return self.memory(cost).total <= gpu_memory
 
     def host_bytes(self, cost: CostModel) -> int:
-        """Host memory of a GPU of the stage that takes most; `cost` as in `memory`."""
-        most = self.moments[0].max(axis=0)
-        return host_bytes_of(self.config, cost, most, self.retained)
+        """Host memory of a GPU of the stage that takes most."""
+        return host_bytes_of(self.config, cost, self.moments[0].max(axis=0), self.retained)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
-        """Memory of each stage in one step of the sample; `cost` may differ in offloading."""
+        """Memory of each stage in one step of the sample."""
         return memory_of_stages(self.config, cost, self.moments[int(cost.kv_offload), step])
-
-
-def _total(memory: StageMemory) -> int:
-    return memory.total
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
@@ -89,49 +88,44 @@ def try_out(
         CancelledError: `is_cancelled()` was true while there was still much to do.
         UsageError: no schedule fits `config.memory_tokens`.
     """
-    n = sample.num_tokens.size
-    block = StepBlock(0, 0, np.arange(n, dtype=np.int32), sample.sizes)
+    num_steps, dp, pp = sample.sizes.size, config.dp, config.pp
+    block = StepBlock(0, 0, np.arange(sample.num_tokens.size, dtype=np.int32), sample.sizes)
     dataset = Dataset(sample.num_tokens, np.maximum(sample.num_tokens - 1, 0), None)
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
     scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
-    rank_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
-    step_of_rank = np.repeat(np.arange(sample.sizes.size), config.dp)
-    step_of_chunk = np.repeat(step_of_rank, np.diff(chunked.chunks.rank_chunks))
+    rank_end = scheduled.stage_end.reshape(-1, pp).max(axis=1).reshape(num_steps, dp)
+    step_of_chunk = np.repeat(np.repeat(np.arange(num_steps), dp), np.diff(chunked.chunks.rank_chunks))
     work, recomputed = (
-        sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=sample.sizes.size)
+        sample.weights @ np.bincount(step_of_chunk, weights=values, minlength=num_steps)
         for values in (chunked.cost_ns, chunked.recompute_ns)
     )
     reduction = reduction_ns(
-        cost, dp=config.dp, pp=config.pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
+        cost, dp=dp, pp=pp, layers=config.layers(cost.shape.num_layers), placement=config.placement
     )
-    occupied = config.pp * float(sample.weights @ rank_end.reshape(-1, config.dp).sum(axis=1))
+    moments = []  # of each stage on any rank of each step
+    for offloaded in (False, True):
+        of_held = held_bytes_of(config, replace(cost, kv_offload=offloaded))
+        of_ranks = fullest_moments(chunked.chunks, scheduled.actions, of_held)
+        of_steps = of_ranks.reshape(-1, *of_ranks[:dp].shape)
+        moments.append(np.stack([fullest(of_step, of_held)[0] for of_step in of_steps]))
     return Outcome(
         config=config,
         cost=cost,
-        step_ns=float(sample.weights @ rank_end.reshape(-1, config.dp).max(axis=1)) + reduction,
-        bubble=1 - float(work - recomputed) / occupied,
+        step_ns=float(sample.weights @ rank_end.max(axis=1)) + reduction,
+        bubble=1 - float(work - recomputed) / (pp * float(sample.weights @ rank_end.sum(axis=1))),
         recompute_share=float(recomputed / work),
-        recompute_ns=_by_class(sample, chunked, sample.weights[step_of_chunk] * chunked.recompute_ns),
-        retained=scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0),
-        moments=np.stack([_moments(chunked, scheduled, config, cost, offloaded) for offloaded in (False, True)]),
+        recompute_ns=_recompute_by_class(sample, chunked, sample.weights[step_of_chunk]),
+        moments=np.stack(moments),
+        retained=scheduled.peak_retained_tokens.reshape(-1, pp).max(axis=0),
     )
 
 
-def _moments(
-    chunked: ChunkedBlock, scheduled: Scheduled, config: PlanConfig, cost: CostModel, offloaded: bool
-) -> Int64Array:
-    """The fullest moment of each stage on any rank of each step: int64 [num_steps, pp, 8]."""
-    of_held = held_bytes_of(config, replace(cost, kv_offload=offloaded))
-    moments = fullest_moments(chunked.chunks, scheduled.actions, of_held)
-    of_steps = moments.reshape(-1, *moments[: config.dp].shape)
-    return np.stack([fullest(of_step, of_held)[0] for of_step in of_steps])
-
-
-def _by_class(sample: Sample, chunked: ChunkedBlock, recompute_ns: Float64Array) -> tuple[float, ...]:
-    """The sum of `recompute_ns` [num_chunks] over the chunks of each length class."""
+def _recompute_by_class(sample: Sample, chunked: ChunkedBlock, weights: Float64Array) -> tuple[float, ...]:
+    """The sum of what is recomputed over the chunks of each length class, with `weights` [num_chunks]."""
     chunks = chunked.chunks
     recomputed = np.flatnonzero(~chunks.keeps_activations)
     lengths = sample.num_tokens[chunks.sequence_id[chunks.segments[recomputed]]]  # a chunk's part is its first segment
     overs = np.array([each.over for each in sample.classes], np.int64)
     classes = np.searchsorted(overs, lengths, side="left") - 1
-    return tuple(np.bincount(classes, weights=recompute_ns[recomputed], minlength=overs.size).tolist())
+    recompute_ns = (weights * chunked.recompute_ns)[recomputed]
+    return tuple(np.bincount(classes, weights=recompute_ns, minlength=overs.size).tolist())

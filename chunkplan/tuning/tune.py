@@ -6,7 +6,7 @@ planned and simulated as a plan's are, and an integer program chooses a K for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,9 @@ from typing import NamedTuple
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.cost.states import optimizer_bytes
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
@@ -22,7 +24,6 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
-from chunkplan.tuning.fewest import fewest_gpus
 from chunkplan.tuning.grid import Choice, Progress, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
@@ -40,6 +41,10 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 
 #: Times this close are the same: of these the choice is the one that takes least memory.
 _SAME = 1.005
+
+#: How many GPUs are looked at for the fewest that fit, and the smallest ChunkSize that is tried for it; smaller ones
+#: spare next to no memory.
+GPU_COUNTS, _SMALLEST_CHUNK_SIZE = (1, 2, 4, 8, 16, 32, 64), 2048
 
 #: What is less than this many times as fast is no gain: predictions are no better.
 A_GAIN = 1.03
@@ -134,25 +139,22 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, report)
     ]
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
-    chosen = _verified(choices, sample, heaviest, options, lambda choice: choice.fits)
-    recommended = chosen
+    chosen = recommended = _verified(choices, sample, heaviest, options)
     if chosen is not None and chosen.plan_only is not None:
-        recommended = _verified(
-            choices, sample, heaviest, options, lambda choice: choice.fits and choice.plan_only is None
-        )
+        recommended = _verified(choices, sample, heaviest, options, runnable=True)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
-        raise _nothing_fits(choices[0], options, fewest_gpus(sample, options, report, above=gpus))
+        raise _nothing_fits(choices[0], options, _fewest_gpus(sample, options, report, above=gpus))
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, options.layouts_of_today(), report)),
+        baselines=tuple(baselines(sample, options, options.baseline_layouts(), report)),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
         pareto=_pareto(choices, runnable=recommended is not None),
         layouts=tuple(compared),
-        fewest_gpus=min(gpus, fewest_gpus(sample, options, report) or gpus),
+        fewest_gpus=min(gpus, _fewest_gpus(sample, options, report) or gpus),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
         tokens_per_step=sample.tokens_per_step,
@@ -202,15 +204,18 @@ def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) 
 
 
 def _verified(
-    choices: list[Choice], sample: Sample, heaviest: Sample, options: TuneOptions, accept: Callable[[Choice], bool]
+    choices: list[Choice], sample: Sample, heaviest: Sample, options: TuneOptions, *, runnable: bool = False
 ) -> Choice | None:
-    """Find the best acceptable one of `choices` whose memory holds on the `heaviest` steps too.
+    """Find the best one of `choices`, or of those that are `runnable`, that fits the `heaviest` steps too.
 
     What is found out on the way about the memory of a choice is written into `choices`. One with levels layer by layer
     that does not fit these steps is followed by one with levels that do.
     """
-    while acceptable := [choice for choice in choices if accept(choice)]:
-        best = _best(acceptable)
+    while acceptable := [one for one in choices if one.fits and not (runnable and one.plan_only)]:
+        fastest = min(choice.step_ns for choice in acceptable)
+        best = min(
+            (choice for choice in acceptable if choice.step_ns <= _SAME * fastest), key=lambda each: each.memory.total
+        )
         outcome = try_out(heaviest, best.config, best.cost)
         memory = max(outcome.memory(best.cost), best.memory, key=lambda each: each.total)
         if memory == best.memory:
@@ -225,22 +230,54 @@ def _verified(
     return None
 
 
-def _best(choices: list[Choice]) -> Choice:
-    fastest = min(choice.step_ns for choice in choices)
-    return min((choice for choice in choices if choice.step_ns <= _SAME * fastest), key=lambda each: each.memory.total)
-
-
 def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
     """Return the places of choices that fit and need less memory than all faster ones, if `runnable` of those that the
     runtime can run; what fits ascends by time."""
-    front, least = [], None
+    front: list[int] = []
     for place, choice in enumerate(choices):
-        if not choice.fits or (runnable and choice.plan_only is not None):
-            continue
-        if least is None or choice.memory.total < least:
+        takes_less = not front or choice.memory.total < choices[front[-1]].memory.total
+        if choice.fits and takes_less and not (runnable and choice.plan_only):
             front.append(place)
-            least = choice.memory.total
     return tuple(front)
+
+
+def _fewest_gpus(sample: Sample, options: TuneOptions, progress: Progress, *, above: int = 0) -> int | None:
+    """The fewest GPUs above `above` on which some layout of `options` fits and can be run; None where none is found.
+
+    `sample` has the longest sequences, by which memory goes. Tried are a small ChunkSize and all that saves memory.
+    """
+    for gpus in GPU_COUNTS:
+        if gpus <= above:
+            continue
+
+        def report(doing: str, done: int, total: int, gpus: int = gpus) -> None:
+            progress(f"fewest GPUs, {gpus}", done, total)
+
+        for each in _smallest_layouts(options, gpus):
+            tried = try_grid(sample, each, each.layouts()[0], each.chunk_sizes, (1,), report)
+            if any(choice.fits and choice.plan_only is None for choice in tried):
+                return gpus
+    return None
+
+
+def _smallest_layouts(options: TuneOptions, gpus: int) -> Iterator[TuneOptions]:
+    """The options of two layouts of `gpus` that take little memory: without a pipeline, and with the longest one."""
+    try:
+        layouts = replace(options, gpus=gpus, dp=1, pp=1, schedules=None, cp="auto").layouts()
+    except UsageError:  # not with so many layers, or sequences a step
+        return
+    for dp, tp, pp in dict.fromkeys((layouts[0], layouts[-1])):
+        yield replace(
+            options,
+            gpus=None,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            cp="auto",
+            schedules=None if pp == 1 else ("auto",),
+            sharding="weights" if options.sharding == "auto" and dp > 1 else options.sharding,
+            chunk_sizes=(max(_SMALLEST_CHUNK_SIZE, options.chunk_sizes[0]),),
+        )
 
 
 def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) -> UsageError:
@@ -266,3 +303,17 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
         + ("" if options.load_in_4bit or not options.lora_rank or shape.has_experts else ", --load-in-4bit")
         + ", or more memory",
     )
+
+
+def headline(analysis: Analysis) -> Tuning:
+    """A small tuning for Qwen2.5-7B on a node of eight H100s: what chunks would gain, before a model is named."""
+    hardware = load_hardware("h100")
+    options = TuneOptions(
+        shape=QWEN2_5_7B,
+        hardware=hardware,
+        gpu_memory=hardware.memory_bytes,
+        gpus=8,
+        chunk_sizes=(4096, 8192, 16384, 65536),
+        ks=(1, 4),
+    )
+    return tune(analysis, options)

@@ -10,10 +10,10 @@ import numpy as np
 
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.hashing import TokensHasher, combine_hashes, sequence_digests
-from chunkplan.planfile.manifest_entries import SourceEntry
-from chunkplan.validation.violation import Violation
+from chunkplan.planfile.manifest import SourceEntry
+from chunkplan.planfile.schema import to_numpy
+from chunkplan.validation.chunk_columns import Violation
 
 #: Names of what `check_analysis` finds, in the order it looks.
 ANALYSIS_INVARIANTS = ("totals", "records", "lengths", "targets", "tokens", "content-hash")

@@ -1,8 +1,9 @@
-"""The invariants of steps and chunks, each a function over columns that returns the first violation or None."""
+"""The invariants of steps and chunks by name: each looks at columns and yields what it finds, or None."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,27 +13,24 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_
 from chunkplan.errors import UsageError
 from chunkplan.operations import KEPT_ATTENTION, NOT_KEPT
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.schema import to_numpy
 from chunkplan.planning.selection import check_selection, describe_selection
 from chunkplan.validation.checks_sharing import check_cp_groups, check_cp_order, check_cp_slices
-from chunkplan.validation.chunk_columns import ChunkColumns
-from chunkplan.validation.violation import Violation
+from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 
 # The invariants of sequences: each occurs as often as it should, whole or cut into the parts of one group.
 #
 # An *occurrence* of a sequence is a whole segment, or the parts of a group from its first token to its last.
 
 
-def check_tokens_once(columns: ChunkColumns) -> Violation | None:
+def check_tokens_once(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Every token of a kept sequence comes exactly as often as the sequence occurs in the epoch: once, as a rule.
 
     `batch-sizes` must hold: where an epoch has as many occurrences as it should and no sequence has too many, none has
     too few.
     """
     unknown = columns.holds(np.flatnonzero(~columns.is_known))
-    found = columns.at("tokens-once", lambda row: "a sequence that the analysis does not have", unknown)
-    if found:
-        return found
+    yield columns.at(unknown, lambda row: "a sequence that the analysis does not have")
     parts = columns.parts
     start, end = columns.start[parts], columns.end[parts]
     wrong = parts[(start < 0) | (end <= start) | (end > columns.sequence_tokens[parts])]
@@ -40,22 +38,17 @@ def check_tokens_once(columns: ChunkColumns) -> Violation | None:
         epoch = columns.steps["epoch"][columns.chunks["step"][columns.part_chunk]].astype(np.int64)
         key = epoch * columns.analysis.num_sequences + columns.sequence_id[parts]
         wrong = np.append(parts[_unchained(columns, key)], _too_many(columns))
-    return columns.at(
-        "tokens-once", lambda row: "tokens of a sequence are missing or come twice in an epoch", columns.holds(wrong)
-    )
+    yield columns.at(columns.holds(wrong), lambda row: "tokens of a sequence are missing or come twice in an epoch")
 
 
-def check_one_place(columns: ChunkColumns) -> Violation | None:
+def check_one_place(columns: ChunkColumns) -> Iterator[Violation | None]:
     """An occurrence never leaves its step and never spans two ranks, or blocks of ranks that share it."""
     astray = _unchained(columns, columns.home[columns.part_chunk] << 32 | columns.sequence_id[columns.parts])
-    return columns.at(
-        "one-step-one-rank",
-        lambda row: "a part of a sequence whose other parts run elsewhere",
-        columns.holds(columns.parts[astray]),
-    )
+    bad = columns.holds(columns.parts[astray])
+    yield columns.at(bad, lambda row: "a part of a sequence whose other parts run elsewhere")
 
 
-def check_groups(columns: ChunkColumns) -> Violation | None:
+def check_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
     """A group is one split sequence: parts 0..size-1 in ascending chunks, without gaps.
 
     Each chunk of a group holds exactly one part (and whole sequences beside it), or a rank's slices of it; a standalone
@@ -63,19 +56,14 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
     """
     chunks, grouped, parts = columns.chunks, columns.is_grouped, columns.group_parts
     num_parts = np.bincount(parts.chunk, minlength=columns.num_chunks)
-    found = columns.at(
-        "groups",
-        lambda row: f"holds {num_parts[row]} parts of split sequences, expected {int(grouped[row])}",
+    yield columns.at(
         num_parts != grouped,
+        lambda row: f"holds {num_parts[row]} parts of split sequences, expected {int(grouped[row])}",
     )
-    if found:
-        return found
     standalone = (chunks["group_index"] == 0) & (chunks["group_size"] == 1) & chunks["keeps_activations"]
-    found = columns.at(
-        "groups", lambda row: "a standalone chunk has index 0 of 1 and keeps its activations", ~grouped & ~standalone
+    yield columns.at(
+        ~grouped & ~standalone, lambda row: "a standalone chunk has index 0 of 1 and keeps its activations"
     )
-    if found:
-        return found
     key = columns.place[parts.chunk] << 32 | chunks["group_id"][parts.chunk].astype(np.int64) + (1 << 31)
     order = np.argsort(key, kind="stable")  # rows are sorted by chunk_id within a rank
     key = key[order]
@@ -86,14 +74,15 @@ def check_groups(columns: ChunkColumns) -> Violation | None:
     wrong |= (start != np.where(is_first, 0, np.roll(end, 1))) | (sequence != sequence[first])
     bad = np.zeros(columns.num_chunks, bool)
     bad[rows[wrong]] = True
-    return columns.at("groups", lambda row: "parts of a group have a gap, are out of order or of two sequences", bad)
+    yield columns.at(bad, lambda row: "parts of a group have a gap, are out of order or of two sequences")
 
 
-def check_prefix(columns: ChunkColumns) -> Violation | None:
+def check_prefix(columns: ChunkColumns) -> Iterator[Violation | None]:
     """A chunk's prefix_tokens is where its part starts, of a shared one the whole part, and 0 for a standalone one."""
-    start = columns.part_start
+    parts = columns.group_parts
+    start = np.bincount(parts.chunk, weights=parts.start, minlength=columns.num_chunks).astype(np.int64)  # exact
     bad = columns.chunks["prefix_tokens"] != start
-    return columns.at("prefix", lambda row: f"prefix_tokens is not {start[row]}, where its part starts", bad)
+    yield columns.at(bad, lambda row: f"prefix_tokens is not {start[row]}, where its part starts")
 
 
 def _too_many(columns: ChunkColumns) -> Int64Array:
@@ -148,69 +137,53 @@ def _unchained(columns: ChunkColumns, key: Int64Array) -> BoolArray:
 # The invariants of sums: target tokens chunk by chunk, the totals of steps, those of the manifest.
 
 
-def check_targets(columns: ChunkColumns) -> Violation | None:
+def check_targets(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Target tokens are counted in the chunk that predicts them, and sum to the analysis's."""
     expected = columns.per_segment(columns.analysis.num_target_tokens)
     parts = columns.parts
     expected[parts] = _part_targets(
         columns.analysis, columns.sequence_id[parts], columns.start[parts], columns.end[parts]
     )
-    per_chunk = columns.per_chunk(expected)
-    stated = columns.chunks["num_target_tokens"]
-    return columns.at(
-        "targets", lambda row: f"{stated[row]} target tokens stated, {per_chunk[row]} counted", stated != per_chunk
-    )
+    counted, stated = columns.per_chunk(expected), columns.chunks["num_target_tokens"]
+    yield columns.at(stated != counted, lambda row: f"{stated[row]} target tokens stated, {counted[row]} counted")
 
 
-def check_totals(columns: ChunkColumns) -> Violation | None:
+def check_totals(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Every step's totals are the sums of its chunks, and the manifest's those of the steps."""
-    steps, chunks = columns.steps, columns.chunks
+    steps, chunks, config, manifest = columns.steps, columns.chunks, columns.config, columns.plan.manifest
     sums = {
         "num_tokens": sum_runs(chunks["num_tokens"], columns.step_chunks),
         "num_target_tokens": sum_runs(chunks["num_target_tokens"], columns.step_chunks),
         "num_chunks": np.diff(columns.step_chunks),
     }
-    for name, actual in sums.items():
-        if found := _check_sum(columns, name, actual):
-            return found
-    bounds = steps["chunks_lower_bound"], steps["packing_lower_bound"], steps["num_chunks"]
-    bad = (bounds[0] < 0) | (bounds[1] < bounds[0]) | (bounds[2] < bounds[1])
-    bad |= steps["optimal"] != (bounds[2] == bounds[0])
-    found = columns.at_step("totals", lambda row: "num_chunks, its lower bounds and `optimal` contradict", bad)
-    if found:
-        return found
-    found = columns.at("totals", lambda row: "a negative cost", chunks["cost"] < 0)
-    return found or _check_manifest_totals(columns)
 
+    def differs(name: str) -> Violation | None:
+        stated, actual = steps[name], sums[name]
+        return columns.at_step(stated != actual, lambda row: f"{name} is {stated[row]}, its chunks have {actual[row]}")
 
-def _check_sum(columns: ChunkColumns, name: str, actual: Int64Array) -> Violation | None:
-    stated = columns.steps[name]
-    return columns.at_step(
-        "totals", lambda row: f"{name} is {stated[row]}, its chunks have {actual[row]}", stated != actual
-    )
-
-
-def _check_manifest_totals(columns: ChunkColumns) -> Violation | None:
-    steps, config, manifest = columns.steps, columns.config, columns.plan.manifest
-    sums = {name: int(steps[name].sum()) for name in ("num_sequences", "num_tokens", "num_target_tokens", "num_chunks")}
-    actual = {
+    yield from map(differs, sums)
+    fewest, packed, number = steps["chunks_lower_bound"], steps["packing_lower_bound"], steps["num_chunks"]
+    bad = (fewest < 0) | (packed < fewest) | (number < packed) | (steps["optimal"] != (number == fewest))
+    yield columns.at_step(bad, lambda row: "num_chunks, its lower bounds and `optimal` contradict")
+    yield columns.at(chunks["cost"] < 0, lambda row: "a negative cost")
+    totals = {name: int(steps[name].sum()) for name in ("num_sequences", *sums)}
+    entries = {
         "totals": {
             "num_steps": columns.num_steps,
-            **sums,
+            **totals,
             "longest_sequence": max(longest for _, longest in columns.epochs),
-            "num_dropped_sequences": sum(size for size, _ in columns.epochs) - sums["num_sequences"],
+            "num_dropped_sequences": sum(size for size, _ in columns.epochs) - totals["num_sequences"],
         },
         "selection": describe_selection(columns.analysis, config),
         "predictions": {name: sum(steps[name].tolist()) for name in ("predicted_us", "lower_bound_us")},
     }
-    for entry, values in actual.items():
+    for entry, values in entries.items():
         for name, value in values.items():
             if manifest[entry][name] != value:
-                return Violation("totals", f"manifest says {name} = {manifest[entry][name]}, counted {value}")
+                yield Violation("", f"manifest says {name} = {manifest[entry][name]}, counted {value}")
     for name, value in (("seed", config.seed), ("epochs", config.epochs)):
         if manifest.get(name) != value:
-            return Violation("totals", f"manifest says {name} = {manifest.get(name)}, its config {value}")
-    return None
+            yield Violation("", f"manifest says {name} = {manifest.get(name)}, its config {value}")
 
 
 def _part_targets(analysis: Analysis, ids: Int64Array, start: Int32Array, end: Int32Array) -> Int64Array:
@@ -246,104 +219,87 @@ def _count_bits(mask: pa.BooleanArray, stops: Int64Array) -> Int64Array:
     return counted
 
 
-def check_chunk_ids(columns: ChunkColumns) -> Violation | None:
+def check_chunk_ids(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Rows are sorted by (step, dp_rank, chunk_id), ids run 0.. without gaps, every rank of every step has a chunk."""
     chunks, dp, place = columns.chunks, columns.config.dp, columns.place
-    rank_start = np.searchsorted(place, place)
-    bad = (chunks["chunk_id"] != np.arange(place.size) - rank_start) | (np.diff(place, prepend=0) < 0)
+    bad = (chunks["chunk_id"] != np.arange(place.size) - np.searchsorted(place, place)) | (
+        np.diff(place, prepend=0) < 0
+    )
     bad |= (chunks["dp_rank"] < 0) | (chunks["dp_rank"] >= dp)
-    found = columns.at("chunk-ids", lambda row: "chunk_id or dp_rank is out of place (ids run 0.. in each rank)", bad)
-    if found:
-        return found
+    yield columns.at(bad, lambda row: "chunk_id or dp_rank is out of place (ids run 0.. in each rank)")
     num_places = columns.num_steps * dp
-    found = columns.at("chunk-ids", lambda row: "chunks of a step not in steps.parquet", place >= num_places)
-    if found:
-        return found
-    present = place[np.flatnonzero(np.diff(place, prepend=-1))]
-    if present.size < num_places:
-        gaps = np.flatnonzero(present != np.arange(present.size))
-        absent = int(gaps[0]) if gaps.size else present.size
-        return Violation("chunk-ids", "a rank without chunks", absent // dp, absent % dp)
-    return None
+    yield columns.at(place >= num_places, lambda row: "chunks of a step not in steps.parquet")
+    absent = np.flatnonzero(np.bincount(place, minlength=num_places) == 0)
+    if absent.size:
+        yield Violation("", "a rank without chunks", int(absent[0]) // dp, int(absent[0]) % dp)
 
 
-def check_steps(columns: ChunkColumns) -> Violation | None:
+def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Steps run 0.. without gaps over all epochs; batches are as configured; only an epoch's last one may be short."""
     steps, config, num_steps = columns.steps, columns.config, columns.num_steps
     try:
         check_selection(columns.analysis, config)
     except UsageError as error:
-        return Violation("batch-sizes", f"the plan's config does not fit the analysis: {error.message}")
+        yield Violation("", f"the plan's config does not fit the analysis: {error.message}")
     full, rest = np.divmod(np.array([size for size, _ in columns.epochs], np.int64), config.global_batch)
-    per_epoch = full + ((rest > 0) & (config.last_batch == "keep"))
+    is_kept = (rest > 0) & (config.last_batch == "keep")
+    per_epoch = full + is_kept
     if per_epoch.size < config.epochs or per_epoch.sum() != num_steps:
         more = " or more" if per_epoch.size < config.epochs else ""
-        return Violation("batch-sizes", f"{num_steps} steps, expected {per_epoch.sum()}{more}")
+        yield Violation("", f"{num_steps} steps, expected {per_epoch.sum()}{more}")
     epochs = np.repeat(np.arange(per_epoch.size), per_epoch)
     bad = (steps["step"] != np.arange(num_steps)) | (steps["epoch"] != epochs)
-    found = columns.at_step("batch-sizes", lambda row: "step or epoch is out of order", bad)
-    if found:
-        return found
-    is_short = np.diff(epochs, append=-1).astype(bool) & ((rest > 0) & (config.last_batch == "keep"))[epochs]
+    yield columns.at_step(bad, lambda row: "step or epoch is out of order")
+    is_short = np.diff(epochs, append=-1).astype(bool) & is_kept[epochs]
     expected = np.where(is_short, rest[epochs], config.global_batch)
     num_beginnings = columns.per_chunk((columns.start == 0) & (columns.end > 0))  # [num_chunks]
     actual = sum_runs(num_beginnings, columns.step_chunks)  # [num_steps], occurrences, each by its first segment
-    bad = (actual != expected) | (steps["num_sequences"] != expected)
-    return columns.at_step(
-        "batch-sizes",
+    yield columns.at_step(
+        (actual != expected) | (steps["num_sequences"] != expected),
         lambda row: f"{actual[row]} sequences ({steps['num_sequences'][row]} stated), expected {expected[row]}",
-        bad,
     )
 
 
-def check_equal_chunks(columns: ChunkColumns) -> Violation | None:
+def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Where the plan's configuration says so, every rank of a step has the same number of chunks."""
-    if not columns.config.equal_chunks:
-        return None
     counts = np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
     most = counts.max(axis=1, keepdims=True)
-    steps, ranks = np.nonzero(counts < most)
-    if not steps.size:
-        return None
-    step, rank = int(steps[0]), int(ranks[0])
-    message = f"{counts[step, rank]} chunks, another rank of the step has {most[step, 0]}"
-    return Violation("equal-chunks", message, step, rank, count=steps.size)
+    few = np.argwhere(counts < most).tolist() if columns.config.equal_chunks else []
+    for step, rank in few[:1]:
+        message = f"{counts[step, rank]} chunks, another rank of the step has {most[step, 0]}"
+        yield Violation("", message, step, rank, count=len(few))
 
 
-def check_chunk_size(columns: ChunkColumns) -> Violation | None:
+def check_chunk_size(columns: ChunkColumns) -> Iterator[Violation | None]:
     """No chunk is over ChunkSize, and its num_tokens is the sum of its segments, none of which is empty."""
-    size = columns.config.chunk_size
+    size, stated = columns.config.chunk_size, columns.chunks["num_tokens"]
     length = np.subtract(columns.end, columns.start, dtype=np.int64)
     tokens = columns.per_chunk(length)
-    bad = (tokens > size) | (tokens != columns.chunks["num_tokens"]) | columns.holds(np.flatnonzero(length < 1))
-    return columns.at(
-        "chunk-size",
-        lambda row: f"segments hold {tokens[row]} tokens ({columns.chunks['num_tokens'][row]} stated), at most {size}",
-        bad,
+    yield columns.at(
+        (tokens > size) | (tokens != stated) | columns.holds(np.flatnonzero(length < 1)),
+        lambda row: f"segments hold {tokens[row]} tokens ({stated[row]} stated), at most {size}",
     )
 
 
-def check_kept_attention(columns: ChunkColumns) -> Violation | None:
+def check_kept_attention(columns: ChunkColumns) -> Iterator[Violation | None]:
     """Attention is kept somewhere known, by chunks alone that are run again, alike on all ranks that share one."""
-    kept, shared = columns.chunks["kept_attention"], columns.shared
+    kept = columns.chunks["kept_attention"]
     words = ", ".join(f'"{word}"' for word in KEPT_ATTENTION)
-    found = columns.at("kept-attention", lambda row: f"kept_attention is none of {words}", kept < 0)
-    found = found or columns.at(
-        "kept-attention",
-        lambda row: f'kept_attention is "{KEPT_ATTENTION[kept[row]]}", and the chunk keeps its activations',
+    yield columns.at(kept < 0, lambda row: f"kept_attention is none of {words}")
+    yield columns.at(
         (kept != NOT_KEPT) & columns.chunks["keeps_activations"],
+        lambda row: f'kept_attention is "{KEPT_ATTENTION[kept[row]]}", and the chunk keeps its activations',
     )
-    if found or columns.config.keep_attention == "off":
-        what = 'kept_attention is not "", and keep_attention is off'
-        return found or columns.at("kept-attention", lambda row: what, kept != NOT_KEPT)
+    if columns.config.keep_attention == "off":
+        yield columns.at(kept != NOT_KEPT, lambda row: 'kept_attention is not "", and keep_attention is off')
     other = np.arange(columns.num_chunks)
-    other[shared] = columns.leader
+    other[columns.shared] = columns.leader
 
     def differ(row: int) -> str:
         own, first = (KEPT_ATTENTION[kept[each]] for each in (row, other[row]))
         return f'kept_attention is "{own}", but "{first}" on rank {columns.chunks["cp_first_rank"][row]} of the block'
 
-    return columns.at("kept-attention", differ, kept != kept[other])
+    yield columns.at(kept != kept[other], differ)
 
 
 #: Run in this order. The checks after one of `STRUCTURAL` rely on it and say nothing sensible where it fails.
@@ -352,7 +308,7 @@ STRUCTURAL = frozenset({"chunk-ids", "cp-groups", "batch-sizes", "tokens-once"})
 WITHOUT_ANALYSIS = frozenset(
     {"chunk-ids", "cp-groups", "cp-slices", "cp-order", "kept-attention", "equal-chunks", "chunk-size"}
 )
-CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Violation | None]] = {
+CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Iterator[Violation | None]]] = {
     "chunk-ids": check_chunk_ids,
     "cp-groups": check_cp_groups,
     "cp-slices": check_cp_slices,
@@ -368,3 +324,9 @@ CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Violation | None]] = {
     "targets": check_targets,
     "totals": check_totals,
 }
+
+
+def first_violation(invariant: str, columns: ChunkColumns) -> Violation | None:
+    """What one of `CHUNK_CHECKS` finds first; what it would look at after that is not looked at."""
+    found = next(filter(None, CHUNK_CHECKS[invariant](columns)), None)
+    return found and replace(found, invariant=invariant)

@@ -1,20 +1,20 @@
 """The invariants of a schedule, each a function over a block of ranks that says what is wrong first.
 
-What a stage holds is counted here by itself, and not with `chunkplan.schedule.retained`, on purpose: checks that share
-no code with the planner and the schedules find a mistake that is made there.
+What a stage holds and in which order slots are over is found out here by itself, and not with `chunkplan.schedule`, on
+purpose: checks that share no code with the planner and the schedules find a mistake that is made there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array, Int64Array, run_starts
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_starts
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
-from chunkplan.validation.schedule_columns import RankBlock
+from chunkplan.validation.schedule_columns import Complaint, RankBlock, ranges
 
 # The action graph over the stages of ranks: an order in which all find what they wait for, or where it stalls.
 #
@@ -91,16 +91,6 @@ def _stage_waited_for(graph: ActionGraph, reached: Int64Array, action: int) -> i
         return stage_of(int(graph.waits_for[action]))
     members = np.flatnonzero(graph.meeting == graph.meeting[action]).tolist()
     return next(stage_of(each) for each in members if reached[stage_of(each)] != each or not is_ready(each))
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """What is wrong first, and with which chunk and rank; `bad` is true of every rank it is wrong with, [num_ranks]."""
-
-    message: str
-    chunk_id: int | None
-    rank: int
-    bad: BoolArray
 
 
 def _lookup(*ops: str) -> BoolArray:
@@ -185,7 +175,8 @@ def check_recompute(block: RankBlock) -> Complaint | None:
     idle = follows & ~(recomputed & _IS_BACKWARD[op])
     idle_at_end = is_last & (op == _RECOMPUTE)
 
-    def describe(position: int, stage: int) -> str:
+    def describe(position: int) -> str:
+        stage = block.stage[order[position]]
         if contradicts[position]:
             return f"stage {stage} does `{_op(block, order[position])}`, keeps_activations says otherwise"
         if unmet[position]:
@@ -194,7 +185,7 @@ def check_recompute(block: RankBlock) -> Complaint | None:
         return f"stage {stage} recomputes without a backward directly after"
 
     named = np.arange(op.size) - (idle & ~contradicts & ~unmet)
-    return _first_by_model_stage(block, contradicts | unmet | idle | idle_at_end, describe, named)
+    return block.at(contradicts | unmet | idle | idle_at_end, describe, order, named)
 
 
 def check_part_order(block: RankBlock) -> Complaint | None:
@@ -212,27 +203,26 @@ def check_part_order(block: RankBlock) -> Complaint | None:
     expected = size[backwards][start] - 1 - (np.arange(backwards.size) - start)
     bad[positions[backwards]] = index[backwards] != expected
 
-    def describe(position: int, stage: int) -> str:
+    def describe(position: int) -> str:
         action = block.by_model_stage[position]
-        part = block.columns.chunks["group_index"][block.chunk_rows[block.chunk[action]]]
+        stage, part = block.stage[action], block.columns.chunks["group_index"][block.chunk_rows[block.chunk[action]]]
         if _IS_FORWARD[block.op[action]]:
             return f"stage {stage} forwards part {part} before an earlier part"
         return f"stage {stage} backwards part {part} before a later part"
 
-    return _first_by_model_stage(block, bad, describe)
+    return block.at(bad, describe, block.by_model_stage)
 
 
 def check_holders(block: RankBlock) -> Complaint | None:
     """At most K chunks of a group hold activations on a stage, from forward or recompute to the last backward half."""
-    positions, _ = block.by_group
-    op = block.op[block.by_model_stage[positions]]
+    (positions, _), order = block.by_group, block.by_model_stage
     holders = np.zeros(block.op.size, np.int64)
-    holders[positions] = _held(op, 1)  # at the end of a group's run all is released
-    k = block.columns.k[block.chunk_rows[block.chunk[block.by_model_stage]]]
-    return _first_by_model_stage(
-        block,
+    holders[positions] = _held(block.op[order[positions]], 1)  # at the end of a group's run all is released
+    k = block.columns.k[block.chunk_rows[block.chunk[order]]]
+    return block.at(
         holders > k,
-        lambda position, stage: f"stage {stage}: {holders[position]} chunks hold activations, K is {k[position]}",
+        lambda at: f"stage {block.stage[order[at]]}: {holders[at]} chunks hold activations, K is {k[at]}",
+        order,
     )
 
 
@@ -283,7 +273,7 @@ def check_acyclic(block: RankBlock) -> Complaint | None:
         return None
     if found := _check_meetings(block):
         return found
-    unit = np.repeat(run_starts(block.ranks.place // block.columns.config.dp), block.pp)
+    unit = np.repeat(run_starts(block.place // block.columns.config.dp), block.pp)
     graph = ActionGraph(block.action_offsets, unit, needed, block.meeting)
     reached = run_stages(graph)
     stalled = np.flatnonzero(reached < block.action_offsets[1:])
@@ -315,7 +305,7 @@ def _describe_cycle(block: RankBlock, cycle: list[int], reached: Int64Array) -> 
 
 def _stage_name(block: RankBlock, stage: int) -> str:
     rank, stage = divmod(stage, block.pp)
-    return f"rank {block.ranks.place[rank] % block.columns.config.dp}, stage {stage}"
+    return f"rank {block.place[rank] % block.columns.config.dp}, stage {stage}"
 
 
 def op_of_chunk(block: RankBlock, action: int) -> str:
@@ -327,17 +317,15 @@ def _check_meetings(block: RankBlock) -> Complaint | None:
     """What ranks do with a chunk that they share is the same on all of them: they cannot meet in half of a backward."""
     actions = np.flatnonzero(block.meeting >= 0)
     order = actions[np.argsort(block.meeting[actions], kind="stable")]
-    first = order[run_starts(block.meeting[order])]  # of the same meeting
-    differs = np.flatnonzero(block.op[order] != block.op[first])
-    if not differs.size:
-        return None
-    bad = np.zeros(block.num_ranks, bool)
-    bad[block.rank[order[differs]]] = True
-    at = differs[np.argmin(order[differs])]
-    action, other = int(order[at]), int(first[at])
-    name = _stage_name(block, int(block.rank[other] * block.pp + block.stage[other]))
-    message = f"stage {block.stage[action]} does {op_of_chunk(block, action)}, with `{_op(block, other)}` on {name}"
-    return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
+    first = np.arange(block.op.size)
+    first[order] = order[run_starts(block.meeting[order])]  # of the same meeting
+
+    def describe(action: int) -> str:
+        other = first[action]
+        name = _stage_name(block, int(block.rank[other] * block.pp + block.stage[other]))
+        return f"stage {block.stage[action]} does {op_of_chunk(block, action)}, with `{_op(block, other)}` on {name}"
+
+    return block.at(block.op != block.op[first], describe)
 
 
 def check_memory(block: RankBlock) -> Complaint | None:
@@ -345,17 +333,12 @@ def check_memory(block: RankBlock) -> Complaint | None:
     bound = block.columns.steps["peak_retained_tokens"]
     if block.columns.config.memory_tokens is not None:
         bound = np.minimum(bound, block.columns.config.memory_tokens)
-    allowed = bound[block.ranks.place // block.columns.config.dp][block.rank]
+    allowed = bound[block.place // block.columns.config.dp][block.rank]
     retained = _retained(block)
-    over = np.flatnonzero(retained > allowed)
-    if not over.size:
-        return None
-    bad = np.zeros(block.num_ranks, bool)
-    bad[block.rank[over]] = True
-    action = over[0]
-    stage = f"stage {block.stage[action]}"
-    message = f"{stage} holds {retained[action]} tokens of activations, the bound is {allowed[action]}"
-    return Complaint(message, int(block.chunk_id[action]), int(block.rank[action]), bad)
+    return block.at(
+        retained > allowed,
+        lambda at: f"stage {block.stage[at]} holds {retained[at]} tokens of activations, the bound is {allowed[at]}",
+    )
 
 
 def peak_retained(block: RankBlock) -> Int64Array:
@@ -379,30 +362,89 @@ def _held(op: Int32Array, amounts: Int64Array | int) -> Int64Array:
     return held
 
 
-def _first_by_model_stage(
-    block: RankBlock, bad: BoolArray, describe: Callable[[int, int], str], named: Int64Array | None = None
-) -> Complaint | None:
-    """The complaint about the first position in `by_model_stage` where `bad` holds.
-
-    Args:
-        bad: bool [num_actions], in the order of `by_model_stage`.
-        describe: what the message says of that position, on its stage.
-        named: int64 [num_actions], for each position the one whose chunk the complaint names; by default its own.
-    """
-    positions = np.flatnonzero(bad)
-    if not positions.size:
-        return None
-    bad_ranks = np.zeros(block.num_ranks, bool)
-    bad_ranks[block.rank[block.by_model_stage[positions]]] = True
-    position = int(positions[0])
-    action = block.by_model_stage[position]
-    chunk_id = block.chunk_id[action if named is None else block.by_model_stage[named[position]]]
-    message = describe(position, int(block.stage[action]))
-    return Complaint(message, int(chunk_id), int(block.rank[action]), bad_ranks)
-
-
 def _op(block: RankBlock, action: int) -> str:
     return block.schedule.ops[int(block.op[action])]
+
+
+# Slots: all ranks of a stage walk through one list of them, and nothing deadlocks.
+
+#: What a slot is for, by the op of any action in it: all that goes forward through layers may be in one.
+_FOR = np.array([0 if op in ("forward", "forward_kv", "recompute") else code for code, op in enumerate(OPS)])
+
+
+def check_slots(block: RankBlock) -> Complaint | None:
+    """Slots go up on every stage of a rank, each has an action, and all actions in one are alike.
+
+    Ranks that share a chunk do it in one slot, and stages that walk through their slots do not wait for each other for
+    ever. The block is of whole steps.
+    """
+    dp = block.columns.config.dp
+    if dp == 1 or not block.num_ranks:
+        return None
+    num_slots, num_actions = block.schedule.num_slots[block.rows.ravel()], np.diff(block.action_offsets)
+    if (other := num_slots != num_actions).any():
+        row = int(np.argmax(other))  # a stage of a rank
+        message = f"stage {row % block.pp} has {num_slots[row]} slots for {num_actions[row]} actions"
+        found = block.at(np.repeat(other, num_actions), lambda at: message, whole_steps=True)
+        return found and replace(found, chunk_id=None)
+    unit = block.rank // dp * block.pp + block.stage  # [num_actions], a number for the step and stage of each
+    slots, within = block.schedule.slots[block.action_rows], np.ones(unit.size, bool)
+    within[block.action_offsets[:-1]] = False
+    before = np.where(within, np.roll(slots, 1), -1)
+
+    def complaint(wrong: BoolArray, describe: Callable[[int], str]) -> Complaint | None:
+        return block.at(
+            wrong,
+            lambda at: f"stage {block.stage[at]} does {op_of_chunk(block, at)} in slot {slots[at]}, {describe(at)}",
+            whole_steps=True,
+        )
+
+    if found := complaint(slots <= before, lambda at: f"expected one from {before[at] + 1} on"):
+        return found
+    order = np.lexsort((slots, unit))
+    is_new = np.diff(unit[order] << 32 | slots[order], prepend=-1) != 0  # [num_actions]
+    node = np.empty(unit.size, np.int64)  # [num_actions], the slot of each, counted over all stages
+    node[order] = np.cumsum(is_new) - 1
+    stages = offsets_of(np.bincount(unit[order[is_new]]))  # where the slots of each stage of each step begin
+    if found := complaint(node - stages[unit] != slots, lambda at: "but no action is in one before it"):
+        return found
+    first = order[is_new][node]  # [num_actions], one in the same slot
+    differs = (_FOR[block.op] != _FOR[block.op[first]]) | (block.virtual_stage != block.virtual_stage[first])
+    if found := complaint(differs, lambda at: f"in which another rank does {op_of_chunk(block, int(first[at]))}"):
+        return found
+    met = np.flatnonzero(block.meeting >= 0)
+    met = met[np.argsort(block.meeting[met], kind="stable")]
+    apart = np.zeros(unit.size, bool)
+    apart[met] = slots[met] != slots[met[run_starts(block.meeting[met])]]  # that of one that shares the chunk
+    if found := complaint(apart, lambda at: "a rank that shares it in another"):
+        return found
+    reached = _walk(stages, node, waits_for(block))
+    return complaint(node == reached[unit], lambda at: "which is never over: a deadlock")
+
+
+def _walk(stages: Int64Array, node: Int64Array, needed: Int64Array) -> Int64Array:
+    """Do the slots of all stages, those of each one after another, and say which one of each never ends.
+
+    Args:
+        stages: int64 [num_units + 1], where the slots of each stage of each step begin.
+        node, needed: int64 [num_actions], the slot of each action, and the action that it waits for (-1: none).
+
+    Returns:
+        int64 [num_units]: that slot, or where those of the stage end.
+    """
+    position, stop = stages[:-1].copy(), stages[1:]
+    waiting = np.flatnonzero(needed >= 0)
+    sender, receiver = node[needed[waiting]], node[waiting]
+    receiver = receiver[np.argsort(sender, kind="stable")]
+    sent = offsets_of(np.bincount(sender, minlength=stages[-1]))  # where what waits for each slot begins
+    missing = np.bincount(receiver, minlength=stages[-1])
+    active = np.flatnonzero(position < stop)
+    while (going := active[missing[position[active]] == 0]).size:
+        done = position[going]
+        np.subtract.at(missing, receiver[ranges(sent[done], sent[done + 1] - sent[done])], 1)
+        position[going] += 1
+        active = active[position[active] < stop[active]]
+    return position
 
 
 #: Run in this order; the first one that complains ends the checks of a rank, because the others rely on it.
@@ -414,4 +456,5 @@ SCHEDULE_CHECKS: dict[str, Callable[[RankBlock], Complaint | None]] = {
     "links": check_links,
     "acyclic": check_acyclic,
     "memory": check_memory,
+    "slots": check_slots,
 }

@@ -19,10 +19,27 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offset
 from chunkplan.config.plan import PlanConfig
 from chunkplan.operations import KEPT_ATTENTION
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import codes_of
 from chunkplan.planfile.plan import Plan
+from chunkplan.planfile.schema import codes_of
 from chunkplan.planning.selection import expected_copies
-from chunkplan.validation.violation import Violation
+
+
+@dataclass(frozen=True)
+class Violation:
+    """The first place where an invariant is broken, and how many there are."""
+
+    invariant: str
+    message: str
+    step: int | None = None
+    dp_rank: int | None = None
+    chunk_id: int | None = None
+    count: int = 1
+
+    @property
+    def where(self) -> str:
+        """`step 3, rank 0, chunk 2`, as far as it is known."""
+        names = (("step", self.step), ("rank", self.dp_rank), ("chunk", self.chunk_id))
+        return ", ".join(f"{name} {value}" for name, value in names if value is not None)
 
 
 class Parts(NamedTuple):
@@ -190,13 +207,6 @@ class ChunkColumns:
         return self.chunk_of(self.parts)
 
     @cached_property
-    def part_start(self) -> Int64Array:
-        """Where the part in each chunk starts, int64 [num_chunks]; 0 for standalone chunks."""
-        parts = self.group_parts
-        starts = np.bincount(parts.chunk, weights=parts.start, minlength=self.num_chunks)
-        return starts.astype(np.int64)  # exact: sums of int32 are far below 2^53
-
-    @cached_property
     def k(self) -> Int64Array:
         """How many chunks of each chunk's group may hold activations, int64 [num_chunks]."""
         most = np.full(self.num_chunks, self.config.k, np.int64)
@@ -246,18 +256,17 @@ class ChunkColumns:
         """Sum values [num_segments] over the segments of each chunk; int64 [num_chunks]."""
         return sum_runs(values, self.segments)
 
-    def at(self, invariant: str, message: Callable[[int], str], bad: BoolArray) -> Violation | None:
-        """The violation of the first chunk where `bad` [num_chunks] holds."""
-        rows = np.flatnonzero(bad)
-        if rows.size == 0:
+    def at(self, bad: BoolArray, message: Callable[[int], str]) -> Violation | None:
+        """The violation of the first chunk where `bad` [num_chunks] holds, of an invariant that is yet to be named."""
+        if not bad.any():
             return None
-        row = int(rows[0])
+        row = int(np.argmax(bad))
         step, dp_rank, chunk_id = (int(self.chunks[name][row]) for name in ("step", "dp_rank", "chunk_id"))
-        return Violation(invariant, message(row), step, dp_rank, chunk_id, count=rows.size)
+        return Violation("", message(row), step, dp_rank, chunk_id, count=int(bad.sum()))
 
-    def at_step(self, invariant: str, message: Callable[[int], str], bad: BoolArray) -> Violation | None:
-        """The violation of the first step where `bad` [num_steps] holds."""
-        rows = np.flatnonzero(bad)
-        if rows.size == 0:
+    def at_step(self, bad: BoolArray, message: Callable[[int], str]) -> Violation | None:
+        """The same of the first step where `bad` [num_steps] holds."""
+        if not bad.any():
             return None
-        return Violation(invariant, message(int(rows[0])), int(self.steps["step"][rows[0]]), count=rows.size)
+        row = int(np.argmax(bad))
+        return Violation("", message(row), int(self.steps["step"][row]), count=int(bad.sum()))

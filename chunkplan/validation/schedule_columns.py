@@ -6,8 +6,8 @@ here once more from the rows alone, so that a mistake there is found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,8 +17,7 @@ import pyarrow as pa
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of, run_starts
 from chunkplan.layers import model_stage_of, stage_of
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
-from chunkplan.validation.chunk_columns import ChunkColumns
-from chunkplan.validation.violation import Violation
+from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 
 #: What ranks do together, by op: forward, recompute and backward.
 _KIND = np.array([0 if op in FORWARDS else 2 if op in BACKWARDS else 1 for op in OPS])
@@ -85,18 +84,7 @@ def _slots(table: pa.Table, per_row: Int64Array) -> tuple[Int64Array, Int64Array
     return slots, stored
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Ranks of steps whose schedule is complete: their places in `ChunkColumns`, and the row of each of their stages.
-
-    `place` [num_ranks] ascends; `rows` is [num_ranks, pp].
-    """
-
-    place: Int64Array
-    rows: Int64Array
-
-
-def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks | None, Violation | None]:
+def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[RankBlock | None, Violation | None]:
     """Find the ranks whose stages have a row each, and the first violation of `schedule-rows`.
 
     There are no ranks where rows are not sorted by step, or lack a whole step. The chunks' invariants must hold.
@@ -130,12 +118,25 @@ def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[Ranks 
         found = Violation("schedule-rows", "rows missing or extra", first, absent)
     elif rows.size != schedule.step.size:
         found = Violation("schedule-rows", "rows come twice, or for steps that are not there")
-    return Ranks(place[complete][::pp] // pp, rows[complete].reshape(-1, pp)), found
+    return RankBlock(columns, schedule, place[complete][::pp] // pp, rows[complete].reshape(-1, pp)), found
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What is wrong first, and with which chunk and rank; `bad` is true of every rank it is wrong with, [num_ranks]."""
+
+    message: str
+    chunk_id: int | None
+    rank: int
+    bad: BoolArray
 
 
 @dataclass(frozen=True)
 class RankBlock:
     """Some ranks, each with its chunks in chunk_id order and the actions of its stages one after another.
+
+    `place` int64 [num_ranks] ascends: that of each rank in `ChunkColumns`; `rows` int64 [num_ranks, pp]: the row of
+    each of its stages.
 
     A *model stage* is virtual_stage x pp + stage, or, of the second virtual stages of a V, 2 pp - 1 - stage; a *slot*
     is a chunk on a model stage, numbered by rank, then model stage, then chunk. What is derived is computed once, when
@@ -144,44 +145,69 @@ class RankBlock:
 
     columns: ChunkColumns
     schedule: ScheduleColumns
-    ranks: Ranks
+    place: Int64Array
+    rows: Int64Array
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks."""
-        return len(self.ranks.place)
+        return len(self.place)
 
     @property
     def pp(self) -> int:
         """The number of stages of each rank."""
-        return int(self.ranks.rows.shape[1])
+        return int(self.rows.shape[1])
 
     @property
     def num_virtual_stages(self) -> int:
         """The number of virtual stages of each stage."""
         return int(self.columns.config.virtual_stages)
 
-    def without(self, bad: BoolArray) -> RankBlock:
-        """The block of the ranks that are not `bad`, bool [num_ranks]."""
-        return RankBlock(self.columns, self.schedule, Ranks(self.ranks.place[~bad], self.ranks.rows[~bad]))
+    def take(self, chosen: BoolArray | slice) -> RankBlock:
+        """The block of the ranks that are `chosen`, of [num_ranks]."""
+        return replace(self, place=self.place[chosen], rows=self.rows[chosen])
+
+    def at(
+        self,
+        bad: BoolArray,
+        message: Callable[[int], str],
+        order: Int64Array | None = None,
+        named: Int64Array | None = None,
+        whole_steps: bool = False,
+    ) -> Complaint | None:
+        """The complaint about the first action where `bad` [num_actions] holds, None where it is nowhere.
+
+        Args:
+            message: what is said of it, by its position in `bad`.
+            order: int64 [num_actions], the action at each position of `bad`; by default the position itself.
+            named: int64 [num_actions], for each position the one whose chunk is named; by default the position itself.
+            whole_steps: whether all ranks of a step are bad where one is.
+        """
+        if not bad.any():
+            return None
+        position = int(np.argmax(bad))
+        actions = np.arange(bad.size) if order is None else order
+        action = int(actions[position])
+        bad_ranks = np.zeros(self.num_ranks, bool)
+        bad_ranks[self.rank[actions[bad]]] = True
+        if whole_steps:
+            dp = self.columns.config.dp
+            bad_ranks = np.repeat(bad_ranks.reshape(-1, dp).any(axis=1), dp)
+        chunk_id = self.chunk_id[action if named is None else actions[named[position]]]
+        return Complaint(message(position), int(chunk_id), int(self.rank[action]), bad_ranks)
 
     # chunks
-
-    @cached_property
-    def chunk_offsets(self) -> Int64Array:
-        """Where the chunks of each rank begin in the block, int64 [num_ranks + 1]."""
-        return offsets_of(self.num_chunks)
 
     @cached_property
     def num_chunks(self) -> Int64Array:
         """The number of chunks of each rank, at least 1; int64 [num_ranks]."""
         offsets = self.columns.rank_chunks
-        return offsets[self.ranks.place + 1] - offsets[self.ranks.place]
+        return offsets[self.place + 1] - offsets[self.place]
 
     @cached_property
     def chunk_rows(self) -> Int64Array:
         """The row of each chunk in chunks.parquet, int64 [num_chunks]."""
-        return ranges(self.columns.rank_chunks[self.ranks.place], self.num_chunks)
+        return ranges(self.columns.rank_chunks[self.place], self.num_chunks)
 
     @cached_property
     def keeps_activations(self) -> BoolArray:
@@ -204,13 +230,13 @@ class RankBlock:
     @cached_property
     def action_offsets(self) -> Int64Array:
         """Where the actions of each stage of each rank begin in the block, int64 [num_ranks x pp + 1]."""
-        rows = self.ranks.rows.ravel()
+        rows = self.rows.ravel()
         return offsets_of(self.schedule.actions[rows + 1] - self.schedule.actions[rows])
 
     @cached_property
     def action_rows(self) -> Int64Array:
         """The place of each action in the columns of the schedule, int64 [num_actions]."""
-        return ranges(self.schedule.actions[self.ranks.rows.ravel()], np.diff(self.action_offsets))
+        return ranges(self.schedule.actions[self.rows.ravel()], np.diff(self.action_offsets))
 
     @cached_property
     def op(self) -> Int32Array:
@@ -284,7 +310,7 @@ class RankBlock:
     @cached_property
     def chunk(self) -> Int64Array:
         """The chunk of each action, counted within the block; int64 [num_actions]."""
-        return self.chunk_offsets[self.rank] + self.chunk_id
+        return offsets_of(self.num_chunks)[self.rank] + self.chunk_id
 
     @cached_property
     def by_model_stage(self) -> Int64Array:
@@ -333,14 +359,14 @@ class RankBlock:
         return positions[order], np.cumsum(np.diff(key[order], prepend=-1) != 0)
 
 
-def iter_blocks(columns: ChunkColumns, schedule: ScheduleColumns, ranks: Ranks) -> Iterator[RankBlock]:
+def iter_blocks(ranks: RankBlock) -> Iterator[RankBlock]:
     """Yield all ranks, in blocks of about `BLOCK_ROWS` rows or of one step: its ranks may wait for each other."""
-    sizes = np.diff(columns.rank_chunks)[ranks.place]
-    sizes += (schedule.actions[ranks.rows + 1] - schedule.actions[ranks.rows]).sum(axis=1)
-    number = (np.cumsum(sizes) // BLOCK_ROWS)[run_starts(ranks.place // columns.config.dp)]
+    actions = ranks.schedule.actions
+    sizes = ranks.num_chunks + (actions[ranks.rows + 1] - actions[ranks.rows]).sum(axis=1)
+    number = (np.cumsum(sizes) // BLOCK_ROWS)[run_starts(ranks.place // ranks.columns.config.dp)]
     borders = np.append(np.flatnonzero(np.diff(number, prepend=-1)), number.size)
     for start, stop in pairwise(borders):
-        yield RankBlock(columns, schedule, Ranks(ranks.place[start:stop], ranks.rows[start:stop]))
+        yield ranks.take(slice(start, stop))
 
 
 def ranges(starts: Int64Array, sizes: Int64Array) -> Int64Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,17 +17,13 @@ from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
 from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
-from chunkplan.validation.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS
+from chunkplan.validation.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS, first_violation
 from chunkplan.validation.checks_schedule import SCHEDULE_CHECKS, peak_retained
-from chunkplan.validation.checks_slots import check_slots
-from chunkplan.validation.chunk_columns import ChunkColumns
+from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 from chunkplan.validation.schedule_columns import ScheduleColumns, iter_blocks, match_rows
-from chunkplan.validation.violation import Violation
-
-_SCHEDULE_CHECKS = {**SCHEDULE_CHECKS, "slots": check_slots}
 
 #: Every invariant of a plan, in the order it is checked.
-PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *_SCHEDULE_CHECKS)
+PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def validate(path: str | Path, *, analysis: str | Path | None = None) -> Validat
 
 def _validate_analysis(analysis: Analysis) -> Validation:
     violations = [] if analysis.path.is_file() else list(check_analysis(analysis))
-    return _validation(analysis.path, "analysis", analysis, analysis.content_hash, ANALYSIS_INVARIANTS, violations, [])
+    return _validation(analysis, analysis, "analysis", ANALYSIS_INVARIANTS, violations)
 
 
 def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
@@ -92,25 +89,24 @@ def _validate_plan(plan: Plan, analysis: Analysis) -> Validation:
     if not is_own:
         message = f"the plan was built from another analysis than {analysis.path}"
         violations = [Violation("content-hash", message), *violations]
-    result = _validation(plan.path, "plan", analysis, plan.content_hash, PLAN_INVARIANTS, violations, unchecked)
+    result = _validation(plan, analysis, "plan", PLAN_INVARIANTS, violations, unchecked)
     return replace(result, is_own_analysis=is_own)
 
 
 def _validation(
-    path: Path,
-    kind: str,
+    checked: Plan | Analysis,
     analysis: Analysis,
-    content_hash: str,
-    invariants: tuple[str, ...],
-    violations: list[Violation],
-    unchecked: list[str],
+    kind: str,
+    invariants: Sequence[str],
+    violations: Sequence[Violation],
+    unchecked: Sequence[str] = (),
 ) -> Validation:
     broken = {violation.invariant for violation in violations}
     return Validation(
-        path=str(path),
+        path=str(checked.path),
         kind=kind,
         exact=analysis.is_exact,
-        content_hash=content_hash,
+        content_hash=checked.content_hash,
         passed=tuple(name for name in invariants if name not in broken and name not in unchecked),
         violations=tuple(violations),
         unchecked=tuple(name for name in unchecked if name not in broken),
@@ -152,13 +148,12 @@ def _check_chunks(columns: ChunkColumns, is_own: bool) -> tuple[list[Violation],
     That is because of them, or because the analysis is not the plan's own.
     """
     violations, unchecked = [], []
-    names = [*CHUNK_CHECKS, "schedule-rows", *_SCHEDULE_CHECKS]
-    for position, (name, check) in enumerate(CHUNK_CHECKS.items()):
+    names = [*CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHECKS]
+    for position, name in enumerate(CHUNK_CHECKS):
         if not is_own and name not in WITHOUT_ANALYSIS:
             unchecked.append(name)
             continue
-        found = check(columns)
-        if found:
+        if found := first_violation(name, columns):
             violations.append(found)
             if name in STRUCTURAL:
                 return violations, unchecked + names[position + 1 :]
@@ -173,23 +168,24 @@ def _check_schedules(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[
     ranks, missing = match_rows(columns, schedule)
     violations = [missing] if missing else []
     if ranks is None:
-        return violations, list(_SCHEDULE_CHECKS)
+        return violations, list(SCHEDULE_CHECKS)
     found: dict[str, Violation] = {}
     dp = columns.config.dp
     most, num_ranks = np.zeros((2, columns.num_steps), np.int64)
-    for block in iter_blocks(columns, schedule, ranks):
-        for name, check in _SCHEDULE_CHECKS.items():
-            complaint = check(block)
-            if complaint:
-                step, dp_rank = divmod(int(block.ranks.place[complaint.rank]), dp)
+    for block in iter_blocks(ranks):
+        for name, check in SCHEDULE_CHECKS.items():
+            if name == "slots":  # in which all ranks of a step meet
+                block = block.take(np.bincount(block.place // dp)[block.place // dp] == dp)
+            if complaint := check(block):
+                step, dp_rank = divmod(int(block.place[complaint.rank]), dp)
                 found.setdefault(name, Violation(name, complaint.message, step, dp_rank, complaint.chunk_id))
-                block = block.without(complaint.bad)
+                block = block.take(~complaint.bad)
         if block.num_ranks:
-            np.maximum.at(most, block.ranks.place // dp, peak_retained(block))
-            np.add.at(num_ranks, block.ranks.place // dp, 1)
+            np.maximum.at(most, block.place // dp, peak_retained(block))
+            np.add.at(num_ranks, block.place // dp, 1)
     stated = columns.steps["peak_retained_tokens"]
     wrong = np.flatnonzero((num_ranks == dp) & (stated != most))
     if wrong.size and "memory" not in found:
         message = f"stages hold {most[wrong[0]]} tokens of activations at most, the step says {stated[wrong[0]]}"
         found["memory"] = Violation("memory", message, int(wrong[0]), count=wrong.size)
-    return violations + [found[name] for name in _SCHEDULE_CHECKS if name in found], []
+    return violations + [found[name] for name in SCHEDULE_CHECKS if name in found], []

@@ -17,7 +17,7 @@ from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.planfile.analysis import Analysis
-    from chunkplan.planfile.manifest_entries import SourceEntry
+    from chunkplan.planfile.manifest import SourceEntry
 
 #: Sources that are listed one by one.
 _LISTED = 20
@@ -79,7 +79,7 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
 
 
 def _print_gain(analysis: Analysis) -> None:
-    from chunkplan.tuning.headline import headline
+    from chunkplan.tuning.tune import headline
     from chunkplan_cli.tune_report import print_headline
 
     with note_compilation():
@@ -195,7 +195,7 @@ def _say_which_turns(analysis: Analysis, sources: list[SourceEntry]) -> None:
 
 def _say_what_was_not_read(sources: list[SourceEntry], words: str) -> None:
     """Print the keys of records that nothing was made of, the most frequent first."""
-    from chunkplan.planfile.unread_keys import unread_words
+    from chunkplan.planfile.manifest import unread_words
 
     if keys := unread_words(sources):
         note(*_indented(f"{words}: {keys}"))

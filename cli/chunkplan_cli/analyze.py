@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkplan.config.intake import IntakeOptions, Said
+from chunkplan.config.intake import IntakeOptions, SourceOverrides
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, read_toml, toml_name
@@ -228,10 +228,10 @@ def _with_files(
         instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats", "ignore_columns")]
         for name in ("columns", "formats"):
             if name in in_file:
-                given = Said.of(joined.get(name, {}))
+                given = SourceOverrides.of(joined.get(name, {}))
                 places = {entry: _place(file, name, entry) for entry in in_file[name] if entry not in given}
                 optional = given.optional | (places.keys() if file == place.file else set())
-                joined[name] = Said({**in_file[name], **given}, {**places, **given.places}, optional)
+                joined[name] = SourceOverrides({**in_file[name], **given}, {**places, **given.places}, optional)
                 replaced = [one for one in replaced if one != name or not places]
                 instead += [f"{name}: {entry}" for entry in in_file[name] if entry in given]
         if "ignore_columns" in in_file and "ignore_columns" in joined:

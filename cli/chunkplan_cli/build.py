@@ -24,8 +24,15 @@ from chunkplan_cli.build_options import (
     plan_config,
     resolve,
 )
-from chunkplan_cli.declared import AnalysisArgument, CliValues, JsonOption, WorkspaceOption, output_option, takes
-from chunkplan_cli.places import find_analysis
+from chunkplan_cli.declared import (
+    AnalysisArgument,
+    CliValues,
+    JsonOption,
+    WorkspaceOption,
+    find_analysis,
+    output_option,
+    takes,
+)
 from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions
 from chunkplan_cli.progress import note_compilation, planning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
@@ -65,7 +72,7 @@ def build(
     from chunkplan.building import build_plans
     from chunkplan.lengths import Positions
     from chunkplan.planfile.load import load_analysis
-    from chunkplan.planfile.unread_keys import unread_words
+    from chunkplan.planfile.manifest import unread_words
     from chunkplan.reporting.plan_memory import memory_at
     from chunkplan.workspace import Workspace
     from chunkplan_cli.build_auto import choose
@@ -160,11 +167,8 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
     return described["exact"] and described["sample"] is None and why_plan_only(config, cost) is None
 
 
-#: What `tune` is asked for a plan that does not fit, by field.
-_OF_TUNE = {
-    name: options_of(TuneOptions)[name].flag
-    for name in (*("shape", "hardware", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp"),)
-}
+#: What `tune` is asked for a plan that does not fit.
+_OF_TUNE = ("shape", "hardware", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp")
 
 
 def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequence[CliValues]) -> list[str]:
@@ -174,7 +178,8 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
     for given in options:
         for name in given:
             if name in _OF_TUNE:
-                words += [_OF_TUNE[name], *([given.typed[name]] if name in given.typed else [])]  # a flag has no text
+                typed = [given.typed[name]] if name in given.typed else []  # a flag has no text
+                words += [options_of(TuneOptions)[name].flag, *typed]
     return ["chunkplan", "tune", *words]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.errors import UsageError
 from chunkplan.options import options_of
-from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent
+from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import CliValues, tune_options
 from chunkplan_cli.progress import progress_of_phases

@@ -1,9 +1,13 @@
-"""Flags of a command that come from configurations: their names, groups, help and completion are the fields'."""
+"""Flags of a command that come from configurations: their names, groups, help and completion are the fields'.
+
+And where a command finds what it is about: what was given, or what lies in the workspace.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -14,6 +18,7 @@ from chunkplan.cost.model_config import config_file
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Config, Option, Options, options_of
 from chunkplan.tuning.options import TuneOptions
+from chunkplan.workspace import Workspace
 
 # What a shell completes where an option takes one of some names, or a step or rank of a plan.
 
@@ -228,3 +233,27 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 def output_option(help: str, *, metavar: str = "DIR") -> Any:
     """The `--output` of a command, whose help says what is written and where it goes without it."""
     return typer.Option("--output", metavar=metavar, help=help)
+
+
+def find_analysis(given: Path | None, place: Workspace) -> Path:
+    """Return the analysis that was given, or that of the workspace; raises UsageError where there is none."""
+    if given is None and not place.analysis.exists():
+        raise UsageError(
+            f"there is no analysis in the workspace {place.root}", hint="run `chunkplan analyze DATA`, or give ANALYSIS"
+        )
+    return given or place.analysis
+
+
+def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
+    """Return the plan, or whatever else was given in its place, or the plan of the workspace.
+
+    Raises:
+        UsageError: there is none; `others` is what may be given, as in "PLAN".
+    """
+    if given is None and not place.plan.exists():
+        command = ["chunkplan", "build", "--auto", "--gpus", "8"]
+        command += [] if place == Workspace.find() else ["--workspace", str(place.root)]
+        raise UsageError(
+            f"there is no plan in the workspace {place.root}", hint=f"run `{shlex.join(command)}`, or give {others}"
+        )
+    return given or place.plan

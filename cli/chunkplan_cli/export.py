@@ -12,12 +12,10 @@ from rich.table import Table
 
 from chunkplan.config.plan import PACKERS
 from chunkplan.domains import one_of, tokens
-from chunkplan.errors import UsageError
+from chunkplan.errors import UsageError, one_line
 from chunkplan.options import Options, option
 from chunkplan.quantities import percent
-from chunkplan.visible import one_line
-from chunkplan_cli.declared import CliValues, JsonOption, WorkspaceOption, output_option, takes
-from chunkplan_cli.places import find_plan
+from chunkplan_cli.declared import CliValues, JsonOption, WorkspaceOption, find_plan, output_option, takes
 from chunkplan_cli.progress import note_compilation, progress
 from chunkplan_cli.terminal import facts_grid, note, print_json, stdout
 

@@ -14,9 +14,8 @@ from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
-from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, ranks, steps, takes
+from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, find_plan, ranks, steps, takes
 from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
-from chunkplan_cli.places import find_plan
 from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
@@ -232,7 +231,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 
 
 def _show_step(plan: Plan, number: int, rank: int | None, *, lists_actions: bool, as_json: bool) -> None:
-    from chunkplan.planfile.places import check_rank, find_step
+    from chunkplan.planfile.plan import check_rank, find_step
     from chunkplan.reporting.shared_sequences import step_shares
     from chunkplan_cli.step_report import print_step
 

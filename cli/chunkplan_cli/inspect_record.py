@@ -59,7 +59,7 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
     Raises:
         RecordError: the record would be rejected, which is said after what can be shown of it.
     """
-    from chunkplan.intake.rejection import RecordError
+    from chunkplan.intake.records import RecordError
     from chunkplan.reporting.record_view import view_record
     from chunkplan_cli.record_report import print_record
 

@@ -15,7 +15,7 @@ from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
 from chunkplan.options import Options, option, same
 from chunkplan_cli.declared import CliValues, JsonOption, make, takes
 from chunkplan_cli.terminal import print_json, stdout
-from chunkplan_runtime.domains import KERNEL
+from chunkplan_runtime.training.config import KERNEL
 
 if TYPE_CHECKING:
     from chunkplan_runtime.parity import ParityReport, StageProof

@@ -106,7 +106,7 @@ def simulate(
     Example: chunkplan simulate --lengths 900,9000 --chunk-size 2048 --k 2 --pp 4
     """
     from chunkplan.files.writing import refuse_overwriting
-    from chunkplan.planfile.places import find_step
+    from chunkplan.planfile.plan import find_step
     from chunkplan.schedule.trace import write_trace
     from chunkplan.simulation import compare_schedules, simulate_lengths, simulate_plan, simulate_ranks
 
@@ -196,7 +196,7 @@ def _refuse_others(is_plan: bool, of_plan: list[str], asked: CliValues, machine:
 def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:
     from chunkplan.planfile.load import load_plan
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.places import find_plan
+    from chunkplan_cli.declared import find_plan
 
     plan = load_plan(find_plan(path, Workspace.find(workspace), "PLAN or --lengths"))
     if pp not in (None, plan.config.pp):

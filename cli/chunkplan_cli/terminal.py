@@ -12,9 +12,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.errors import ChunkplanError
-from chunkplan.visible import harmless, one_line
-from chunkplan.visible import visible as without_controls
+from chunkplan.errors import ChunkplanError, harmless, one_line
+from chunkplan.errors import visible as without_controls
 
 if TYPE_CHECKING:
     from chunkplan.reporting import tables as reporting
@@ -125,6 +124,6 @@ def marks(console: Console) -> tuple[str, str]:
 
 
 def visible(text: str, console: Console) -> str:
-    """Return `text` as `chunkplan.visible` has it, and codes for `MARKS` and for what the terminal cannot print."""
+    """Return `text` as `chunkplan.errors` has it, and codes for `MARKS` and for what the terminal cannot print."""
     shown = without_controls(text, marks=MARKS)
     return shown.encode("ascii", "backslashreplace").decode() if console.options.ascii_only else shown

@@ -11,8 +11,7 @@ import typer
 
 from chunkplan.domains import MOST, path, whole
 from chunkplan.options import Options, option, options_of, read_toml, same
-from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, takes
-from chunkplan_cli.places import find_plan
+from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, find_plan, takes
 from chunkplan_cli.run_report import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
 from chunkplan_runtime.training.config import TrainConfig
@@ -56,7 +55,7 @@ def train(*, how: CliValues, run: CliValues, workspace: WorkspaceOption = None) 
     from chunkplan.workspace import Workspace
     from chunkplan_runtime import require_torch
     from chunkplan_runtime.layout import choose_layout
-    from chunkplan_runtime.train import main
+    from chunkplan_runtime.train import main, start
 
     options, place = StartOptions(**how), Workspace.find(workspace)
     values = {**(read_toml(options.config, TrainConfig) if options.config else {}), **run}
@@ -69,8 +68,6 @@ def train(*, how: CliValues, run: CliValues, workspace: WorkspaceOption = None) 
     choose_layout(loaded, count, 0)  # refused now if it cannot be
     if count == 1:
         raise typer.Exit(main(config=config))
-    from chunkplan_runtime.distributed.launch import start
-
     in_file = ["--config", str(options.config)] if options.config else []
     arguments = ["--plan", str(plan), "--output", str(output), *in_file, *_typed(run)]
     note(

@@ -13,11 +13,11 @@ from chunkplan_cli.declared import (
     JsonOption,
     WorkspaceOption,
     files_read,
+    find_analysis,
     output_option,
     takes,
     tune_options,
 )
-from chunkplan_cli.places import find_analysis
 from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import note_compilation, progress_of_phases
 from chunkplan_cli.terminal import note, print_json, stdout, warn

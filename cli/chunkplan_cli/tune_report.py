@@ -10,10 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.cost.fused import fused_words
-from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds
+from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds, trained_words
 from chunkplan_cli.terminal import facts_grid
 
 if TYPE_CHECKING:
@@ -236,11 +235,11 @@ def _longest_words(tuning: Tuning) -> str:
 
 
 def _fewest_words(tuning: Tuning) -> str:
-    from chunkplan.tuning.fewest import COUNTS
+    from chunkplan.tuning.tune import GPU_COUNTS
 
     used = tuning.best.layout.gpus
     if tuning.fewest_gpus == used:
-        fewer = [str(count) for count in COUNTS if count < used]
+        fewer = [str(count) for count in GPU_COUNTS if count < used]
         return f"these {used}: {', '.join(fewer)} would not be enough" if fewer else "this one"
     return f"{tuning.fewest_gpus} (`--gpus {tuning.fewest_gpus}` says how long a step takes then)"
 

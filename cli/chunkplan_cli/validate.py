@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from chunkplan.errors import one_line
 from chunkplan.quantities import counted
-from chunkplan.visible import one_line
 from chunkplan_cli.declared import JsonOption, WorkspaceOption
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 

@@ -52,11 +52,23 @@ def set_for_several_processes() -> None:
         os.environ.setdefault(name, value)
 
 
+def world_size() -> int:
+    """How many processes there are to be, as the environment says; UsageError: it says too little, or no number."""
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if not size.isdecimal() or int(size) < 1:
+        raise UsageError(f"WORLD_SIZE is {size!r}", hint="start it with torchrun, or with WORLD_SIZE from 1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if int(size) > 1 and missing:
+        raise UsageError(
+            f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set", hint="start it with torchrun, which sets all"
+        )
+    return int(size)
+
+
 def require_torch() -> None:
     """Import torch and transformers.
 
-    Raises:
-        UsageError: one is not installed, or its installation is broken.
+    Raises UsageError: one is not installed, or its installation is broken.
     """
     # peft imports bitsandbytes wherever it is installed, and this part of it then warns, on every process, of a package
     # that would have made 4 bits on a CPU faster.

@@ -34,8 +34,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def find_device(name: str) -> torch.device:
     """The device of "auto", "cpu", "cuda" or "cuda:N"; of a GPU with its number.
 
-    Raises:
-        UsageError: it is not there.
+    Raises UsageError: it is not there.
     """
     num_gpus = torch.cuda.device_count()
     device = torch.device(("cuda" if num_gpus else "cpu") if name == "auto" else name)

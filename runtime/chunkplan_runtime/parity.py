@@ -114,7 +114,7 @@ def parity(
         config: Any = Qwen2Config(**sizes, **heads, max_position_embeddings=max(lengths))
     else:
         config = read_config(model_config, router_loss=True)
-        prove.exact_router_loss(config, None, str(model_config))
+        prove.check_exact(config, str(model_config))
         proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))

@@ -6,6 +6,7 @@ Options are checked before torch is imported, so that a mistake or a missing ext
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -14,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from chunkplan.errors import ChunkplanError, UsageError
+from chunkplan.errors import ChunkplanError, UsageError, one_line
 from chunkplan.options import options_of, read_toml
-from chunkplan.visible import one_line
-from chunkplan_runtime import require_torch, set_environment
+from chunkplan_runtime import require_torch, set_environment, world_size
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
 
@@ -43,7 +43,6 @@ def main(arguments: list[str] | None = None, config: TrainConfig | None = None) 
     try:
         config = read_options(arguments) if config is None else config
         require_torch()
-        from chunkplan_runtime.distributed.launch import world_size
         from chunkplan_runtime.training.processes import train_alone, train_together
 
         (train_alone if world_size() == 1 else train_together)(config)
@@ -65,6 +64,31 @@ def main(arguments: list[str] | None = None, config: TrainConfig | None = None) 
         return _fail(ChunkplanError(message, hint="check the path, and that the disk has room"))
     finally:
         signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def start(arguments: list[str], num_processes: int) -> int:
+    """Run this module with `arguments` on as many processes; returns the exit code of the run.
+
+    What went wrong is printed by the processes: of several that fail, the code is that of the first.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    logging.disable()  # the processes say themselves what torch would say of them here
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    # A name of this machine need not resolve.
+    how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    try:
+        run(parse_args([*how, "-m", "chunkplan_runtime.train", *arguments]))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

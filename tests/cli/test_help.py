@@ -22,11 +22,10 @@ from chunkplan.cost.hardware import SHIPPED, load_hardware
 from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.table import SCHEMAS
 from chunkplan.packing import PACKERS
-from chunkplan.schedule.families import SCHEDULES
 from chunkplan_cli.app import app
-from chunkplan_runtime.domains import ATTENTION
 from chunkplan_runtime.train import main as train
 from chunkplan_runtime.train import read_options
+from chunkplan_runtime.training.config import ATTENTION
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"
@@ -200,7 +199,6 @@ def test_python_offers_the_public_names_of_a_package(package: Any) -> None:
 
 
 def test_names_that_are_completed_are_those_there_are() -> None:
-    assert set(plan.SCHEDULES) == set(SCHEDULES)
     assert set(plan.PACKERS) == set(PACKERS)
     assert set(intake.SCHEMAS) == set(SCHEMAS)
     with pytest.raises(UsageError) as refused:

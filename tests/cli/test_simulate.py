@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import chunkplan
-from chunkplan.schedule.families import SCHEDULES
+from chunkplan.config.plan import SCHEDULES
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 

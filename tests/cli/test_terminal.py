@@ -11,9 +11,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import UsageError, harmless, one_line
 from chunkplan.files.folder import MANIFEST
-from chunkplan.visible import harmless, one_line
 from chunkplan_cli.terminal import note, print_error, stdout, warn
 from chunkplan_runtime.train import main as train
 from tests.support.training_checks import make_training, options

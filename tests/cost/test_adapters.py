@@ -13,8 +13,8 @@ from chunkplan.cost.held import Held
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.optimizers import GRADIENT_BYTES
-from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.cost.states import reduction_ns, stage_parameters
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.tuning.plan_only import why_plan_only

@@ -86,7 +86,7 @@ def test_entries_name_compiled_layers_only_where_there_are_some() -> None:
 def times(cost: CostModel, lengths: list[int]) -> dict[str, int]:
     """What each action with a chunk of whole sequences takes."""
     tokens = np.array(lengths)
-    pairs = attention_pairs_of(tokens, np.zeros_like(tokens), cost.shape.sights).sum()
+    pairs = attention_pairs_of(tokens, np.zeros_like(tokens), cost.shape.attention_patterns).sum()
     found = durations(np.array([tokens.sum()]), np.array([float(pairs)]), cost.rates, (cost.shape.num_layers,))
     return {op: int(found[place, 0, 0]) for place, op in enumerate(OPS)}
 

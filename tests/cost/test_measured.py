@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chunkplan.cost.attention_rates import AttentionRates
-from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.hardware import AttentionRates, load_hardware
 from tests.support.places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

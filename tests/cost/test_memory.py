@@ -21,8 +21,8 @@ from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
-from chunkplan.cost.reduction import reduction_ns, stage_parameters
 from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan.cost.states import reduction_ns, stage_parameters
 from chunkplan.errors import UsageError
 from chunkplan.layers import FAMILIES, STRAIGHT, split_layers
 from chunkplan.planning.memory import memory_of_stages

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.cost.attention_rates import KERNELS, AttentionRates
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
-from chunkplan.cost.hardware import Hardware, load_hardware
+from chunkplan.cost.hardware import KERNELS, AttentionRates, Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.optimizers import tokens_at_once
 from chunkplan.cost.rates import Sums

@@ -18,7 +18,7 @@ from chunkplan.cost.held import Held, token_bytes
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import KNOWN_TYPES, shape_of_config
-from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape, Sight, kinds_and_order
+from chunkplan.cost.shape import QWEN2_5_7B, AttentionPattern, Layer, ModelShape, kinds_and_order
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.layers import split_layers
 from chunkplan.planning.sharing import head_degrees
@@ -121,7 +121,7 @@ def test_layers_are_of_the_kinds_that_the_config_says() -> None:
     scout = SHAPES["Llama-4-Scout"]
     assert [scout.kinds[place].window for place in scout.order] == [8192, 8192, 8192, None] * 12
     assert scout.kinds[0].window_restarts
-    assert not SHAPES["Mamba-Codestral-7B"].sights
+    assert not SHAPES["Mamba-Codestral-7B"].attention_patterns
     assert all(kind.state_elements and kind.query_width for kind in SHAPES["Falcon-H1-7B"].kinds)
 
 
@@ -247,7 +247,7 @@ def test_a_text_model_inside_of_another_has_to_be_there() -> None:
 )
 def test_what_a_window_leaves_is_what_queries_see(tokens: int, prefix: int, window: int, restarts: bool) -> None:
     """Twice the pairs that the mask leaves, of which a query has one with itself that counts once."""
-    [found] = attention_pairs_of(np.array([tokens]), np.array([prefix]), [Sight(window, restarts)])
+    [found] = attention_pairs_of(np.array([tokens]), np.array([prefix]), [AttentionPattern(window, restarts)])
     places = np.arange(prefix, prefix + tokens)
     seen = places % window + 1 if restarts else np.minimum(places + 1, window)
     beyond = 0 if restarts else np.sum(places >= window)  # a full window has no half pair at its end
@@ -278,9 +278,9 @@ def test_a_window_costs_no_more_than_a_longer_one_or_none(lengths: list[int], wi
 def test_the_parts_of_a_sequence_attend_to_what_it_does(length: int, cuts: list[float], name: str) -> None:
     stops = sorted({length, *(int(cut * length) for cut in cuts)} - {0})
     starts = np.array([0, *stops[:-1]])
-    sights = SHAPES[name].sights
-    parts = attention_pairs_of(np.array(stops) - starts, starts, sights)
-    [whole] = attention_pairs_of(np.array([length]), np.array([0]), sights)
+    patterns = SHAPES[name].attention_patterns
+    parts = attention_pairs_of(np.array(stops) - starts, starts, patterns)
+    [whole] = attention_pairs_of(np.array([length]), np.array([0]), patterns)
     assert parts.sum() == pytest.approx(whole, abs=len(stops))  # each is rounded
 
 

@@ -156,7 +156,7 @@ def test_a_recipe_says_where_its_names_are_completed() -> None:
         "PACKERS": plan,
         "FAMILIES": "chunkplan/layers.py",
         "SCHEMAS": intake,
-        "KERNELS": "chunkplan/cost/attention_rates.py",
+        "KERNELS": "chunkplan/cost/hardware.py",
     }
     for names, home in homes.items():
         assert f"`{names}` of `{home}`" in PAGE

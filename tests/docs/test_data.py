@@ -14,7 +14,7 @@ import pytest
 
 import chunkplan
 from chunkplan.intake.backends import BACKENDS
-from chunkplan.intake.rejection import REASONS
+from chunkplan.intake.records import REASONS
 from chunkplan.intake.schemas import SCHEMAS
 from chunkplan.intake.schemas.messages import ROLES
 from chunkplan.intake.sources import COMPRESSIONS, describe

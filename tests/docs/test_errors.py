@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chunkplan.files.lock import hold
+from chunkplan.files.writing import hold
 from chunkplan.planfile.schema import SCHEMA_VERSION
 from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS
 from chunkplan.validation.validate import PLAN_INVARIANTS

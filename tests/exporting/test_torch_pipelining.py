@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from chunkplan.exporting.torch_pipelining import MICROBATCHES, OrderExport, expo
 from chunkplan.planfile.plan import Plan
 from tests.support.places import ROOT
 from tests.support.plan_rows import Rows, tamper
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.process_pool import ProcessPool
 from tests.support.torch_pipelining_cases import batch, gradients_of_step, layers, loss_of
 
 LENGTHS = np.array([7, 900, 30, 64, 65, 128, 1, 300, 12, 250, 40, 2, 9, 99, 100, 33, 3, 5, 21])
@@ -101,12 +101,6 @@ def test_an_order_is_that_of_the_plan_with_micro_batches_numbered_as_they_are_fo
             own = [each for each in of_stage if each.stage_index == of_stage[0].stage_index]
             forwarded = [each.microbatch_index for each in own if each.computation_type.value == "F"]
             assert forwarded == list(range(len(named))), "torch looks up losses by this number"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "zero-bubble", "search"])

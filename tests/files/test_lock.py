@@ -20,7 +20,7 @@ from chunkplan import analyze, build, load_analysis, load_plan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.files.folder import replace_folder
-from chunkplan.files.lock import hold
+from chunkplan.files.writing import hold
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.planfile import manifest

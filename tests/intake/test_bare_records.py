@@ -10,7 +10,7 @@ import pytest
 
 from chunkplan import analyze
 from chunkplan.intake.readers.streams import objects
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERED, chat, marked_texts, question_and_answer
 from tests.support.places import ROOT

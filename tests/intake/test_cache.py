@@ -53,8 +53,8 @@ def settle(*paths: Path) -> None:
 @pytest.fixture(autouse=True)
 def grain(monkeypatch: pytest.MonkeyPatch) -> None:
     """os.utime sets the time of the content, never that of the inode, so the clock is moved instead."""
-    now = store.now_ns
-    monkeypatch.setattr("chunkplan.intake.run.now_ns", lambda: now() + 10_000_000_000)
+    now = store.time_ns
+    monkeypatch.setattr("chunkplan.intake.store.time_ns", lambda: now() + 10_000_000_000)
 
 
 def test_unchanged_input_is_not_even_read(tmp_path: Path, work: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_unchanged_input_is_not_even_read(tmp_path: Path, work: list[str], monke
     first = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert len(work) == 2
     work.clear()
-    monkeypatch.setattr("chunkplan.intake.run.cut", lambda *arguments: pytest.fail("the file was read"))
+    monkeypatch.setattr("chunkplan.intake.probe.cut", lambda *arguments: pytest.fail("the file was read"))
     second = analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert work == []
     assert second.content_hash == first.content_hash

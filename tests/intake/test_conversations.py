@@ -8,8 +8,7 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.records import Conversation, Message, TextRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError, TextRecord
 from tests.support.intake_checks import encode_all
 from tests.support.tokenizer_cases import CHATML, STRINGS, byte_level, conversation, reference_mask, save_tokenizer
 

@@ -18,7 +18,7 @@ from chunkplan import analyze
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import ChunkplanError, DataError
 from chunkplan.intake.readers import cut, first_records, read
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.sources import find_sources
 from tests.support.corruption_cases import damages
 from tests.support.intake_checks import LARGE, TEXT, batches_of, pieces_of, rows_of

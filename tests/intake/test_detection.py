@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, detect
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chunkplan.intake.readers import cut, read
 from chunkplan.intake.readers.streams import elements
-from chunkplan.intake.rejection import REASONS, RecordError
+from chunkplan.intake.records import REASONS, RecordError
 from chunkplan.intake.schemas import RecordLayout, parse
 from chunkplan.intake.sources import SourceFile
 from tests.support.intake_checks import LENGTH, TEXT, TOKENS, rows_of

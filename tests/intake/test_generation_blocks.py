@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError
 from chunkplan.intake.template import ChatTemplate
 from tests.support.places import ROOT
 

@@ -13,8 +13,7 @@ import pytest
 
 from chunkplan import analyze
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation, Exchange, Message, TextRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Exchange, Message, RecordError, TextRecord
 from chunkplan.intake.schemas import detect, parse
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERED, chat, marked_texts, parse_as, question_and_answer

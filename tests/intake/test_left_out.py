@@ -13,8 +13,7 @@ import pytest
 from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.config.intake import Turns
 from chunkplan.intake.reading import IntakeRequest
-from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError
 from chunkplan.intake.shard import merge, write_shard
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.tokenizer import by_turns

@@ -13,8 +13,7 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import Batch, LengthColumn
 from chunkplan.intake.readers import digest, first_records, read
 from chunkplan.intake.readers.lines import decode_lines
-from chunkplan.intake.records import LengthRecord, TextRecord, TokensRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import LengthRecord, RecordError, Rejected, TextRecord, TokensRecord
 from chunkplan.intake.schemas import RecordLayout, parse
 from tests.support.intake_checks import LARGE, LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of, tokens_of
 

@@ -12,8 +12,7 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, RecordError
 from tests.support.intake_checks import ANSWERED, chat, marked_texts, parse_as, question_and_answer, write_lines
 from tests.support.places import ROOT
 

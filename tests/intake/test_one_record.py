@@ -17,8 +17,7 @@ import chunkplan
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.one_record import find_record, read_place
-from chunkplan.intake.records import JsonObject, LengthRecord, TextRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, LengthRecord, RecordError, TextRecord
 from chunkplan.planfile.analysis import record_place
 from tests.support.places import ROOT
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from tests.support.intake_checks import chat, parse_as
 
 

@@ -13,10 +13,10 @@ from chunkplan.intake.records import (
     LengthRecord,
     Message,
     PromptRecord,
+    RecordError,
     TextRecord,
     TokensRecord,
 )
-from chunkplan.intake.rejection import RecordError
 from tests.support.intake_checks import chat, parse_as
 
 

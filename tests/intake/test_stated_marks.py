@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import detect, parse
 from tests.support.analyze_cases import write
 from tests.support.command_line import Run

@@ -20,7 +20,7 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, first_records, is_stream, read
 from chunkplan.intake.readers.streams import elements
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.sources import find_sources
 from tests.support.intake_checks import LARGE, TEXT, batches_of, rows_of
 

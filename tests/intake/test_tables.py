@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from chunkplan.intake.pieces import LengthColumn
 from chunkplan.intake.readers import default_columns, digest, first_records
-from chunkplan.intake.records import Conversation
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout, detect, parse
 from chunkplan.intake.sources import find_sources
 from tests.support.intake_checks import LENGTH, TEXT, TOKENS, batches_of, pieces_of, rows_of, tokens_of

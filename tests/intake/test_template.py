@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_render import WatchedTemplate
 from tests.support.places import ROOT

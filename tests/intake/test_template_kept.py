@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.records import Conversation, JsonObject, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError
 from chunkplan.intake.schemas import detect, parse
 from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.template_render import WatchedTemplate

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from chunkplan import load_analysis
 from chunkplan.intake.backends import load_tokenizer
-from chunkplan.intake.records import Conversation
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, RecordError
 from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Ran, Run
 from tests.support.intake_checks import parse_as

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.intake.records import Conversation, Message
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Message, RecordError
 from chunkplan.intake.template import ChatTemplate
 from tests.support.template_cases import (
     ENDS,

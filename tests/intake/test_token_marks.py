@@ -14,8 +14,7 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.errors import DataError
-from chunkplan.intake.records import TokensRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError, TokensRecord
 from chunkplan.planfile.analysis import Analysis
 from tests.support.command_line import Run
 from tests.support.intake_checks import parse_as, write_lines

@@ -17,8 +17,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake import tokenizer as module
 from chunkplan.intake.backends import fast, load_tokenizer
 from chunkplan.intake.pieces import SHARED
-from chunkplan.intake.records import Exchange, PromptRecord, Record, TextRecord, TokensRecord
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Exchange, PromptRecord, Record, RecordError, TextRecord, TokensRecord
 from chunkplan.intake.schemas import detect, parse
 from tests.support.intake_checks import encode_all
 from tests.support.places import ROOT

@@ -10,8 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from chunkplan import load_analysis
-from chunkplan.intake.records import Conversation
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, RecordError
 from chunkplan.intake.schemas.messages import parse_messages
 from chunkplan.intake.template import ChatTemplate
 from tests.support.command_line import Run

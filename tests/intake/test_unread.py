@@ -12,8 +12,7 @@ import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
 from chunkplan.intake.reading import IntakeRequest
-from chunkplan.intake.records import Conversation, Exchange
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, Exchange, RecordError
 from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERS, parse_as

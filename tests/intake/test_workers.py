@@ -45,7 +45,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_processes_load_the_tokenizer_while_the_program_does_where_there_is_something_to_read(
     many: Path, tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkplan.intake.run.now_ns", lambda: time.time_ns() + 10**10)  # long after it was written
+    monkeypatch.setattr("chunkplan.intake.store.time_ns", lambda: time.time_ns() + 10**10)  # long after it was written
     analysis = analyze(many, tmp_path / "out", tokenizer=TOKENIZER, workers=2)
     assert events == [2, "loads"]
     events.clear()

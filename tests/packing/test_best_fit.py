@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkplan.packing.best_fit_decreasing import best_fit
+from chunkplan.packing.heuristics import best_fit
 
 #: Items, capacity, rooms, which are second choices, the largest item for these.
 Case = tuple[list[int], int, list[int], list[bool], int]

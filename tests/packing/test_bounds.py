@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkplan.packing import pack_lengths
-from chunkplan.packing.best_fit_decreasing import martello_toth, martello_toth_counted
+from chunkplan.packing.heuristics import martello_toth, martello_toth_counted
 from chunkplan.packing.histogram import histogram
 from chunkplan.packing.relaxation import VALUE_UNITS, bound_by_values, relaxed_bound, solve_relaxation
 

@@ -9,11 +9,11 @@ import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
-from chunkplan.planfile.chunk_frame import chunk_frame
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, read_chunks, rows_of_chunks
 from chunkplan.planfile.plan import KINDS, Chunk, Plan
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
+from chunkplan.summary import chunk_frame
 from tests.support.planned_steps import save
 
 LENGTHS = [50, 20, 7, 7, 3, 2, 1, 65, 9, 30]

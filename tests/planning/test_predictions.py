@@ -21,7 +21,7 @@ from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import read_chunks
-from chunkplan.planfile.manifest import sights_of
+from chunkplan.planfile.manifest import attention_patterns_of
 from chunkplan.planning.chunks import time_chunks
 from chunkplan.simulation import simulate_plan
 from tests.support.plain import plain_cost
@@ -60,7 +60,7 @@ def test_costs_of_chunks_are_those_of_the_model_in_the_manifest(name: str, split
     config = PlanConfig(chunk_size=8192, k=2, global_batch=20, dp=2, cp="off", pp=2, split=split)
     plan = build(save(tmp_path, lengths), tmp_path / "plan", config, cost=cost)
     assert validate(plan.path).ok
-    chunks = read_chunks(plan.chunks(), sights_of(plan.manifest))
+    chunks = read_chunks(plan.chunks(), attention_patterns_of(plan.manifest))
     written = chunks.cost.copy()
     _, cost_ns, _ = time_chunks(chunks, plan.config, plan.cost)
     assert written.tolist() == (cost_ns / 1e3).astype(np.float32).tolist()

@@ -16,7 +16,6 @@ from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.load import load_analysis
 from chunkplan.planning.selection import (
     check_selection,
-    content_keys,
     describe_selection,
     expected_copies,
 )
@@ -29,25 +28,25 @@ def test_a_key_is_the_digest_of_the_token_ids_whatever_the_files_are_cut_into(ma
         int.from_bytes(hashlib.blake2b(np.array(text, "<i4").tobytes(), digest_size=8).digest(), "little")
         for text in data
     ]
-    assert content_keys(make(a=data)).tolist() == expected
+    assert make(a=data).content_keys.tolist() == expected
     monkeypatch.setattr(analysis_writer, "WAITING_SEQUENCES", 2)
     monkeypatch.setattr(analysis_writer, "BATCH_ROWS", 2)
     monkeypatch.setattr(analysis_writer, "TOKEN_FILE_TOKENS", 5)
     cut = make(a=data)
     assert len(cut.manifest["tokens"]) > 1
-    keys = content_keys(cut)
+    keys = cut.content_keys
     assert keys.dtype == np.uint64
     assert keys.tolist() == expected
 
 
 def test_tokens_are_read_once_an_analysis(make):
     analysis = make(a=numbered(9))
-    keys = content_keys(analysis)
+    keys = analysis.content_keys
     for part in (analysis.path / "tokens").iterdir():
         part.unlink()
-    assert content_keys(analysis) is keys
+    assert analysis.content_keys is keys
     with pytest.raises(DataError, match="missing"):
-        content_keys(load_analysis(analysis.path))
+        _ = load_analysis(analysis.path).content_keys
 
 
 def test_tokens_of_another_number_of_sequences_are_refused(make):
@@ -62,7 +61,7 @@ def test_tokens_of_another_number_of_sequences_are_refused(make):
 
 def test_keys_without_tokens_are_those_of_split_mix_64(make_lengths):
     # The first outputs of the published generator with seed 0.
-    assert content_keys(make_lengths(3)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert make_lengths(3).content_keys.tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @settings(max_examples=30, deadline=None)
@@ -94,7 +93,7 @@ def test_more_data_holds_out_nothing_that_was_trained_on(make, data, more, numbe
 @given(data=texts, number=numbers)
 def test_a_number_holds_out_that_many_and_the_copies_of_the_last(make, data, number):
     analysis = make(a=data)
-    keys, out = content_keys(analysis), held_out(analysis, number)
+    keys, out = analysis.content_keys, held_out(analysis, number)
     assert out.sum() >= min(number, len(data))
     last = keys[out].max()
     assert (keys[out] < last).sum() < number
@@ -116,7 +115,7 @@ def test_a_share_is_about_as_much(make, make_lengths):
 @pytest.mark.parametrize("share", [5e-324, 1e-05, 0.1, 0.5, 1 - 2**-53])
 def test_a_share_is_compared_exactly(make_lengths, share):
     analysis = make_lengths(50_000)
-    keys = content_keys(analysis).tolist()
+    keys = analysis.content_keys.tolist()
     bound = Fraction(str(share)) * 2**64
     assert held_out(analysis, share).tolist() == [key < bound for key in keys]
 
@@ -124,7 +123,7 @@ def test_a_share_is_compared_exactly(make_lengths, share):
 def test_shares_next_to_a_key_are_compared_exactly(make_lengths):
     """In floating point, keys within 2^10 of the bound would be on either side."""
     analysis = make_lengths(3000)
-    for sequence, key in enumerate(content_keys(analysis).tolist()):
+    for sequence, key in enumerate(analysis.content_keys.tolist()):
         assert held_out(analysis, key / 2**64)[sequence] == (key < Fraction(str(key / 2**64)) * 2**64)
 
 

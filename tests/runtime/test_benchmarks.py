@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,12 +10,12 @@ from tests.support.places import ROOT
 
 
 @pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
-def test_groups_of_a_layout_that_does_not_run_are_counted() -> None:
-    import process_groups  # type: ignore[import-not-found]
+def test_groups_of_a_layout_that_does_not_run_are_counted():
+    import process_groups
 
     blocks = [Block(first, 4, 1) for first in (0, 4)] + [Block(0, 8, 2)]
     found = process_groups.count(RankLayout(dp=8, pp=4, process=9), blocks)
@@ -29,19 +26,19 @@ def test_groups_of_a_layout_that_does_not_run_are_counted() -> None:
 
 
 @pytest.mark.soak
-def test_processes_that_sleep_meet_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import context_parallel  # type: ignore[import-not-found]
+def test_processes_that_sleep_meet_as_the_plan_says(tmp_path, monkeypatch):
+    import context_parallel
 
     monkeypatch.setattr(context_parallel, "LAYOUTS", ((2, 1),))
     monkeypatch.setattr(context_parallel, "SECONDS", 0.1)
-    rows: list[dict[str, Any]] = context_parallel.measure_sleeping({"made up": np.array([99_000, 5, 900])}, 1, tmp_path)
+    rows = context_parallel.measure_sleeping({"made up": np.array([99_000, 5, 900])}, 1, tmp_path)
     assert [(row["dp"], row["pp"], row["predicted"] > "1.5") for row in rows] == [(2, 1, True)]
     assert float(rows[0]["s with"].split()[0]) >= 0.1
 
 
 @pytest.mark.soak
-def test_stages_of_a_pipeline_that_sleep_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pipeline  # type: ignore[import-not-found]
+def test_stages_of_a_pipeline_that_sleep_are_replayed(monkeypatch):
+    import pipeline
 
     monkeypatch.setattr(pipeline, "SECONDS", 0.2)
     makespans, bubbles = pipeline.measure_sleeping([[40_000, 900, 12]], 1)

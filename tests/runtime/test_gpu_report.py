@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +33,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
-def report(folder: Path, *words: str, missing: tuple[str, ...] = ()) -> tuple[subprocess.CompletedProcess[str], Any]:
+def report(folder, *words, missing=()):
     """What the program printed, and the file that it wrote."""
     code = BARE.format(missing={"polars", "ortools", "numba", "typer", "rich", *missing}, benchmarks=str(BENCHMARKS))
     program = [sys.executable, "-c", code, str(BENCHMARKS / "gpu_report.py"), "--device", "cpu", "--size", "toy"]
@@ -54,7 +53,8 @@ def report(folder: Path, *words: str, missing: tuple[str, ...] = ()) -> tuple[su
     return ran, json.loads(files[0].read_text()) if files else None
 
 
-def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_path):
     """A model with adapters needs peft, which is not there; all that does not need it is measured."""
     ran, found = report(tmp_path, "--parts", "kernels,steps,probe", missing=("peft",))
     assert (ran.returncode, "Traceback" in ran.stderr) == (1, False), ran.stderr
@@ -76,7 +76,7 @@ def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_pat
 
 
 @pytest.mark.soak
-def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
+def test_all_parts_run_at_toy_sizes_by_make(tmp_path):
     """Where no process can import what the planner needs."""
     (tmp_path / "missing").mkdir()
     for name in ("polars", "ortools", "numba"):
@@ -98,10 +98,8 @@ def test_all_parts_run_at_toy_sizes_by_make(tmp_path: Path) -> None:
     assert several == pytest.approx(one, abs=1e-5)
 
 
-def test_what_cannot_be_measured_is_refused_in_one_line(
-    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu_report  # type: ignore[import-not-found]
+def test_what_cannot_be_measured_is_refused_in_one_line(benchmarks, tmp_path, monkeypatch, capsys):
+    import gpu_report
 
     for words, expected in (
         (["--size", "toy", "--parts", "kernel"], "no part kernel; choose of kernels,"),
@@ -115,10 +113,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
         assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> None:
-    import gpu_steps  # type: ignore[import-not-found]
+def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks):
+    import gpu_steps
 
-    rows: list[dict[str, Any]] = []
+    rows = []
     run = gpu_steps.Run(torch.device("cpu"), True, {"h100": "h100"}, rows.append)
     gpu_steps.run_plan(run, "0.5b-1m", (True,))
     whole = {row["step"]: row for row in rows}
@@ -130,9 +128,9 @@ def test_a_step_that_takes_too_long_ends_with_what_is_done(benchmarks: None) -> 
         assert 0 < row["predicted s, h100"] < whole[row["step"]]["predicted s, h100"]
 
 
-def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks: None) -> None:
+def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks):
     """The main one has most kernels; copies on it are its work."""
-    from gpu_streams import Work, at_work  # type: ignore[import-not-found]
+    from gpu_streams import Work, at_work
 
     found = at_work(
         [
@@ -155,10 +153,8 @@ def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks: 
     }
 
 
-def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(
-    benchmarks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu_report  # type: ignore[import-not-found]
+def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(benchmarks, tmp_path, capsys):
+    import gpu_report
 
     made = gpu_report.Report(torch.device("cpu"), "cpu", tmp_path, toy=True)
     gpu_report._run_plans("million", made, ("0.5b-512k", (True,), False), ("0.5b-1m", (True,), False), seconds=0)
@@ -167,11 +163,9 @@ def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(
     assert "million" not in made.document
 
 
-def test_a_plan_is_looked_for_before_tokens_are_written(
-    benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_looked_for_before_tokens_are_written(benchmarks, tmp_path, monkeypatch):
     """Where no folder for them can be made either."""
-    import gpu_links  # type: ignore[import-not-found]
+    import gpu_links
     import gpu_steps
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
@@ -184,8 +178,8 @@ def test_a_plan_is_looked_for_before_tokens_are_written(
         gpu_links.measure_links(torch.device("cpu"), toy=True, add=[].append)
 
 
-def test_a_program_ends_with_its_time_or_with_who_takes_its_lines(benchmarks: None) -> None:
-    import gpu_program  # type: ignore[import-not-found]
+def test_a_program_ends_with_its_time_or_with_who_takes_its_lines(benchmarks):
+    import gpu_program
 
     waits = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
     with pytest.raises(RuntimeError, match=r"not done after 0\.01 s"):
@@ -202,9 +196,7 @@ def test_a_program_ends_with_its_time_or_with_who_takes_its_lines(benchmarks: No
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
 )
-def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(tmp_path, number, code):
     """Stopped while processes of torchrun begin."""
     paths = os.pathsep.join(str(ROOT / each) for each in ("", "runtime", "cli"))
     words = ["--device", "cpu", "--size", "toy", "--output", str(tmp_path), "--parts", "kernels,nccl"]
@@ -217,7 +209,7 @@ def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(
     ) as program:
         assert program.stdout is not None and program.stderr is not None
         assert any(line.startswith("kernels: done") for line in program.stdout)
-        started: list[int] = []
+        started = []
         while len(started) < 3:  # torchrun and two processes, which take seconds to begin
             time.sleep(0.01)
             started = [each for one in children(program.pid) for each in (one, *children(one))]
@@ -229,19 +221,19 @@ def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(
     assert len(json.loads(file.read_text())["attention_tflops"]) == 6
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether it runs; one that was ended may wait for its parent to hear of it."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(") ")[2][0] not in "ZX"
 
 
-def test_predictions_of_a_report_are_those_of_the_planner(benchmarks: None, tmp_path: Path) -> None:
+def test_predictions_of_a_report_are_those_of_the_planner(benchmarks, tmp_path):
     """Which plays the schedule of a step; the report, without the planner, adds up its actions."""
-    import gpu_plans  # type: ignore[import-not-found]
+    import gpu_plans
     import gpu_steps
 
     from chunkplan_runtime.feed.stream import PlanStream, open_plan
@@ -258,7 +250,7 @@ def test_predictions_of_a_report_are_those_of_the_planner(benchmarks: None, tmp_
 @pytest.mark.parametrize(
     "names", [("toy", "toy-dp8", "1.5b-8k"), pytest.param((), marks=pytest.mark.soak, id="all of them")]
 )
-def test_plans_are_those_that_the_program_makes(benchmarks: None, tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_plans_are_those_that_the_program_makes(benchmarks, tmp_path, names):
     import gpu_plans
 
     names = names or tuple(gpu_plans.PLANS)
@@ -269,12 +261,12 @@ def test_plans_are_those_that_the_program_makes(benchmarks: None, tmp_path: Path
     assert {path.name for path in gpu_plans.FOLDER.iterdir()} == {*gpu_plans.PLANS, "lengths.json"}
 
 
-def test_the_page_is_that_of_the_files_that_are_kept() -> None:
+def test_the_page_is_that_of_the_files_that_are_kept():
     page = runpy.run_path(str(BENCHMARKS / "gpu_page.py"))["page"](BENCHMARKS / "measured")
     assert (ROOT / "docs" / "gpu-report.md").read_text(encoding="utf-8") == page
 
 
-def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept() -> None:
+def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     figures = (
         r"on one (\w+): a step of ([\d,]+) tokens of a 1.5B model takes ([\d.]+) s, where ([\d.]+) s were predicted"
@@ -286,13 +278,13 @@ def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept() -> None:
     assert (f"{row['seconds']:.1f}", f"{row['predicted s, profile h200']:.1f}") == (seconds, predicted)
 
 
-def test_all_tests_of_a_gpu_are_in_the_files_that_are_run_there(benchmarks: None) -> None:
+def test_all_tests_of_a_gpu_are_in_the_files_that_are_run_there(benchmarks):
     marked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"^@?\s*pytest\.mark\.gpu\b", path.read_text(encoding="utf-8"), re.M)
     }
-    import gpu_report  # type: ignore[import-not-found]
+    import gpu_report
 
     assert marked == {*gpu_report.GPU_TESTS}
     assert " ".join(gpu_report.GPU_TESTS) in (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n\t\t", "")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chunkplan.planfile.plan import Action
-from chunkplan_runtime.attention.function import ATTEND, _run_call
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
@@ -32,10 +28,10 @@ CASES = {
 
 
 @contextmanager
-def counting(found: Counter[str], name: str) -> Iterator[None]:
+def counting(found, name):
     """Count calls of Python functions within the block."""
 
-    def note(frame: Any, event: str, argument: Any) -> None:
+    def note(frame, event, argument):
         found[name] += event == "call"
 
     sys.setprofile(note)
@@ -46,32 +42,23 @@ def counting(found: Counter[str], name: str) -> Iterator[None]:
 
 
 class Dispatched(TorchDispatchMode):
-    """Within the block operators are counted, those within attention too."""
+    """Within the block operators are counted."""
 
-    def __init__(self, found: Counter[str], name: str) -> None:
+    def __init__(self, found, name):
         super().__init__()
         self.found, self.name = found, name
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is ATTEND:
-            with self:
-                return _run_call(*args)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.found[self.name] += 1
         return function(*args, **(kwargs or {}))
 
 
-#: Of where counts go and their name, a block in which they are taken.
-Counting = Callable[[Counter[str], str], AbstractContextManager[object]]
-
-
-def ours(
-    config: Any, work: Any, chunk_id: int, counting: Counting = counting, dtype: torch.dtype = torch.float32
-) -> Counter[str]:
+def ours(config, work, chunk_id, counting=counting, dtype=torch.float32):
     model, found = new_model(copy.deepcopy(config), dtype, 0), Counter[str]()
     TrainedWeights(model.model, master_weights=True)
 
     @contextmanager
-    def around(action: Action) -> Iterator[None]:
+    def around(action):
         with counting(found if action.chunk_id == chunk_id else Counter(), action.op):
             yield
 
@@ -81,9 +68,7 @@ def ours(
     return found
 
 
-def theirs(
-    config: Any, work: Any, chunk_id: int, counting: Counting = counting, dtype: torch.dtype = torch.float32
-) -> Counter[str]:
+def theirs(config, work, chunk_id, counting=counting, dtype=torch.float32):
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").train().to(dtype)
     tensors, found = work.tensors[chunk_id], Counter[str]()
     for _ in range(2):
@@ -97,7 +82,7 @@ def theirs(
     return found
 
 
-def of_a_layer(count: Callable[..., Counter[str]], config: Any, *given: Any) -> dict[str, int]:
+def of_a_layer(count, config, *given):
     """What two more layers take, halved."""
     counts = []
     for num_layers in (2, 4):
@@ -109,8 +94,8 @@ def of_a_layer(count: Callable[..., Counter[str]], config: Any, *given: Any) -> 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer_takes_few_more_calls_of_python_than_that_of_transformers(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, case: str
-) -> None:
+    tiny_config, handmade_plan, random_sequences, case
+):
     lengths, chunks, chunk_id, more = CASES[case]
     config = AutoConfig.for_model(**tiny_config("qwen2"))
     work = work_of(handmade_plan(random_sequences(lengths), [{0: chunks}], k=len(chunks)))
@@ -119,7 +104,7 @@ def test_a_layer_takes_few_more_calls_of_python_than_that_of_transformers(
     assert {op: own[op] - others[op] <= more[op] for op in more} == dict.fromkeys(more, True), (own, others)
 
 
-def work_of(plan: Any) -> Any:
+def work_of(plan):
     """The one rank of the one step of a plan."""
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
     return work
@@ -137,13 +122,8 @@ OPERATORS = {
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "in products"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer_dispatches_few_more_operators_than_that_of_transformers(
-    tiny_config: Any,
-    handmade_plan: Any,
-    random_sequences: Any,
-    case: str,
-    how: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_config, handmade_plan, random_sequences, case, how, monkeypatch
+):
     if how == "in products":
         monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
     dtype = torch.float32 if how == "float32" else torch.bfloat16

@@ -16,11 +16,11 @@ from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.execution import executor
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import MODEL_TYPES, check_config
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan, parity
 from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients
-from chunkplan_runtime.sharing import Span
 from tests.support.analyses import write_analysis
 from tests.support.mixed_chunks import LENGTHS, MIXED
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,9 +18,7 @@ logging.getLogger(__name__).warning("Failed to load CPU gemm_4bit_forward from k
 """
 
 
-def test_bitsandbytes_does_not_warn_of_a_package_that_nobody_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bitsandbytes_does_not_warn_of_a_package_that_nobody_asked_for(tmp_path, monkeypatch, caplog):
     """A package of this name stands for the real one, which is not installed everywhere."""
     folder = tmp_path / "bitsandbytes" / "backends" / "cpu"
     folder.mkdir(parents=True)
@@ -37,7 +34,7 @@ def test_bitsandbytes_does_not_warn_of_a_package_that_nobody_asked_for(
     assert [record for record in caplog.records if record.name.startswith("bitsandbytes")] == []
 
 
-def test_transformers_without_tokenizers_is_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_without_tokenizers_is_no_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="tokenizers is not installed") as refused:
         require_torch()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,47 +17,38 @@ from chunkplan import PlanConfig, build, load_plan, simulate_plan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, OPS
 from chunkplan.planfile.measured import MeasuredStep, StepTimeline, TimedAction, read_measured, write_measured
-from chunkplan.planfile.plan import Action, Plan
-from chunkplan.reporting.replay import Replay, describe_replays, replay_step, waiting_shares, write_timeline
+from chunkplan.planfile.plan import Action
+from chunkplan.reporting.replay import describe_replays, replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.execution.executor import ActionClock, RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, one_pipeline
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.timeline import ActionClock, stage_rows
+from chunkplan_runtime.training.metrics import stage_rows
 from tests.support.analyses import write_analysis
-from tests.support.command_line import Run
-from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.shared_plans import build_blocks
 
 LENGTHS = [23, 5, 9, 3, 30, 1, 8, 41, 2, 12]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def analysis(tmp_path_factory: pytest.TempPathFactory, random_sequences: Callable[..., Any]) -> Path:
+def analysis(tmp_path_factory, random_sequences):
     return write_analysis(tmp_path_factory.mktemp("timeline"), random_sequences(LENGTHS, seed=3))
 
 
 @pytest.fixture(scope="module")
-def plan(analysis: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(analysis, tmp_path_factory):
     return build_plan(analysis, tmp_path_factory.mktemp("plan") / "plan", dp=2, pp=4)
 
 
-def build_plan(analysis: Path, folder: Path, **changes: Any) -> Plan:
-    settings: dict[str, Any] = {"chunk_size": 8, "k": 2, "global_batch": len(LENGTHS), "cp": "off", **changes}
+def build_plan(analysis, folder, **changes):
+    settings = {"chunk_size": 8, "k": 2, "global_batch": len(LENGTHS), "cp": "off", **changes}
     build(analysis, folder, PlanConfig(**settings))
     return load_plan(folder)
 
 
-def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[StepTimeline]:
+def planned_times(plan, layout, slow_rank=-1):
     """Every action takes as long as planned, twice as long on `slow_rank`, and messages no time."""
     times = []
     step = next(plan.iter_steps())
@@ -78,14 +66,14 @@ def planned_times(plan: Plan, layout: RankLayout, slow_rank: int = -1) -> list[S
     return [times[rank % layout.dp][rank // layout.dp] for rank in range(layout.world_size)]
 
 
-def replayed(plan: Plan, times: list[StepTimeline], layout: RankLayout) -> list[Replay]:
+def replayed(plan, times, layout):
     return replay_step(MeasuredStep(plan, times, layout.dp, planned=True))
 
 
-def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[StepTimeline]:
+def played_through(work, pp):
     """The rules of a pipeline in a few lines: (stage, dp_rank, op, chunk_id, ns), in order of each stage."""
     queues = [[each for each in work if each[0] == stage] for stage in range(pp)]
-    done: dict[tuple[int, int, bool, int], int] = {}
+    done = {}
     clock, actions = [0] * pp, [list[TimedAction]() for _ in range(pp)]
     while any(queues):
         for stage, queue in enumerate(queues):
@@ -106,7 +94,7 @@ def played_through(work: list[tuple[int, int, str, int, int]], pp: int) -> list[
     return [StepTimeline(0, each, 0) for each in actions]
 
 
-def test_a_clock_times_what_lies_between_start_and_stop() -> None:
+def test_a_clock_times_what_lies_between_start_and_stop():
     clock = ActionClock(torch.device("cpu"))
     for step in (3, 4):
         before = perf_counter_ns()
@@ -124,8 +112,8 @@ def test_a_clock_times_what_lies_between_start_and_stop() -> None:
         assert 0 <= times.reduce_ns <= perf_counter_ns() - before - moments[-1]
 
 
-def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting() -> None:
-    def times(*spans: tuple[int, int], reduce_ns: int = 0) -> StepTimeline:
+def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting():
+    def times(*spans, reduce_ns=0):
         return StepTimeline(7, [TimedAction(0, "forward", 0, start, end) for start, end in spans], reduce_ns)
 
     second = 10**9
@@ -146,9 +134,7 @@ def test_what_is_not_busy_until_the_last_stage_of_a_pipeline_is_done_is_waiting(
 
 
 @pytest.mark.parametrize(("dp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (1, "zero-bubble")])
-def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(
-    analysis: Path, tmp_path: Path, dp: int, schedule: str
-) -> None:
+def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(analysis, tmp_path, dp, schedule):
     plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=4, schedule=schedule)
     layout = RankLayout(dp=dp, pp=4)
     times = planned_times(plan, layout)
@@ -164,12 +150,12 @@ def test_a_step_that_lost_nothing_between_stages_is_replayed_as_it_was(
         assert row["bubble"] == pytest.approx(waiting_shares(replays[row["pipeline"]].measured)[row["stage"]])
 
 
-def test_the_plan_of_one_rank_is_what_the_simulator_says_of_it(plan: Plan) -> None:
+def test_the_plan_of_one_rank_is_what_the_simulator_says_of_it(plan):
     for each in replayed(plan, planned_times(plan, RankLayout(dp=2, pp=4)), RankLayout(dp=2, pp=4)):
         assert np.array_equal(each.planned.ends, simulate_plan(plan, rank=each.pipeline).ends)
 
 
-def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> None:
+def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan):
     [found] = replayed(plan, planned_times(plan, RankLayout(dp=1, pp=4)), RankLayout(dp=1, pp=4))
     alone = [simulate_plan(plan, rank=rank) for rank in range(2)]
     assert [chunk.chunk_id for chunk in found.planned.chunks] == list(range(sum(len(each.chunks) for each in alone)))
@@ -178,7 +164,7 @@ def test_chunks_of_ranks_that_share_a_pipeline_are_told_apart(plan: Plan) -> Non
     assert found.planned.peak_retained_tokens >= alone[0].peak_retained_tokens
 
 
-def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path: Path) -> None:
+def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path):
     """The second process takes twice as long as planned: the first waits where they meet, measured and replayed."""
     plan, layout = build_blocks(tmp_path, {300: (0, 2)}, dp=2), RankLayout(dp=2)
     planned = [simulate_plan(plan, rank=rank) for rank in range(2)]
@@ -215,7 +201,7 @@ def test_who_waits_for_a_slower_process_in_a_shared_chunk_is_not_busy(tmp_path: 
     assert [each.replayed.waiting_for_ranks_per_stage for each in found] == [[waited / 1000], [0]]
 
 
-def test_pipelines_that_share_sequences_are_replayed_as_they_were(tmp_path: Path) -> None:
+def test_pipelines_that_share_sequences_are_replayed_as_they_were(tmp_path):
     """All but one process come late to their first chunk."""
     plan, layout = build_blocks(tmp_path, {300: (0, 2), 50: (0, 2)}, dp=2, pp=2), RankLayout(dp=2, pp=2)
     # The plan's own times are replayed whatever was measured.
@@ -241,7 +227,7 @@ def test_pipelines_that_share_sequences_are_replayed_as_they_were(tmp_path: Path
         assert np.array_equal(each.replayed.ends - each.replayed.starts, wanted.ends - wanted.starts)
 
 
-def test_actions_of_virtual_stages_are_replayed_each_with_its_own_times(analysis: Path, tmp_path: Path) -> None:
+def test_actions_of_virtual_stages_are_replayed_each_with_its_own_times(analysis, tmp_path):
     plan = build_plan(analysis, tmp_path / "plan", pp=2, schedule="interleaved", virtual_stages=2)
     planned, times = simulate_plan(plan), []
     for start, stop in pairwise(planned.actions.stages):
@@ -255,8 +241,8 @@ def test_actions_of_virtual_stages_are_replayed_each_with_its_own_times(analysis
     assert np.array_equal(found.replayed.ends - found.replayed.starts, planned.ends - planned.starts)
 
 
-def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> None:
-    def later(action: TimedAction) -> TimedAction:
+def test_the_trace_has_all_three_side_by_side(plan, tmp_path):
+    def later(action):
         return action._replace(start_ns=action.start_ns + 999, end_ns=action.end_ns + 999)
 
     late = [
@@ -279,14 +265,14 @@ def test_the_trace_has_all_three_side_by_side(plan: Plan, tmp_path: Path) -> Non
     assert measured == sorted(starts)
 
 
-def test_what_a_run_writes_is_what_is_read(plan: Plan, tmp_path: Path) -> None:
+def test_what_a_run_writes_is_what_is_read(plan, tmp_path):
     path, times = tmp_path / "measured.json", planned_times(plan, RankLayout(dp=2, pp=4))
     write_measured(path, plan, times, 2, planned=False)
     found = read_measured(path)
     assert (found.plan.content_hash, found.times, found.dp, found.planned) == (plan.content_hash, times, 2, False)
 
 
-def test_simulate_shows_what_a_run_has_measured(plan: Plan, tmp_path: Path, command: Run) -> None:
+def test_simulate_shows_what_a_run_has_measured(plan, tmp_path, command):
     """In place of a plan and of all that is asked of one; a trace is written beside."""
     run, trace = tmp_path / "run", tmp_path / "trace.json"
     run.mkdir()
@@ -302,7 +288,7 @@ def test_simulate_shows_what_a_run_has_measured(plan: Plan, tmp_path: Path, comm
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_json_has_what_the_table_of_a_run_has(plan: Plan, tmp_path: Path, command: Run, planned: bool) -> None:
+def test_json_has_what_the_table_of_a_run_has(plan, tmp_path, command, planned):
     """Of all pipelines, beside a trace or without one."""
     times = planned_times(plan, RankLayout(dp=2, pp=4), 5)
     write_measured(tmp_path / "measured.json", plan, times, 2, planned=planned)
@@ -337,7 +323,7 @@ def test_json_has_what_the_table_of_a_run_has(plan: Plan, tmp_path: Path, comman
         (lambda document: document.update(dp=3), "not of the plan"),
     ],
 )
-def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: Any, message: str) -> None:
+def test_damaged_measurements_are_refused(plan, tmp_path, damage, message):
     path = tmp_path / "measured.json"
     write_measured(path, plan, planned_times(plan, RankLayout(dp=2, pp=4)), 2, planned=True)
     document = json.loads(path.read_text())
@@ -349,7 +335,7 @@ def test_damaged_measurements_are_refused(plan: Plan, tmp_path: Path, damage: An
         read_measured(tmp_path / "none.json")
 
 
-def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(analysis: Path, tmp_path: Path) -> None:
+def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(analysis, tmp_path):
     path, plan = tmp_path / "measured.json", build_plan(analysis, tmp_path / "plan", dp=2, pp=4)
     write_measured(path, plan, planned_times(plan, RankLayout(dp=2, pp=4)), 2, planned=True)
     plan.path.rename(tmp_path / "elsewhere")
@@ -358,10 +344,10 @@ def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(analysis: Path, tmp_p
     assert "put it back there" in refused.value.hint
 
 
-def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
+def test_a_process_that_is_slower_than_others_is_named(plan):
     layout = RankLayout(dp=2, pp=4)
 
-    def lines(slow_rank: int) -> list[str]:
+    def lines(slow_rank):
         replays = replayed(plan, planned_times(plan, layout, slow_rank), layout)
         return describe_replays(replays, layout.dp, 0, planned=True)
 
@@ -372,7 +358,7 @@ def test_a_process_that_is_slower_than_others_is_named(plan: Plan) -> None:
     assert describe_replays([], layout.dp, 0, planned=True) == []
 
 
-def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan, tmp_path):
     layout = RankLayout(dp=2, pp=4)
     replays = replayed(plan, planned_times(plan, layout, 5), layout)
     lines = describe_replays(replays, layout.dp, 0, planned=False)
@@ -385,14 +371,14 @@ def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan:
     assert len(names) == 4 and not any("planned" in name for name in names)
 
 
-def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[int, int]]:
+def run_timed(rank, plan, config):
     """A step as one of all stages, and the moments before and after its clock began."""
     opened, analysis = open_plan(plan, pp=2)
     layout = choose_layout(opened, dist.get_world_size(), rank)
     model = new_model(read_config(config), torch.float32, seed=1)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60))
     model = cut_stage(model, split_layers(model.config.num_hidden_layers, layout.num_model_stages), layout)
-    executor = RankExecutor(model, links=groups.links(Wire(model.config.hidden_size, model.dtype, model.device)))
+    executor = RankExecutor(model, links=groups.links(model.config.hidden_size, model.dtype))
     work = next(iter(PlanStream(opened, analysis, vocab_size=97, max_positions=256, layout=layout, prefetch=0)))
     clock = ActionClock(model.device)
     dist.barrier()
@@ -404,9 +390,7 @@ def run_timed(rank: int, plan: Path, config: Path) -> tuple[StepTimeline, tuple[
     return clock.stop(), (before, after)
 
 
-def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(
-    pool: ProcessPool, analysis: Path, tmp_path: Path, tiny_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(pool, analysis, tmp_path, tiny_config):
     plan = build_plan(analysis, tmp_path / "plan", dp=2, pp=2)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen2")))
     layout = RankLayout(dp=1, pp=2)
@@ -425,7 +409,7 @@ def test_processes_are_at_least_as_long_at_it_as_a_replay_of_their_times(
     assert played.replayed.makespan <= played.measured.makespan + apart
 
 
-def busy_ns(played: Replay, stage: int) -> int:
+def busy_ns(played, stage):
     own = slice(*played.measured.actions.stages[stage : stage + 2])
     busy = [int((each.ends - each.starts)[own].sum()) for each in (played.measured, played.replayed)]
     assert busy[0] == busy[1]

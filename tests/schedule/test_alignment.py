@@ -16,11 +16,11 @@ from chunkplan import PlanConfig, build
 from chunkplan.arrays import Int8Array, Int64Array, offsets_of
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import Sharding
-from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement
+from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement, model_stage_of
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule import alignment
-from chunkplan.schedule.actions import Actions, model_stages_of
+from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import beginning, step_of
@@ -89,6 +89,12 @@ class Step(NamedTuple):
 
     def row(self, rank: int, stage: int) -> range:
         return range(*self.actions.stages[rank * self.pp + stage : rank * self.pp + stage + 2])
+
+
+def model_stages_of(actions: Actions, pp: int, placement: StagePlacement) -> Int64Array:
+    """The model stage that each action is of, int64 [num_actions]."""
+    stage = np.repeat(np.arange(actions.stages.size - 1) % pp, np.diff(actions.stages))
+    return model_stage_of(stage, actions.virtual_stages.astype(np.int64), pp, placement)
 
 
 def random_step(seed: int, *, alike: bool = False) -> Step:

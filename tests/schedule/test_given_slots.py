@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
-from chunkplan.schedule.actions import model_stages_of
-from chunkplan.schedule.alignment import meeting_of
+from chunkplan.schedule.alignment import ends_in_slots, meeting_of, quick_slots
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.slots import ends_in_slots, quick_slots
-from tests.schedule.test_alignment import Step, _needed, random_step
+from tests.schedule.test_alignment import Step, _needed, model_stages_of, random_step
 
 
 def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:

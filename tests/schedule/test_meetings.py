@@ -16,7 +16,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import NOT_KEPT
 from chunkplan.planfile.plan import Action, Plan, PlanStep
 from chunkplan.schedule.actions import RECOMPUTE
-from chunkplan.schedule.simulated import Simulation, start_times
+from chunkplan.schedule.simulated import Simulation, waiting_of
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import compare_schedules, simulate_plan, simulate_ranks
 from tests.support.small_plans import built, with_late_rank
@@ -113,7 +113,7 @@ def test_a_rank_waits_for_the_one_that_comes_last_and_the_critical_path_goes_thr
     assert found[0].bubble < 0.5, "what a stage waits for ranks is no bubble"
     step = found[0].step
     assert step is not None
-    assert start_times(step.chunks, step.actions, step.times, step.ends, 1).tolist() == [
+    assert waiting_of(step, 1).starts.tolist() == [
         *found[0].starts.tolist(),
         *found[1].starts.tolist(),
     ]

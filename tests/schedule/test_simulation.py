@@ -44,9 +44,9 @@ def drawn(simulation: Simulation, unit: int) -> str:
 @pytest.mark.parametrize(
     ("schedule", "module", "k", "pp", "unit"),
     [
-        ("algorithm2", "templates:algorithm2", 1, 1, 1024),
+        ("algorithm2", "templates:state_aware_1f1b", 1, 1, 1024),
         ("1f1b", "templates:state_aware_1f1b", 2, 4, 1024),
-        ("interleaved", "templates:interleaved_1f1b", 2, 4, 512),
+        ("interleaved", "templates:state_aware_1f1b", 2, 4, 512),
         ("auto", "auto", 2, 4, 1024),
         ("zero-bubble", "auto", 2, 4, 1024),
         ("zero-bubble-v", "zero_bubble_v", 2, 4, 512),

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +22,18 @@ from chunkplan.layers import StagePlacement
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis, load_plan
 from chunkplan.planfile.plan import Action, Plan
-from chunkplan_runtime.distributed.job import Groups, gather_objects, make_groups
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus
-from chunkplan_runtime.distributed.sharding import (
-    Shards,
-    _weights,
+from chunkplan_runtime.distributed.job import (
+    Groups,
+    OwnGpu,
+    check_gpus,
+    gather_objects,
     gradient_norm,
+    make_groups,
     tied_weight,
 )
+from chunkplan_runtime.distributed.sharding import Shards, _weights
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
-from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -121,6 +123,12 @@ class StageProcess:
     def weights(self) -> dict[str, Tensor]:
         """What is trained of the stage."""
         return {name: value for name, value in self.model.model.named_parameters() if value.requires_grad}
+
+
+def four_layers(model: dict[str, Any]) -> dict[str, Any]:
+    """A model of two layers, twice."""
+    twice = {name: value * 2 for name, value in model.items() if isinstance(value, list)}
+    return {"num_hidden_layers": 4, **model, **twice}
 
 
 def refuse_gpus(rank: int, *, gpus: Sequence[OwnGpu]) -> str | None:
@@ -339,7 +347,7 @@ def make_stage(
         how = {"master_weights": master_weights, "sharding": sharding}
         shards = Shards(model, groups.replicas, **how)
     model = shards.model if shards else model
-    links = groups.links(Wire(model.config.hidden_size, model.dtype, model.device))
+    links = groups.links(model.config.hidden_size, model.dtype)
     executor = RankExecutor(model, kv_offload=kv_offload, links=links, exchanges=groups.exchanges)
     stream = PlanStream(plan, analysis, vocab_size=model.vocab_size, max_positions=10**6, prefetch=0, layout=layout)
     return StageProcess(model, groups, shards, executor, stream, sharding)

@@ -25,9 +25,8 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.failures.watchdog import Watchdog
 from chunkplan_runtime.feed.stream import PlanStream
-from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
+from chunkplan_runtime.layout import Exchanges, RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import Exchanges
 from tests.support.distributed_cases import open_for_its_stages
 from tests.support.watchdog_cases import Case, fail, run_all
 
@@ -66,8 +65,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
         with (
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
-            watchdog.heartbeat.telling(lambda: executor.activity),
-            watching.warned_of_stall(layout.describe(), lambda: executor.activity.words, lambda: None),
+            watchdog.heartbeat.telling(lambda: executor.activity, lambda: None),
         ):
             executor.run(work, 1)
     except ChunkplanError as error:

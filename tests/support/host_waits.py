@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from chunkplan_runtime.attention import function as attention
-
 #: Operators whose result, or its shape, the host has to know: on a GPU it waits for it.
 _WAITS = frozenset(
     (
@@ -97,18 +95,9 @@ class _Operators(TorchDispatchMode):
         if name in _WAITS or by_mask:
             self._rules.refuse(name, given)
         self._rules.refuse_memory(name)
-        made = done_in(self, function, args, kwargs or {})
+        made = function(*args, **(kwargs or {}))
         self._rules.follow(given, made)
         return made
-
-
-def done_in(mode: TorchDispatchMode, function: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives; of attention as one operator, a mode sees those that it is made of."""
-    if function is not attention.ATTEND:
-        return function(*args, **kwargs)
-    *given, call = args
-    with mode:
-        return attention._calls[call](*given)
 
 
 class _Functions(TorchFunctionMode):

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from chunkplan.intake.pieces import Batch, LengthColumn, Piece
 from chunkplan.intake.readers import cut, read
-from chunkplan.intake.records import Record, TokensRecord
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.records import Record, RecordError, Rejected, TokensRecord
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout, parse
 from chunkplan.intake.sources import find_sources
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer

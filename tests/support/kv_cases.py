@@ -15,8 +15,7 @@ from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import KVRequest, PageMemory
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Exchanges, Holding, Run, SharedPart, Span
+from chunkplan_runtime.layout import Exchanges, Holding, RankLayout, Run, SharedPart, Span
 
 
 def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:

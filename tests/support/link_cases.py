@@ -19,10 +19,8 @@ from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Wire
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import Span
+from chunkplan_runtime.layout import RankLayout, Span
 
 #: (op, chunk_id, virtual_stage)
 Stage = Sequence[tuple[str, int, int]]
@@ -111,7 +109,7 @@ def drive(
     """Run schedules one after another: what was wrong, and the threads of execution of each that left something."""
     layout = RankLayout(1, dist.get_world_size(), rank, placement)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=30))
-    links = groups.links(Wire(hidden_size, torch.float32, torch.device("cpu")))
+    links = groups.links(hidden_size, torch.float32)
     wrong: list[str] = []
     parts = [StandIn(each, layout.num_model_stages, hidden_size, wrong=wrong) for each in layout.model_stages()]
     model: Any = parts[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ def tamper(plan: Path, change: Callable[[Rows], None], **config: Any) -> None:
         manifest["selection"] = describe_selection(load_analysis(load_plan(plan).analysis_path), config_of(manifest))
     manifest |= {name: manifest["config"][name] for name in ("seed", "epochs")}
     write(plan, tables, manifest)
+
+
+@contextmanager
+def changed_rows(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Rows of a file of a plan, which are written as they are left, whatever the hashes."""
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    yield rows
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
 
 
 def restate_memory(rows: Rows, num_virtual: int) -> None:

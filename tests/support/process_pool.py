@@ -6,8 +6,7 @@ import importlib
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,17 +19,17 @@ TIMEOUT = 90
 class ProcessPool:
     """`run(world_size, function, **arguments)` calls a module's function on ranks 0 to world_size - 1 at once.
 
-    Unless `joined`, the function makes its process group itself.
+    Unless `joined`, the function makes its process group itself, and its processes end with it.
     """
 
-    def __init__(self, size: int, joined: bool) -> None:
-        self._size, self._joined = size, joined
+    def __init__(self, joined: bool) -> None:
+        self._joined = joined
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What the function returned, by rank."""
-        if not self._workers:
-            self._start()
+        while len(self._workers) < world_size:
+            self._start(len(self._workers))
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store") if self._joined else None
             task = (world_size, store, function.__module__, function.__qualname__, arguments)
@@ -38,9 +37,9 @@ class ProcessPool:
                 pipe.send(task)
             answers = self._answers(world_size)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in sorted(answers.items()) if error]
-        if errors:
-            self.stop()  # others may still wait for the one that failed
-            raise AssertionError("\n".join(errors))
+        if errors or not self._joined:  # others may still wait for the one that failed, and a watchdog end them
+            self.stop()
+        assert not errors, "\n".join(errors)
         return [answers[rank][1] for rank in range(world_size)]
 
     def stop(self) -> None:
@@ -51,17 +50,16 @@ class ProcessPool:
             pipe.close()
         self._workers = []
 
-    def _start(self) -> None:
+    def _start(self, rank: int) -> None:
         # Forked from a process that has imported what all of them need, once.
         context = multiprocessing.get_context("forkserver")
         cases = ["tests.support.distributed_cases", "tests.support.training_cases"]
         context.set_forkserver_preload([*cases, "chunkplan.simulation"])
-        for rank in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, theirs), daemon=True)
-            process.start()
-            theirs.close()  # else its end would not be noticed
-            self._workers.append((process, ours))
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()  # else its end would not be noticed
+        self._workers.append((process, ours))
 
     def _answers(self, world_size: int) -> dict[int, tuple[str | None, Any]]:
         """Errors and values by rank; after an error those that come at once, for others may deadlock."""
@@ -82,16 +80,6 @@ class ProcessPool:
                     process.join(5)
                     answers[ranks[pipe]] = f"ended with {process.exitcode}", None
         return answers
-
-
-@contextmanager
-def process_pool(size: int, joined: bool = True) -> Iterator[ProcessPool]:
-    """A pool that is stopped at the end."""
-    pool = ProcessPool(size, joined)
-    try:
-        yield pool
-    finally:
-        pool.stop()
 
 
 def _work(rank: int, pipe: Connection) -> None:

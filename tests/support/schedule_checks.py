@@ -120,5 +120,5 @@ def _peak(rank: Rank, done: list[tuple[str, int]]) -> int:
 def template(rank: Rank, pp: int) -> Actions:
     """State-aware 1F1B."""
     actions = empty_actions(rank.chunks.keeps_activations, pp, pp, False)
-    state_aware_1f1b(rank.chunks, pp, actions)
+    state_aware_1f1b(rank.chunks, rank.times, pp, 1, 1, actions)
     return actions

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime import sharing
+from chunkplan_runtime import layout as layouts
 from chunkplan_runtime.failures import watchdog as watching
 from chunkplan_runtime.kv.store import GatheredMemory
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import Exchanges, RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.sharing import Exchanges
 from tests.support.distributed_cases import make_stage, open_for_its_stages
 from tests.support.training_cases import run_main
 
@@ -30,7 +29,7 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     Of gradients that are summed, so many as a process sends that passes sums on.
     """
     counts: Counter[tuple[str, torch.dtype]] = Counter()
-    all_to_all, gather, reduce = dist.all_to_all_single, sharing.all_gather, sharing.reduce_scatter
+    all_to_all, gather, reduce = dist.all_to_all_single, layouts.all_gather, layouts.reduce_scatter
 
     def counted_all_to_all(
         out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
@@ -51,8 +50,8 @@ def sent_bytes(rank: int, *, plan: Path, config: Path, dtype: torch.dtype) -> Co
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), dtype, seed=1))
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
-        patch.object(sharing, "all_gather", counted_gather),
-        patch.object(sharing, "reduce_scatter", counted_reduce),
+        patch.object(layouts, "all_gather", counted_gather),
+        patch.object(layouts, "reduce_scatter", counted_reduce),
     ):
         stage.run(stage.work(0))
     return counts

@@ -27,6 +27,21 @@ from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.processes import train_together  # all that a run imports, before processes are forked
 from chunkplan_runtime.training.train_step import TrainStep
 from tests.support.alive import Alive
+from tests.support.ports import free_port
+from tests.support.process_pool import ProcessPool
+
+
+def together(pool: ProcessPool, size: int, *arguments: list[str], run: Any = None, **how: Any) -> list[Any]:
+    """Exit codes and stderr of trainers by rank, and more from other `run`s; one command line for all, or for each."""
+    return pool.run(size, run or run_main, size=size, port=free_port(), arguments=list(arguments), **how)
+
+
+def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
+    """What the main process said; the others have nothing to say."""
+    told = together(pool, size, arguments)
+    assert [code for code, _ in told] == [0] * size, told
+    assert [text for _, text in told[1:]] == [""] * (size - 1)
+    return told[0][1]
 
 
 def run_main_on_gpus(rank: int, *, uuids: list[str], **arguments: Any) -> tuple[int, str]:
@@ -81,11 +96,11 @@ class _StopsAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.steps
 
 
-def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[str], steps: int) -> None:
+def run_with_one_callback(rank: int, *, size: int, port: int, arguments: list[list[str]], steps: int) -> None:
     """A run from Python, where the last process alone has a callback: it stops after `steps`."""
     _join(rank, size, port)
     with contextlib.redirect_stderr(io.StringIO()):
-        train_together(read_options(arguments), [_StopsAt(steps)] if rank == size - 1 else [])
+        train_together(read_options(arguments[0]), [_StopsAt(steps)] if rank == size - 1 else [])
 
 
 def run_main(rank: int, *, size: int, port: int, arguments: list[list[str]]) -> tuple[int, str]:

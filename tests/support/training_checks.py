@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -31,23 +32,26 @@ def cost_of_a_run(model: Path) -> CostModel:
     return CostModel(shape=read_model_config(model), hardware=here, precision="fp32")
 
 
+#: Plans: 12 steps, 40, on three ranks, two stages, held out.
+PLANS: dict[str, dict[str, Any]] = {
+    "plan": {"epochs": 6},
+    "forty": {"epochs": 20, "chunk_size": 16},
+    "dp": {"epochs": 6, "dp": 3},
+    "pp": {"pp": 2},
+    "held": {"epochs": 3, "holdout": 2},
+}
+
+
 def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]) -> Path:
-    """An analysis of two sources, a config.json, and plans: 12 steps, 40, on three ranks, two stages, held out."""
+    """An analysis of two sources, a config.json, and `PLANS`."""
     (folder / "analysis").mkdir(parents=True)
     writer = AnalysisWriter(folder / "analysis")
     for record, (ids, target) in enumerate(random_sequences([25, 6, 14, 40, 3, 9], seed=4)):
         writer.add(int(len(ids) > 10), record, ids.astype(np.int32), target)
     writer.finish(exact=True, sources=[{"path": path, "records": 6, "schema": None} for path in SOURCES])
     (folder / "config.json").write_text(json.dumps(tiny_config("qwen2")))
-    plans = {
-        "plan": {"epochs": 6},
-        "forty": {"epochs": 20, "chunk_size": 16},
-        "dp": {"epochs": 6, "dp": 3},
-        "pp": {"pp": 2},
-        "held": {"epochs": 3, "holdout": 2},
-    }
     cost = cost_of_a_run(folder)
-    for name, options in plans.items():
+    for name, options in PLANS.items():
         config = PlanConfig(**{"chunk_size": 8, "k": 2, "global_batch": 3, "cp": "off", **options})
         build(folder / "analysis", folder / name, config, cost=cost)
     return folder
@@ -82,6 +86,22 @@ def same_weights(one: Path, other: Path) -> bool:
         if mine.keys() != others.keys() or not all(bool((mine[key] == others[key]).all()) for key in mine):
             return False
     return True
+
+
+def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
+    """Losses, norms and evaluations agree, and so do the weights of final/."""
+    assert len(learning(one)) == len(learning(other)) > 0
+    for row, expected in zip(learning(one), learning(other), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
+        assert row["source_losses"] == pytest.approx(expected["source_losses"], rel=tolerance)
+    for row, expected in zip(lines(one / "evals.jsonl"), lines(other / "evals.jsonl"), strict=True):
+        assert row["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
+    [file] = (path.name for path in (one / "final").glob("*.safetensors"))
+    weights, expected_weights = load_file(one / "final" / file), load_file(other / "final" / file)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
 def hidden_files(folder: Path) -> list[Path]:

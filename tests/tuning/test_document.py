@@ -92,7 +92,6 @@ def test_every_entry_that_is_relied_on_is_checked_when_a_document_is_read() -> N
         "cp?",
         "stage_layers?",
         "split?",
-        "sharding?",
         "keep_attention?",
     }
     assert expected["choices"] == [expected["chosen"]]

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 import chunkplan
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import SCHEDULES, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
-from chunkplan.schedule.families import SCHEDULES
 from chunkplan.tuning.baselines import baselines
 from chunkplan.tuning.document import tuning_document, write_tuning
 from chunkplan.tuning.options import LADDER, GpuLayout

@@ -66,7 +66,7 @@ class FastTokenizer:
     """A tokenizer as its JSON, `content`, describes it; raises ValueError where that is none.
 
     Stored truncation and padding are switched off, and the trimming of spaces from offsets, under which a token of
-    spaces has no place in the text.
+    spaces has no place in the text. `num_added` are the tokens put in front of a text and behind it.
     """
 
     def __init__(self, description: JsonObject, content: str) -> None:
@@ -102,11 +102,11 @@ class FastTokenizer:
         return None if token is None or found is None else (token, found)
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
-        """See `TokenizerLibrary`."""
+        """The tokens of texts, int32 [n], with what the tokenizer adds to a text."""
         return self._ids_of(texts, added=True)
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
-        """See `TokenizerLibrary`."""
+        """Encode texts, with a mask of tokens behind the border, in characters, and a token of half a character."""
         spans = [[(border, len(text))][: border < len(text)] for text, border in zip(texts, borders, strict=True)]
         front, behind = self.num_added
         return [
@@ -115,7 +115,7 @@ class FastTokenizer:
         ]
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
-        """See `TokenizerLibrary`."""
+        """Encode rendered conversations, with a mask of tokens that hold a character of a span; no span is empty."""
         return self._masked(texts, spans, 0, 0)
 
     def _masked(self, texts: list[str], spans: list[list[Span]], front: int, behind: int) -> list[Masked]:
@@ -136,15 +136,15 @@ class FastTokenizer:
         return encoded
 
     def knows(self, input_id: int) -> bool:
-        """See `TokenizerLibrary`."""
+        """Return whether this is the id of a token."""
         return input_id >= 0 and self._tokenizer.id_to_token(input_id) is not None
 
     def is_special(self, input_id: int) -> bool:
-        """See `TokenizerLibrary`."""
+        """Return whether this is the id of a token added to those of text, such as one that ends a turn."""
         return input_id in self._added_ids
 
     def decode(self, input_ids: list[int]) -> str:
-        """See `TokenizerLibrary`."""
+        """The text of tokens that it knows, with special ones as they are written; U+FFFD for bytes of no character."""
         return self._tokenizer.decode(input_ids, skip_special_tokens=False)
 
     def _ids_of(self, texts: list[str], *, added: bool) -> list[Int32Array]:

@@ -23,7 +23,7 @@ from chunkplan.intake.backends.chat_templates import (
 from chunkplan.intake.backends.fast import FastTokenizer
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.tokenizer import RecordTokenizer
-from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
+from chunkplan.planfile.tokenizer_hash import tokenizer_hash
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -50,7 +50,7 @@ def load_files(name: str, choice: TemplateChoice) -> RecordTokenizer:
     content = file.read_bytes()
     try:
         description = read_object(content, file)
-        content_hash, _ = tokenizer_hashes(description, content)  # before it is changed
+        content_hash = tokenizer_hash(description)  # before it is changed
         library = FastTokenizer(description, content.decode())
     except ValueError as error:
         raise DataError(f"not a tokenizer: {error}", where=str(file), hint=HINT) from error
@@ -116,7 +116,7 @@ def load_from_hub(name: str, choice: TemplateChoice) -> RecordTokenizer:
         )
     content = own.to_str()
     description = json.loads(content)
-    content_hash, _ = tokenizer_hashes(description, content.encode())  # before it is changed
+    content_hash = tokenizer_hash(description)  # before it is changed
     adds = getattr(loaded, "add_bos_token", False) is True, getattr(loaded, "add_eos_token", False) is True
     template = choose_template(loaded.chat_template, name)
     library = FastTokenizer(description, content)

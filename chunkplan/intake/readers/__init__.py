@@ -1,97 +1,67 @@
-"""Readers: sources of every kind cut into pieces, and pieces read as batches of records; one kind a file.
+"""Readers: sources of every kind cut into pieces, and pieces read as batches of records; one kind a module.
 
 What is read does not depend on how it is cut, and every record is read, rejected with its reason, or left out by the
-sample: none is lost.
+sample: none is lost. A module has `rows`, `digest`, `num_rows` and `alone`, which the functions here document. All
+raise RecordError for a file that is unreadable, and UsageError for one that cannot be opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
 
 from chunkplan.config.intake import MAX_RECORD_BYTES
+from chunkplan.intake import pieces
+from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers import lines, numpy_files, streams, tables
+from chunkplan.intake.readers import lines, numpy_files, streams, tables, texts
+from chunkplan.intake.readers.rows import make_batch
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
 __all__ = ["alone", "cut", "default_columns", "digest", "first_records", "is_stream", "num_rows", "read"]
 
-
-class _Reader(NamedTuple):
-    """How pieces of one kind are read."""
-
-    read: Callable[..., Iterator[Batch]]
-    first_records: Callable[[Piece, int, int], list[JsonObject]]
-    digest: Callable[[Piece], str]
-    num_rows: Callable[[Piece], int]
-    alone: Callable[[Piece, int, Path], Piece]
-
-
-class _Kind(NamedTuple):
-    """How sources of one kind are cut; `is_spooled` says whether they are read once, into temporary pieces."""
-
-    cut: Callable[[SourceFile, int, Path], Iterator[Piece]]
-    is_spooled: Callable[[SourceFile], bool]
-
-
-_LINES, _TABLE, _NUMPY = (
-    _Reader(kind.read, kind.first_records, kind.digest, kind.num_rows, kind.alone)
-    for kind in (lines, tables, numpy_files)
-)
-_TEXT = _Reader(
-    streams.read_text,
-    lambda piece, count, limit: [{"text": piece.path}],  # as all text files have it; the file is not read
-    streams.digest_text,
-    lambda piece: 1,
-    lambda piece, number, folder: piece,
-)
-
 #: By `Piece.reader`; elements of JSON are spooled as lines.
-_READERS = {
-    "lines": _LINES,
-    "elements": _LINES,
-    "parquet": _TABLE,
-    "arrow": _TABLE,
-    "text": _TEXT,
-    "npy": _NUMPY,
+_READERS: dict[str, ModuleType] = {
+    **dict.fromkeys(("lines", "elements"), lines),
+    **dict.fromkeys(("parquet", "arrow"), tables),
+    "text": texts,
+    "npy": numpy_files,
 }
 
-#: By `SourceFile.kind`.
-_KINDS = {
-    "jsonl": _Kind(streams.cut, streams.is_spooled),
-    "json": _Kind(streams.cut, lambda file: True),  # only its content says whether it is an array
-    "parquet": _Kind(tables.cut, tables.is_spooled),
-    "arrow": _Kind(tables.cut, tables.is_spooled),
-    "text": _Kind(streams.text_piece, lambda file: False),
-    "npy": _Kind(numpy_files.cut, numpy_files.is_spooled),
+#: By `SourceFile.kind`: what cuts a source of it.
+_CUTS = {
+    **dict.fromkeys(("jsonl", "json"), streams.cut),
+    **dict.fromkeys(("parquet", "arrow"), tables.cut),
+    "text": texts.cut,
+    "npy": numpy_files.cut,
 }
+
+#: Detection reads no further than this: a list of numbers takes ten times its bytes when it is decoded.
+_FIRST_BYTES = 8 << 20
 
 
 def cut(file: SourceFile, source: int, spool: Path) -> Iterator[Piece]:
     """The pieces of the source with index `source`, each made when it is asked for; temporary ones are in `spool`.
 
-    Raises:
-        RecordError: unreadable, with its file; after all pieces that can be read.
-        UsageError: the file cannot be opened, or the disk has no room for temporary pieces.
+    Raises RecordError, with its file, after all pieces that can be read; UsageError also for a full disk.
     """
-    return _KINDS[file.kind].cut(file, source, spool)
+    return _CUTS[file.kind](file, source, spool)
 
 
 def is_stream(file: SourceFile) -> bool:
     """Whether all of a source has to be read to cut it, by whoever cuts it. True for JSON, which may be an array."""
-    return _KINDS[file.kind].is_spooled(file)
+    if file.kind in ("arrow", "npy"):
+        return is_url(file.path)
+    return file.kind == "json" or (file.kind == "jsonl" and streams.is_spooled(file))
 
 
 def default_columns(file: SourceFile) -> dict[str, str]:
-    """Which column has the lengths, of a file that can hold nothing else: .npy, and tables of one column of integers.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be read.
-    """
+    """Which column has the lengths, of a file that can hold nothing else: .npy, a table of one column of integers."""
     if file.kind == "npy":
         return {"length": numpy_files.KEY}
     name = tables.length_column(file) if file.kind in ("parquet", "arrow") else None
@@ -99,13 +69,23 @@ def default_columns(file: SourceFile) -> dict[str, str]:
 
 
 def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX_RECORD_BYTES) -> list[JsonObject]:
-    """The first `count` records of a piece that can be read, as they are: to find out how they are laid out.
+    """The first `count` records of a piece, as they are, fewer if they are large: to find out how they are laid out.
 
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
+    Those that are no objects, or too large, are passed over. Of a table whose piece has none, rows behind it are read.
     """
-    return _READERS[piece.reader].first_records(piece, count, max_record_bytes)
+    if piece.reader == "text":
+        return [{"text": piece.path}]  # as all text files have it; the file is not read
+    found: list[JsonObject] = []
+    num_bytes = 0
+    for block in _READERS[piece.reader].rows(piece, None, count, max_record_bytes, None):
+        found += [row for row in block.rows if isinstance(row, dict)]
+        num_bytes += block.num_bytes
+        if len(found) >= count or num_bytes >= _FIRST_BYTES:
+            break
+    if not found and _READERS[piece.reader] is tables and piece.stop < sys.maxsize:
+        piece = replace(piece, start=piece.stop, stop=sys.maxsize)
+        return first_records(piece, count, max_record_bytes=max_record_bytes)
+    return found[:count]
 
 
 def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
@@ -116,40 +96,26 @@ def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: f
         layout: how its records are laid out.
         max_record_bytes: larger records are rejected; JSON lines and text are then not held in memory.
         sample: the share of records to read, by a hash of their position in the source.
-
-    Raises:
-        UsageError: the file cannot be opened.
     """
-    return _READERS[piece.reader].read(piece, layout, max_record_bytes=max_record_bytes, sample=sample)
+    max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", "input_ids") else pieces.BATCH_RECORDS
+    for block in _READERS[piece.reader].rows(piece, layout, max_rows, max_record_bytes, sample):
+        yield make_batch(layout, block)
 
 
 def digest(piece: Piece) -> str:
-    """SHA-256 of what a piece reads: of lines, of the rows of a table, of a text.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
-    """
-    return _READERS[piece.reader].digest(piece)
+    """SHA-256 of what a piece reads: of lines, of the rows of a table, of a text."""
+    return str(_READERS[piece.reader].digest(piece))
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lines or rows a piece has, with blank ones.
-
-    Raises:
-        RecordError: unreadable.
-        UsageError: the file cannot be opened.
-    """
-    return _READERS[piece.reader].num_rows(piece)
+    """How many lines or rows a piece has, with blank ones."""
+    return int(_READERS[piece.reader].num_rows(piece))
 
 
 def alone(piece: Piece, number: int, folder: Path) -> Piece:
     """The piece that has nothing but the line or row `number` of a piece; what has to be written for it is in `folder`.
 
-    It is read as it would be among the others.
-
-    Raises:
-        RecordError: the row is lost to damage.
-        UsageError: the file cannot be opened.
+    It is read as it would be among the others. Raises RecordError for a row that is lost to damage.
     """
-    return _READERS[piece.reader].alone(piece, number, folder)
+    found: Piece = _READERS[piece.reader].alone(piece, number, folder)
+    return found

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,30 +23,14 @@ import pyarrow as pa
 from chunkplan.arrays import Int64Array
 from chunkplan.intake import pieces
 from chunkplan.intake.files import reading
-from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers.rows import (
-    BOM,
-    Lengths,
-    Parsed,
-    Row,
-    are_lengths,
-    lengths_of,
-    parse_lengths,
-    parse_rows,
-    rejection,
-    sampled,
-    too_large,
-)
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.intake.pieces import LengthColumn, Piece
+from chunkplan.intake.readers.rows import BOM, Row, RowBlock, lengths_of, sampled, too_large
+from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import json_type
 
 _LF = b"\n"
 _SPACES = b" \t\r"
-
-#: Detection reads no further than this: a list of numbers takes ten times its bytes when it is decoded.
-_FIRST_BYTES = 8 << 20
 
 #: The key under which the messages of a line are that is nothing but a list of them; one of `_SPEAKERS` is in each.
 BARE = "messages"
@@ -86,18 +69,6 @@ class LineBlock(NamedTuple):
     num_bytes: int
 
 
-class _Lines(NamedTuple):
-    """The lines of a block that are to be decoded, with their `numbers` within the piece.
-
-    `num_records` counts all lines of the block that are not blank.
-    """
-
-    lines: list[bytes]
-    numbers: Int64Array
-    rejected: list[Rejected]
-    num_records: int
-
-
 def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
     """The pieces of a local file."""
     for index, start in enumerate(range(0, num_bytes, pieces.PIECE_BYTES)):
@@ -105,30 +76,37 @@ def cut(path: str, source: int, num_bytes: int) -> Iterator[Piece]:
         yield Piece(source, index, path, "lines", start, stop, origin=start, num_bytes=stop - start, share=stop - start)
 
 
-def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """See `readers.read`."""
-    max_lines = pieces.COLUMN_RECORDS if are_lengths(layout) else pieces.BATCH_RECORDS
+def rows(
+    piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
+) -> Iterator[RowBlock]:
+    """The objects on lines that are not blank, too large or left out by the sample."""
     row = 0
-    for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_lines):
-        chosen = _choose(piece, block, row, max_record_bytes, sample)
-        numbers, records, rejected, unread = _parse(piece, chosen, layout)
-        rejected = sorted(chosen.rejected + rejected)
-        num_rows = len(block.starts)
-        yield Batch(numbers, records, chosen.num_records, num_rows, block.num_bytes, rejected, unread)
-        row += num_rows
-
-
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
-    """The first `count` objects of a piece, fewer if they are large; passes over lines that are none, or too large."""
-    found: list[JsonObject] = []
-    num_bytes = 0
-    for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=count):
-        lines = _choose(piece, block, 0, max_record_bytes, None).lines
-        found += [row for row in decode_lines(lines, are_elements=_are_elements(piece)) if isinstance(row, dict)]
-        num_bytes += len(block.data)
-        if len(found) >= count or num_bytes >= _FIRST_BYTES:
-            break
-    return found[:count]
+    for block in line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=max_record_bytes, max_lines=max_rows):
+        data, starts, stops = block.data, block.starts, block.stops
+        positions = piece.origin + (block.offset - piece.start) + starts
+        if positions[0] == 0 and data.startswith(BOM):
+            starts = starts.copy()
+            starts[0] += len(BOM)
+        is_record = stops > starts
+        if data:
+            first = np.frombuffer(data, np.uint8)[np.where(is_record, starts, 0)]
+            for line in np.flatnonzero(is_record & (first <= _SPACES[0])).tolist():
+                is_record[line] = bool(data[starts[line] : stops[line]].strip(_SPACES))
+        sizes = stops - starts
+        is_large, is_chosen = sizes > max_record_bytes, is_record & sampled(positions, sample)
+        rejected = [
+            too_large(int(sizes[line]), max_record_bytes).of_row(row + line)
+            for line in np.flatnonzero(is_chosen & is_large).tolist()
+        ]
+        is_chosen &= ~is_large
+        lines = [data[a:b] for a, b in zip(starts[is_chosen].tolist(), stops[is_chosen].tolist(), strict=True)]
+        decoded, unread = (_lengths(lines, layout) if layout and layout.schema == "length" else None) or (
+            decode_lines(lines, are_elements=piece.reader == "elements"),
+            {},
+        )
+        numbers = row + np.flatnonzero(is_chosen)
+        yield RowBlock(decoded, numbers, int(is_record.sum()), len(starts), block.num_bytes, rejected, unread)
+        row += len(starts)
 
 
 def digest(piece: Piece) -> str:
@@ -164,18 +142,11 @@ def _sizes(piece: Piece) -> Iterator[LineBlock]:
     return line_blocks(piece.path, piece.start, piece.stop, max_line_bytes=0, max_lines=sys.maxsize)
 
 
-def _are_elements(piece: Piece) -> bool:
-    return piece.reader == "elements"
-
-
 def line_blocks(path: str, start: int, stop: int, *, max_line_bytes: int, max_lines: int) -> Iterator[LineBlock]:
     """The lines of a local file that begin in its bytes [start, stop), in blocks of at most `max_lines`.
 
     Only LF ends a line, and the end of the file. A line of more than `max_line_bytes` that is longer than a block is
-    not held in memory.
-
-    Raises:
-        UsageError: the file cannot be read.
+    not held in memory. Raises UsageError: the file cannot be read.
     """
     with reading(path), Path(path).open("rb") as file:
         at = _first_line(file, start, stop)
@@ -234,46 +205,13 @@ def _split(data: bytes, offset: int, max_lines: int) -> Iterator[LineBlock]:
         yield LineBlock(data[start:stop], starts[some] - start, stops[some] - start, offset + start, stop - start)
 
 
-def _choose(piece: Piece, block: LineBlock, row: int, max_record_bytes: int, sample: float | None) -> _Lines:
-    """The lines of a block, the first of which is `row` of the piece, that are not blank, too large or left out."""
-    data, starts, stops = block.data, block.starts, block.stops
-    positions = piece.origin + (block.offset - piece.start) + starts
-    if positions[0] == 0 and data.startswith(BOM):
-        starts = starts.copy()
-        starts[0] += len(BOM)
-    is_record = stops > starts
-    if data:
-        first = np.frombuffer(data, np.uint8)[np.where(is_record, starts, 0)]
-        for line in np.flatnonzero(is_record & (first <= _SPACES[0])).tolist():
-            is_record[line] = bool(data[starts[line] : stops[line]].strip(_SPACES))
-    sizes = stops - starts
-    is_large, is_chosen = sizes > max_record_bytes, is_record & sampled(positions, sample)
-    rejected = [
-        rejection(row + line, too_large(int(sizes[line]), max_record_bytes))
-        for line in np.flatnonzero(is_chosen & is_large).tolist()
-    ]
-    is_chosen &= ~is_large
-    lines = [data[a:b] for a, b in zip(starts[is_chosen].tolist(), stops[is_chosen].tolist(), strict=True)]
-    return _Lines(lines, row + np.flatnonzero(is_chosen), rejected, int(is_record.sum()))
-
-
-def _parse(piece: Piece, chosen: _Lines, layout: RecordLayout) -> Parsed:
-    are_elements, lines = _are_elements(piece), chosen.lines
-    if not are_lengths(layout):
-        return parse_rows(layout, decode_lines(lines, are_elements=are_elements), chosen.numbers.tolist())
-    lengths = _lengths(lines, layout)
-    rest = [lines[index] for index in np.flatnonzero(~lengths.taken).tolist()]
-    return parse_lengths(lengths, layout, decode_lines(rest, are_elements=are_elements), chosen.numbers)
-
-
-def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> Lengths:
-    """The lengths on those lines that pyarrow reads as this program would."""
+def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> tuple[LengthColumn, dict[str, int]] | None:
+    """The lengths on lines that pyarrow reads as `decode_lines` would, as `lengths_of` has them; None for others."""
     from pyarrow import json as arrow_json
 
-    none = Lengths(np.zeros(len(lines), np.int32), np.zeros(len(lines), np.bool_), Counter())
     block = _LF.join(lines)
-    if not block or b"\\" in block or not _are_objects(lines):
-        return none
+    if not block or b"\\" in block or not _are_objects(lines, block):
+        return None
     try:
         block.decode()
         table = arrow_json.read_json(
@@ -282,24 +220,21 @@ def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> Lengths:
             arrow_json.ParseOptions(explicit_schema=pa.schema([(layout.columns["length"], pa.int64())])),
         )
     except (pa.ArrowException, UnicodeDecodeError):
-        return none
+        return None
     # Fractions, and what is in lists and objects, it may take where it is none of JSON's.
-    if len(table) != len(lines) or any(map(_is_loose, table.schema.types)):
-        return none
-    [batch] = table.combine_chunks().to_batches()
-    return lengths_of(batch, layout) or none
+    if len(table) != len(lines) or any(pa.types.is_floating(t) or pa.types.is_nested(t) for t in table.schema.types):
+        return None
+    return lengths_of(table.combine_chunks().to_batches()[0], layout)
 
 
-def _is_loose(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_nested(kind))
-
-
-def _are_objects(lines: Sequence[bytes]) -> bool:
+def _are_objects(lines: Sequence[bytes], block: bytes) -> bool:
     """Whether every line begins and ends like an object.
 
     Parsers of several lines take an LF for any other space: a line may hold two values, and a value several lines. A
     value that began on an earlier line cannot go on with `{` behind a `}`, so these lines hold one value each at least.
     """
+    if block[:1] + block[-1:] == b"{}" and block.count(b"\n{") == block.count(b"}\n") == len(lines) - 1:
+        return True
     return all(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
 
 
@@ -309,19 +244,19 @@ def decode_lines(lines: Sequence[bytes], *, are_elements: bool = False) -> list[
     `are_elements` says that the file has no such lines: they are elements of an array, or objects over several lines.
     """
     block = _LF.join(lines)
-    rows = _decode_block(lines, block) or [_decode_line(line, are_elements) for line in lines]
-    if any(isinstance(row, RecordError) for row in rows) or _most_keys(block) != _num_keys(rows):
-        rows = [_without_duplicates(line, row) for line, row in zip(lines, rows, strict=True)]
-    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in rows]
+    if (rows := _decode_block(lines, block)) is not None and _most_keys(block) == _num_keys(rows, block):
+        return rows
+    found = [_without_duplicates(line, _decode_line(line, are_elements)) for line in lines]
+    return [row if isinstance(row, (dict, RecordError)) else {BARE: row} for row in found]
 
 
-def _decode_block(lines: Sequence[bytes], block: bytes) -> list[_Value | RecordError] | None:
+def _decode_block(lines: Sequence[bytes], block: bytes) -> list[Row] | None:
     """The objects on all lines together, or None where one of them is none."""
     try:
-        records: list[_Value | RecordError] = _DECODER.decode_lines(block)
+        records: list[Row] = _DECODER.decode_lines(block)
     except (ValueError, RecursionError):
         return None
-    return records if len(records) == len(lines) and _are_objects(lines) else None
+    return records if len(records) == len(lines) and _are_objects(lines, block) else None
 
 
 def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
@@ -380,7 +315,7 @@ def _refuse(name: str) -> NoReturn:
 
 def _without_duplicates(line: bytes, row: _Value | RecordError) -> _Value | RecordError:
     """`row`, but the error of a line with a key twice in one object: the decoder keeps the last of them silently."""
-    if isinstance(row, RecordError) or len(_KEY_END.findall(line)) == _num_keys([row]):
+    if isinstance(row, RecordError) or len(_KEY_END.findall(line)) == _num_keys([row], line):
         return row
     try:
         json.loads(line.decode(), object_pairs_hook=_distinct, parse_int=len, parse_float=len)
@@ -411,8 +346,10 @@ def _most_keys(text: bytes) -> int:
     return int(are_ends.sum())
 
 
-def _num_keys(records: Sequence[_Value | RecordError]) -> int:
-    """How many keys all objects in `records` have together."""
+def _num_keys(records: Sequence[Row | _Value], text: bytes) -> int:
+    """How many keys all objects in `records` have together, which were decoded from `text`."""
+    if text.count(b"{") == len(records):  # none of them has another in it
+        return sum(map(len, records))  # type: ignore[arg-type]
     num_keys = 0
     values: list[Any] = list(records)
     for value in values:  # grows on the way

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy.typing as npt
 
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
-from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers.rows import Lengths, Row, parse_lengths, plain_lengths, sampled
+from chunkplan.intake.pieces import LengthColumn, Piece
+from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled
 from chunkplan.intake.readers.streams import check_head, fetch, unreadable
-from chunkplan.intake.records import JsonObject
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
@@ -31,7 +29,7 @@ KEY = "length"
 
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     """The pieces of a file, which is copied into `folder` if it is behind a URL."""
-    is_copy = is_spooled(file)
+    is_copy = is_url(file.path)
     path = fetch(file.path, folder / f"source-{source:05}.npy") if is_copy else file.path
     values = _open(path, file.path)
     rows = len(values) if is_copy else max(1, pieces.PIECE_BYTES // values.itemsize)
@@ -41,27 +39,21 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         yield Piece(source, index, path, "npy", start, stop, start, is_copy, num_bytes, share=num_bytes)
 
 
-def is_spooled(file: SourceFile) -> bool:
-    """Whether a file is copied before it is read."""
-    return is_url(file.path)
-
-
-def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
+def rows(
+    piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
+) -> Iterator[RowBlock]:
     """See `readers.read`."""
     values = _values(piece)
-    for start in range(0, len(values), pieces.COLUMN_RECORDS):
-        lengths = np.array(values[start : start + pieces.COLUMN_RECORDS])
+    for start in range(0, len(values), max_rows):
+        lengths = np.array(values[start : start + max_rows])
         chosen = start + np.flatnonzero(sampled(piece.start + start + np.arange(len(lengths)), sample))
         found = values[chosen]
-        taken = plain_lengths(found, np.ones(len(found), np.bool_))
-        rest: list[Row] = [{KEY: value} for value in found[~taken].tolist()]
-        parsed = parse_lengths(Lengths(found, taken, Counter()), layout, rest, chosen)
-        yield Batch(parsed.numbers, parsed.records, len(lengths), len(lengths), lengths.nbytes, parsed.rejected)
-
-
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
-    """The first `count` lengths."""
-    return [{KEY: value} for value in _values(piece)[:count].tolist()]
+        decoded: list[Row] | LengthColumn
+        if layout is not None and are_lengths(found):
+            decoded = LengthColumn(found.astype(np.int32))
+        else:
+            decoded = [{KEY: value} for value in found.tolist()]
+        yield RowBlock(decoded, chosen, len(lengths), len(lengths), lengths.nbytes)
 
 
 def digest(piece: Piece) -> str:

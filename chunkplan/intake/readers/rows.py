@@ -1,24 +1,22 @@
-"""What all readers share: decoded rows -> records and rejections, columns of lengths, and which rows a sample takes."""
+"""What all readers share: decoded rows -> batches of records and rejections, and which rows a sample takes."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from chunkplan.arrays import BoolArray, Int64Array, IntArray, split_mix
-from chunkplan.intake.pieces import LengthColumn
-from chunkplan.intake.records import JsonObject, LengthRecord, Record
-from chunkplan.intake.rejection import RecordError, Rejected
+from chunkplan.arrays import BoolArray, Int64Array, split_mix
+from chunkplan.intake.pieces import Batch, LengthColumn
+from chunkplan.intake.records import JsonObject, LengthRecord, Record, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, count_unread, parse
-from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
+from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.unread import named
-from chunkplan.planfile.arrow import to_numpy
+from chunkplan.planfile.schema import to_numpy
 
 #: A row as a reader decodes it: its keys and values as JSON has them, or what is wrong with it.
 Row = JsonObject | RecordError
@@ -26,73 +24,53 @@ Row = JsonObject | RecordError
 #: The UTF-8 byte order mark.
 BOM = b"\xef\xbb\xbf"
 
+_INT32_MAX = np.iinfo(np.int32).max
 
-class Parsed(NamedTuple):
-    """Rows after parsing: `records` with their `numbers`, and those that were rejected; each in order.
 
-    `unread` counts the keys of the former that were not read.
+class RowBlock(NamedTuple):
+    """Rows that were decoded together, or their lengths where a reader has them as a column; the rest as in `Batch`.
+
+    `numbers` [n] are those of `rows`. `unread` counts keys that the reader left out, or that are beside the lengths.
     """
 
+    rows: Sequence[Row] | LengthColumn
     numbers: Int64Array
-    records: list[Record] | LengthColumn
-    rejected: list[Rejected]
-    unread: Counter[str]
+    num_records: int
+    num_rows: int
+    num_bytes: int
+    rejected: Sequence[Rejected] = ()
+    unread: Mapping[str, int | None] = {}
 
 
-class Lengths(NamedTuple):
-    """The lengths of n rows, `values` [n], and which of them are good as they are, `taken` bool [n].
-
-    `unread` counts the other keys of the rows that are taken.
-    """
-
-    values: IntArray
-    taken: BoolArray
-    unread: Counter[str]
-
-
-def parse_rows(layout: RecordLayout, rows: Sequence[Row], numbers: Sequence[int]) -> Parsed:
-    """Make records of rows, which are of these numbers."""
+def make_batch(layout: RecordLayout, block: RowBlock) -> Batch:
+    """Make records of the rows of a block."""
+    sizes = block.num_records, block.num_rows, block.num_bytes
+    if isinstance(block.rows, LengthColumn):
+        return Batch(block.numbers, block.rows, *sizes, list(block.rejected), block.unread)
     kept: list[int] = []
     read: list[JsonObject] = []
     records: list[Record] = []
-    rejected: list[Rejected] = []
-    for number, row in zip(numbers, rows, strict=True):
+    rejected = list(block.rejected)
+    for number, row in zip(block.numbers.tolist(), block.rows, strict=True):
         if isinstance(row, RecordError):
-            rejected.append(rejection(number, row))
+            rejected.append(row.of_row(number))
             continue
         try:
             records.append(parse(layout, row))
             kept.append(number)
             read.append(row)
         except RecordError as error:
-            rejected.append(rejection(number, error))
-    return Parsed(np.array(kept, np.int64), records, rejected, count_unread(layout, read))
+            rejected.append(error.of_row(number))
+    made: list[Record] | LengthColumn = records
+    if layout.schema == "length":
+        made = LengthColumn(np.array([one.num_tokens for one in records if isinstance(one, LengthRecord)], np.int32))
+    unread = {**block.unread, **count_unread(layout, read)} if read else {}
+    return Batch(np.array(kept, np.int64), made, *sizes, sorted(rejected), unread)
 
 
-def are_lengths(layout: RecordLayout) -> bool:
-    """Whether records that are laid out so are columns of lengths."""
-    return layout.schema == "length" and layout.columns["length"] not in layout.ignored
-
-
-def plain_lengths(values: IntArray, present: BoolArray) -> BoolArray:
-    """Which of n values, of those `present`, are lengths: whole numbers from 1 that fit int32."""
-    return present & (values >= 1) & (values <= np.iinfo(np.int32).max)
-
-
-def lengths_of(batch: pa.RecordBatch, layout: RecordLayout) -> Lengths | None:
-    """The lengths in a batch, but of rows that may be refused for other columns; None where there are no integers."""
-    key = layout.columns["length"]
-    if key not in batch.schema.names or not pa.types.is_integer(batch.column(key).type):
-        return None
-    column = batch.column(key)
-    present = is_valid(column)
-    for name in SUSPECT.intersection(batch.schema.names) - {key}:
-        present = present & ~is_valid(batch.column(name))
-    values = to_numpy(column).astype(np.int64)
-    taken = plain_lengths(values, present)
-    others = [name for name in batch.schema.names if name != key and name not in MEDIA]
-    unread = {named(name): int((is_valid(batch.column(name)) & taken).sum()) for name in others}
-    return Lengths(values, taken, +Counter(unread))
+def are_lengths(values: Int64Array) -> bool:
+    """Whether all of `values` are lengths: whole numbers from 1 that fit int32."""
+    return not values.size or (int(values.min()) >= 1 and int(values.max()) <= _INT32_MAX)
 
 
 def is_valid(array: pa.Array) -> BoolArray:
@@ -101,20 +79,19 @@ def is_valid(array: pa.Array) -> BoolArray:
     return valid
 
 
-def parse_lengths(lengths: Lengths, layout: RecordLayout, rest: Sequence[Row], numbers: Int64Array) -> Parsed:
-    """The lengths of rows of these numbers [n]; `rest` are the rows that are not taken, which are parsed one by one."""
-    others = parse_rows(layout, rest, np.flatnonzero(~lengths.taken).tolist())
-    found = np.where(lengths.taken, lengths.values, 0).astype(np.int32)
-    found[others.numbers] = [one.num_tokens for one in others.records if isinstance(one, LengthRecord)]  # type: ignore[union-attr]
-    is_kept = lengths.taken.copy()
-    is_kept[others.numbers] = True
-    rejected = [one._replace(number=int(numbers[one.number])) for one in others.rejected]
-    return Parsed(numbers[is_kept], LengthColumn(found[is_kept]), rejected, others.unread + lengths.unread)
-
-
-def rejection(number: int, error: RecordError) -> Rejected:
-    """The entry of a row that was rejected for `error`."""
-    return Rejected(number, error.reason, error.message, error.hint)
+def lengths_of(batch: pa.RecordBatch, layout: RecordLayout) -> tuple[LengthColumn, dict[str, int]] | None:
+    """The lengths in a batch, and its other keys with how many rows have them; None where a row has to be looked at."""
+    key = layout.columns["length"]
+    column = batch.column(key) if key in batch.schema.names and key not in layout.ignored else None
+    others = [name for name in batch.schema.names if name != key]
+    if column is None or not pa.types.is_integer(column.type) or column.null_count:
+        return None
+    if any(is_valid(batch.column(name)).any() for name in SUSPECT.intersection(others)):
+        return None
+    values = to_numpy(column).astype(np.int64)
+    unread = {named(name): int(is_valid(batch.column(name)).sum()) for name in others}
+    found = LengthColumn(values.astype(np.int32)), {name: count for name, count in unread.items() if count}
+    return found if are_lengths(values) else None
 
 
 def sampled(positions: Int64Array, rate: float | None) -> BoolArray:

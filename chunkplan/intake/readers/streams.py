@@ -1,4 +1,4 @@
-"""What is read in order: compressed files, the standard input, URLs, JSON arrays, objects over several lines, texts.
+"""What is read in order: compressed files, the standard input, URLs, JSON arrays, objects over several lines.
 
 What cannot be cut by seeking is read once and spooled: temporary files of whole lines, one a piece. Elements of an
 array are told apart in bounded memory, whatever their size; what is in them is for who reads the lines.
@@ -6,7 +6,6 @@ array are told apart in bounded memory, whatever their size; what is in them is 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,11 +20,10 @@ from chunkplan.arrays import Int64Array
 from chunkplan.errors import ChunkplanError
 from chunkplan.intake import pieces
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
-from chunkplan.intake.pieces import Batch, Piece
+from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
-from chunkplan.intake.readers.rows import BOM, Row, parse_rows, sampled, too_large
-from chunkplan.intake.rejection import RecordError
-from chunkplan.intake.schemas import RecordLayout
+from chunkplan.intake.readers.rows import BOM
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
 from chunkplan.intake.store import check_room
@@ -66,10 +64,8 @@ def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is
     Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
 
     `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
-
-    Raises:
-        RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way.
-        UsageError: it cannot be opened or read.
+    Raises RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way;
+    UsageError: it cannot be opened or read.
     """
     taken = taken or Taken()
     block_bytes = pieces.LOOK_BYTES if is_look and is_url(path) else pieces.BLOCK_BYTES
@@ -133,8 +129,7 @@ def fetch(path: str, target: Path) -> str:
 def check_head(head: bytes, path: str) -> None:
     """Refuse a file that begins with `head` if there is nothing to read in it.
 
-    Raises:
-        RecordError: it is empty, or a pointer of Git LFS.
+    Raises RecordError: it is empty, or a pointer of Git LFS.
     """
     if not head:
         name = "the standard input" if path == STDIN else "the file"
@@ -166,11 +161,8 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
     """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
 
-    `taken` and `is_look` are as in `chunks`.
-
-    Raises:
-        RecordError: unreadable; also while the bytes are taken, after all that can be read.
-        UsageError: the file cannot be read.
+    `taken` and `is_look` are as in `chunks`. Raises RecordError: unreadable; also while the bytes are taken, after all
+    that can be read; UsageError: the file cannot be read.
     """
     data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
@@ -213,72 +205,98 @@ def _spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reade
     """
     folder.mkdir(parents=True, exist_ok=True)
     index, origin, rest, before = 0, 0, b"", 0
-    ending: ChunkplanError | None = None
-    is_more = True
-    while is_more and ending is None:
+    ending: Exception | None = None
+    while ending is None:
         check_room(folder, pieces.PIECE_BYTES, "the next piece of what is read as a stream")
         path = folder / f"source-{source:05}-piece-{index:05}.jsonl"
+        size = whole = 0
         with path.open("wb") as file:
-            try:
-                size, rest, is_more = _fill(file, rest, data)
-            except ChunkplanError as error:
-                size, ending = file.tell(), error
+            while not (stop := rest.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1):
+                file.write(rest)
+                whole = size + rest.rfind(_LF) + 1 if _LF in rest else whole
+                size += len(rest)
+                try:
+                    rest = next(data)
+                except (StopIteration, ChunkplanError) as error:
+                    ending, rest = error, b""
+                    break
+            file.write(rest[:stop])
+            size, rest = size + stop, rest[stop:]
+            if isinstance(ending, ChunkplanError):
+                size = file.truncate(whole)
         if size:
             share, before = taken.num_bytes - before, taken.num_bytes
             yield Piece(source, index, str(path), reader, 0, size, origin, True, num_bytes=size, share=share)
         else:
             path.unlink()
         index, origin = index + 1, origin + size
-    if ending is not None:
+    if isinstance(ending, ChunkplanError):
         raise ending
-
-
-def _fill(file: BinaryIO, chunk: bytes, data: Iterator[bytes]) -> tuple[int, bytes, bool]:
-    """Write `chunk` and more of `data` into `file` up to the end of a line at or behind `PIECE_BYTES`.
-
-    Returns how much was written, what was read beyond, and whether `data` has not ended. At an error of `data`, the
-    file is left with whole lines.
-    """
-    size, whole = 0, 0
-    while True:
-        stop = chunk.find(_LF, max(pieces.PIECE_BYTES - size - 1, 0)) + 1
-        if stop:
-            file.write(chunk[:stop])
-            return size + stop, chunk[stop:], True
-        file.write(chunk)
-        whole = size + chunk.rfind(_LF) + 1 if _LF in chunk else whole
-        size += len(chunk)
-        try:
-            chunk = next(data)
-        except StopIteration:
-            return size, b"", False
-        except ChunkplanError:
-            file.seek(whole)
-            file.truncate()
-            raise
 
 
 def elements(data: Iterator[bytes], path: str) -> Iterator[bytes]:
     """The elements of the array in `data`, which begins with its `[`: each on a line that ends with LF, in parts.
 
-    Raises:
-        RecordError: unreadable: no `]`, something behind it, an element that is missing, or a comma; or as `data`.
+    Raises RecordError: unreadable: no `]`, something behind it, an element that is missing, or a comma; or as `data`.
     """
-    array = _Array(path)
+    marks = _Marks(1)
+    depth = num_done = 0
+    has_ended = has_begun = False
+    is_whole = is_due = False  # the brackets of the element are closed again; a comma was before it
+
+    def wrong(message: str, mark: int | None) -> RecordError:
+        return _misplaced(message, mark, path, "elements")
+
+    def add(text: bytes) -> None:
+        nonlocal has_begun
+        text = text if has_begun else text.lstrip(_SPACES)
+        has_begun = has_begun or bool(text)
+        found.append(text.translate(_LINE_END))
+
     for block in data:
         found: list[bytes] = []
+        at = 0
         try:
-            array.take(block, found)
+            for position in marks.find(block).tolist():
+                mark = block[position]
+                if has_ended:
+                    break
+                if mark in _OPENING:
+                    if is_whole:
+                        raise wrong(f"expected `,` or `]` behind element {num_done}", mark)
+                    depth += 1
+                    at = position + 1 if depth == 1 else at
+                elif mark != _COMMA and depth > 1:
+                    depth -= 1
+                    is_whole = True
+                else:  # an element ends, and maybe the array
+                    add(block[at:position])
+                    at = position + 1
+                    if has_begun:
+                        found.append(_LF)
+                        num_done += 1
+                    elif mark == _COMMA or is_due:
+                        raise wrong(f"expected element {num_done}", mark)
+                    has_begun = is_whole = False
+                    is_due, has_ended = mark == _COMMA, mark != _COMMA
+                    if mark == ord("}"):
+                        raise wrong("expected `,` or `]`", mark)
+            if not has_ended:
+                add(block[at:])
+            elif behind := block[at:].strip(_SPACES):
+                raise wrong("expected nothing behind the array", behind[0])
         finally:
             yield b"".join(found)
-    array.check_end()
+    if not has_ended:
+        raise wrong("expected `,` or `]`", None)
+    if not num_done:
+        raise unreadable("an array without elements", path, hint="leave the file out")
 
 
 def objects(data: Iterator[bytes], path: str) -> Iterator[bytes]:
     """The objects in `data`, each over as many lines as it likes: each on a line that ends with LF, in parts.
 
-    Raises:
-        RecordError: unreadable: something is between them, or the last has no end; or as `data`.
+    Raises RecordError: unreadable: something is between them, or the last has no end; or as `data`.
     """
     marks = _Marks(0)
     num_done, is_open = 0, False
@@ -317,77 +335,6 @@ def _misplaced(message: str, found: int | None, path: str, counted: str) -> Reco
     )
 
 
-class _Array:
-    """A position in an array that is read block by block."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._marks = _Marks(1)
-        self._depth = 0
-        self._num_done = 0
-        self._has_ended = False
-        self._has_begun = False  # the element: there is something of it
-        self._is_whole = False  # its brackets are closed again
-        self._is_due = False  # a comma was before it
-
-    def take(self, block: bytes, found: list[bytes]) -> None:
-        """Add to `found` the elements that are in `block`, whole or in part."""
-        at = 0
-        for position in self._marks.find(block).tolist():
-            mark = block[position]
-            if self._has_ended:
-                break
-            if mark in _OPENING:
-                if self._is_whole:
-                    raise self._error(f"expected `,` or `]` behind element {self._num_done}", mark)
-                self._depth += 1
-                at = position + 1 if self._depth == 1 else at
-            elif mark == _COMMA:
-                self._add(block[at:position], found)
-                self._end_element(mark, found)
-                self._is_due = True
-                at = position + 1
-            else:
-                self._depth -= 1
-                self._is_whole = self._depth == 1
-                if not self._depth:
-                    self._add(block[at:position], found)
-                    if self._has_begun or self._is_due:
-                        self._end_element(mark, found)
-                    if mark != ord("]"):
-                        raise self._error("expected `,` or `]`", mark)
-                    self._has_ended = True
-                    at = position + 1
-        if not self._has_ended:
-            self._add(block[at:], found)
-        elif behind := block[at:].strip(_SPACES):
-            raise self._error("expected nothing behind the array", behind[0])
-
-    def check_end(self) -> None:
-        """Raises RecordError where the array goes on, or there was nothing in it."""
-        if not self._has_ended:
-            raise self._error("expected `,` or `]`", None)
-        if not self._num_done:
-            raise unreadable("an array without elements", self._path, hint="leave the file out")
-
-    def _add(self, text: bytes, found: list[bytes]) -> None:
-        if not self._has_begun:
-            text = text.lstrip(_SPACES)
-        if text:
-            self._has_begun = True
-            found.append(text.translate(_LINE_END))
-
-    def _end_element(self, mark: int, found: list[bytes]) -> None:
-        if not self._has_begun:
-            raise self._error(f"expected element {self._num_done}", mark)
-        found.append(_LF)
-        self._num_done += 1
-        self._has_begun = self._is_whole = self._is_due = False
-
-    def _error(self, message: str, found: int | None) -> RecordError:
-        return _misplaced(message, found, self._path, "elements")
-
-
 class _Marks:
     """Finds brackets, and commas between them, that are not in strings and down to some depth."""
 
@@ -417,50 +364,3 @@ class _Marks:
         self._in_string = (self._in_string + len(quotes)) % 2
         found: Int64Array = marks[np.minimum(after, after - steps) <= self._deepest]
         return found
-
-
-def text_piece(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
-    """A text file as one piece, which is one record."""
-    num_bytes, how = file.num_bytes or 0, file.compression
-    yield Piece(source, 0, file.path, "text", 0, 1, origin=0, num_bytes=num_bytes, share=num_bytes, compression=how)
-
-
-def read_text(
-    piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None
-) -> Iterator[Batch]:
-    """See `readers.read`: the one record of a text file, which is rejected where the file cannot be read."""
-    row = [_text(piece, max_record_bytes)] if sampled(np.zeros(1, np.int64), sample)[0] else []
-    numbers, records, rejected, _ = parse_rows(layout, row, range(len(row)))
-    yield Batch(numbers, records, 1, 1, piece.num_bytes, rejected)
-
-
-def digest_text(piece: Piece) -> str:
-    """SHA-256 of the content; of a file that cannot be read, of so much as can be."""
-    hasher = hashlib.sha256()
-    try:
-        for data in chunks(piece.path, piece.compression):
-            hasher.update(data)
-    except RecordError as error:
-        hasher.update(error.message.encode())
-    return hasher.hexdigest()
-
-
-def _text(piece: Piece, max_record_bytes: int) -> Row:
-    held: list[bytes] = []
-    num_bytes = 0
-    try:
-        for data in chunks(piece.path, piece.compression):
-            num_bytes += len(data)
-            held = [*held, data] if num_bytes <= max_record_bytes else []
-    except RecordError as error:
-        if not piece.num_bytes and piece.compression is None:  # of a corpus, not damage
-            return RecordError(error.message, reason="empty", hint=error.hint)
-        return error
-    if num_bytes > max_record_bytes:
-        return too_large(num_bytes, max_record_bytes)
-    content = b"".join(held).removeprefix(BOM)
-    try:
-        return {"text": content.decode()}
-    except UnicodeDecodeError as error:
-        message = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} ({error.reason})"
-        return RecordError(message, reason="not-utf8", hint="convert the file to UTF-8")

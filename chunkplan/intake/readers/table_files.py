@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.readers.streams import check_head, unreadable
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 
 #: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
 _ARROW_FILE = b"ARROW1"
@@ -51,11 +51,8 @@ def open_table(path: str, kind: str, *, is_look: bool = False) -> Iterator[Table
     """A Parquet or Arrow file, which may be read as long as the context is.
 
     `is_look` says that only what it has in it, or its first rows, are wanted, of which little is fetched at once.
-
-    Raises:
-        RecordError: unreadable: empty, a pointer of Git LFS, torn, encrypted, or not a file of its kind; also while it
-            is read.
-        UsageError: the file cannot be read.
+    Raises RecordError: unreadable: empty, a pointer of Git LFS, torn, encrypted, or not a file of its kind; also while
+    it is read; UsageError: the file cannot be read.
     """
     block_bytes = pieces.LOOK_BYTES if is_look else pieces.BLOCK_BYTES
     with reading(path), open_file(path, block_bytes if is_look else None) as file:

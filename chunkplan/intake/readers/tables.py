@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,30 +15,18 @@ import pyarrow.compute as pc
 from chunkplan.arrays import BoolArray, offsets_of
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
-from chunkplan.intake.pieces import Batch, Piece
-from chunkplan.intake.readers.rows import (
-    Parsed,
-    Row,
-    are_lengths,
-    is_valid,
-    lengths_of,
-    parse_lengths,
-    parse_rows,
-    rejection,
-    sampled,
-    too_large,
-)
+from chunkplan.intake.pieces import LengthColumn, Piece
+from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large
 from chunkplan.intake.readers.streams import fetch, unreadable
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.keys import may_say
 from chunkplan.intake.schemas.messages import SUSPECT
 from chunkplan.intake.schemas.tokens import HARMLESS
 from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
-from chunkplan.planfile.arrow import to_arrow, to_numpy
+from chunkplan.planfile.schema import to_arrow, to_numpy
 
 _INT32 = np.iinfo(np.int32)
 
@@ -54,7 +40,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 
     Arrow behind a URL cannot be cut: it is copied into `folder`, as one piece.
     """
-    is_copy = is_spooled(file)
+    is_copy = file.kind == "arrow" and is_url(file.path)
     path = fetch(file.path, folder / f"source-{source:05}.{file.kind}") if is_copy else file.path
     piece = Piece(source, 0, path, file.kind, 0, 0, origin=0, is_temporary=is_copy)
     num_rows = 0
@@ -81,11 +67,6 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         raise unreadable("a table without rows", file.path, hint="leave it out, or write it again")
 
 
-def is_spooled(file: SourceFile) -> bool:
-    """Whether a file is copied before it is read."""
-    return file.kind == "arrow" and is_url(file.path)
-
-
 def length_column(file: SourceFile) -> str | None:
     """The name of the only column of a table, if that has whole numbers; raises as `readers.default_columns`."""
     with open_table(file.path, file.kind, is_look=True) as table:
@@ -93,56 +74,52 @@ def length_column(file: SourceFile) -> str | None:
     return str(only.name) if only is not None and pa.types.is_integer(only.type) else None
 
 
-def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """See `readers.read`; rows that are lost to damage are rejected each.
+def rows(
+    piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
+) -> Iterator[RowBlock]:
+    """See `readers.read`; rows that are lost to damage are rejected each. Without a layout all columns are read.
 
     Of a file that cannot even be opened any more, all is one that is rejected.
     """
-    max_rows = pieces.COLUMN_RECORDS if layout.schema in ("length", "input_ids") else pieces.BATCH_RECORDS
-    row, total = 0, 0
-    not_wanted: list[str] = []  # of columns that are not read it is not known which rows have a value
+    row = total = 0
+    keys = layout.columns.values() if layout else ()
+    unread: dict[str, int | None] = {}  # of columns that are not read it is not known which rows have a value
 
-    def batch_of(found: pa.RecordBatch | Lost) -> Batch:
+    def block(found: pa.RecordBatch | Lost) -> RowBlock:
         is_chosen = sampled(piece.origin + row + np.arange(found.num_rows), sample)
+        decoded: Sequence[Row] | LengthColumn
         if isinstance(found, Lost):
-            rejected = [rejection(number, found.error) for number in (row + np.flatnonzero(is_chosen)).tolist()]
-            parsed = Parsed(np.empty(0, np.int64), [], rejected, Counter())
+            decoded, large, others = [found.error] * int(is_chosen.sum()), [], unread
         else:
-            parsed = _parse(found, is_chosen, row, layout, max_record_bytes)
-        unread = dict.fromkeys(not_wanted) | parsed.unread if len(parsed.numbers) else {}
-        before, behind = (piece.num_bytes * rows // total for rows in (row, row + found.num_rows))
-        num_rows = found.num_rows
-        return Batch(parsed.numbers, parsed.records, num_rows, num_rows, behind - before, parsed.rejected, unread)
+            large = _too_large_rows(found, is_chosen, max_record_bytes)
+            chosen = found if is_chosen.all() else found.take(to_arrow(np.flatnonzero(is_chosen)))
+            decoded, beside = _decode(chosen, layout)
+            others = {**unread, **beside}
+        before, behind = (piece.num_bytes * count // max(total, 1) for count in (row, row + found.num_rows))
+        rejected = [error.of_row(row + index) for index, error in large]
+        sizes = found.num_rows, found.num_rows, behind - before
+        return RowBlock(decoded, row + np.flatnonzero(is_chosen), *sizes, rejected, others)
 
     try:
-        with open_table(piece.path, piece.reader) as table:
-            total = _num_rows(table, piece)
-            wanted = _wanted(table.schema, layout)
+        with open_table(piece.path, piece.reader, is_look=layout is None) as table:
+            total = 0 if layout is None else _num_rows(table, piece)
+            wanted = table.schema.names if layout is None else _wanted(table.schema, layout)
             others = (field for field in table.schema if field.name not in wanted)
-            not_wanted = [named(field.name) for field in others if not pa.types.is_null(field.type)]
+            unread = {named(field.name): None for field in others if not pa.types.is_null(field.type)}
             for found in table.batches(piece.start, piece.stop, wanted, max_rows):
-                yield batch_of(found)
+                if isinstance(found, pa.RecordBatch):
+                    for name in SUSPECT.intersection(found.schema.names).difference(keys):
+                        index = found.schema.get_field_index(name)
+                        found = found.set_column(index, name, _mark(found.column(index)))
+                yield block(found)
                 row += found.num_rows
     except RecordError as error:
+        if layout is None:
+            raise
         if total:
-            yield batch_of(Lost(total - row, error))
+            yield block(Lost(total - row, error))
         else:
-            yield Batch(np.empty(0, np.int64), [], 1, 0, piece.num_bytes, [rejection(-1, error)])
-
-
-def first_records(piece: Piece, count: int, max_record_bytes: int) -> list[JsonObject]:
-    """The first `count` rows that can be read, with all their columns; if all are lost, rows behind the piece."""
-    found: list[JsonObject] = []
-    with open_table(piece.path, piece.reader, is_look=True) as table:
-        for start, stop in ((piece.start, piece.stop), (piece.stop, sys.maxsize)):
-            for batch in table.batches(start, stop, table.schema.names, count):
-                if isinstance(batch, pa.RecordBatch):
-                    found += [row for row in _rows(_mark_suspects(batch, ())) if isinstance(row, dict)]
-                if len(found) >= count:
-                    break
-            if found:
-                break
-    return found[:count]
+            yield RowBlock([error], np.array([-1]), 1, 0, piece.num_bytes)
 
 
 def digest(piece: Piece) -> str:
@@ -196,31 +173,27 @@ def _is_mark(field: pa.Field, layout: RecordLayout) -> bool:
     return may_say(field.name) or (is_lists and not any(is_kind(field.type.value_type) for is_kind in _TEXTS))
 
 
-def _parse(
-    batch: pa.RecordBatch, is_chosen: BoolArray, row: int, layout: RecordLayout, max_record_bytes: int
-) -> Parsed:
-    """The records of the chosen rows of a batch whose first is `row` of the piece."""
+def _too_large_rows(
+    batch: pa.RecordBatch, is_chosen: BoolArray, max_record_bytes: int
+) -> list[tuple[int, RecordError]]:
+    """The chosen rows that are too large, with their errors; they are chosen no more."""
     large = []
-    batch = _mark_suspects(batch, layout.columns.values())
-    if batch.nbytes > max_record_bytes:
-        for index in np.flatnonzero(is_chosen).tolist():
-            num_bytes = batch.slice(index, 1).nbytes
-            if num_bytes > max_record_bytes:
-                is_chosen[index] = False
-                large.append(rejection(row + index, too_large(num_bytes, max_record_bytes)))
-    numbers = row + np.flatnonzero(is_chosen)
-    batch = _take(batch, is_chosen)
-    lengths = lengths_of(batch, layout) if are_lengths(layout) else None
-    if lengths is not None:
-        parsed = parse_lengths(lengths, layout, _rows(_take(batch, ~lengths.taken)), numbers)
-    else:
-        as_rows = _token_rows if layout.schema == "input_ids" else _rows
-        parsed = parse_rows(layout, as_rows(batch), numbers.tolist())
-    return parsed._replace(rejected=sorted(large + parsed.rejected))
+    for index in np.flatnonzero(is_chosen).tolist() if batch.nbytes > max_record_bytes else ():
+        num_bytes = batch.slice(index, 1).nbytes
+        if num_bytes > max_record_bytes:
+            is_chosen[index] = False
+            large.append((index, too_large(num_bytes, max_record_bytes)))
+    return large
 
 
-def _take(batch: pa.RecordBatch, is_taken: BoolArray) -> pa.RecordBatch:
-    return batch if is_taken.all() else batch.take(to_arrow(np.flatnonzero(is_taken)))
+def _decode(
+    batch: pa.RecordBatch, layout: RecordLayout | None
+) -> tuple[list[Row] | LengthColumn, Mapping[str, int | None]]:
+    """The rows of a batch; lengths as a column where no row has to be looked at, with the other keys counted."""
+    if layout is None or layout.schema != "length":
+        is_tokens = layout is not None and layout.schema == "input_ids"
+        return (_token_rows if is_tokens else _rows)(batch), {}
+    return lengths_of(batch, layout) or (_rows(batch), {})
 
 
 def _rows(batch: pa.RecordBatch) -> list[Row]:
@@ -250,7 +223,10 @@ def _token_rows(batch: pa.RecordBatch) -> list[Row]:
     found: list[Row] = _rows(others) if others.num_columns else [{} for _ in range(len(batch))]
     for name in names:
         column = batch.column(name)
-        present, values = is_valid(column), to_numpy(column.flatten()).astype(np.int32)  # without what is behind a null
+        present, values = (
+            is_valid(column),
+            to_numpy(column.flatten()).astype(np.int32),
+        )  # without what is behind a null
         offsets = offsets_of(np.where(present, np.diff(to_numpy(column.offsets)), 0)).tolist()
         for index, row in enumerate(found):
             if present[index] and isinstance(row, dict):
@@ -270,19 +246,11 @@ def _are_numbers(column: pa.Array) -> bool:
     return not values.null_count and (not numbers.size or (numbers.min() >= _INT32.min and numbers.max() <= _INT32.max))
 
 
-def _mark_suspects(batch: pa.RecordBatch, keys: Collection[str]) -> pa.RecordBatch:
-    """`batch` with true or false in place of what only has to be there for a record to be refused, but for `keys`.
-
-    Null stays null, and what is empty is false: images are not decoded only to see that there are some.
-    """
-    for index, name in enumerate(batch.schema.names):
-        if name in SUSPECT and name not in keys:
-            batch = batch.set_column(index, name, _mark(batch.column(index)))
-    return batch
-
-
 def _mark(column: pa.Array) -> pa.Array:
-    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null."""
+    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null.
+
+    In place of what only has to be there for a record to be refused: images are not decoded to see that there are some.
+    """
     kind = column.type
     if pa.types.is_struct(kind):
         parts = [to_numpy(part.is_valid()) for part in column.flatten()]

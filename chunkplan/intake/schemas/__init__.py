@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chunkplan.intake.records import JsonObject, Record
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, Record, RecordError
 from chunkplan.intake.schemas.detection import detect
 from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.schemas.messages import SUSPECT, refuse

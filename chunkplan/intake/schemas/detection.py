@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from chunkplan.config.intake import Said
+from chunkplan.config.intake import SourceOverrides
 from chunkplan.errors import DataError, UsageError
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas.fields import (
     MOST_LISTED,
     TRY,
@@ -49,7 +48,7 @@ def detect(
         LayoutError: no schema fits, records fit different ones, one can be read in two ways, or a named key is missing.
         DataError: there is no record.
     """
-    columns = Said.of(columns or {})
+    columns = SourceOverrides.of(columns or {})
     candidates = _candidates(schema, columns)
     readable = _readable(records)
     missing = [role for role, key in columns.items() if readable and not any(key in record for record in readable)]
@@ -79,7 +78,7 @@ def detect(
 
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
     """Return whether `record` fits no schema only as keys are null; raises UsageError for an unknown schema or role."""
-    said = Said.of(columns)
+    said = SourceOverrides.of(columns)
     return None in record.values() and _is_null(record, _candidates(schema, said), said)
 
 
@@ -91,7 +90,7 @@ def _is_null(record: JsonObject, names: list[str], columns: Mapping[str, str]) -
     return not fits and any(all(key in record for key in keys.values()) for keys in choices)
 
 
-def _candidates(schema: str | None, columns: Said) -> list[str]:
+def _candidates(schema: str | None, columns: SourceOverrides) -> list[str]:
     """The schemas that fit what the user says, by name."""
     if schema is not None and schema not in SCHEMAS:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
@@ -177,7 +176,9 @@ def _is_set(role: str, key: str, record: JsonObject) -> bool:
     return value is not None and is_label(value, key) if role == "label" else bool(value)
 
 
-def _no_key(missing: list[str], columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+def _no_key(
+    missing: list[str], columns: SourceOverrides, candidates: list[str], records: list[JsonObject]
+) -> LayoutError:
     """The error of keys that the user has named for the roles `missing`, and that no record has."""
     found = suggest(records, candidates, {role: key for role, key in columns.items() if role not in missing})
     role, place = missing[0], columns.place(missing[0], "--column")
@@ -189,7 +190,9 @@ def _no_key(missing: list[str], columns: Said, candidates: list[str], records: l
     return LayoutError(message, hint=hint, missing=missing)
 
 
-def _no_schema(schema: str | None, columns: Said, candidates: list[str], records: list[JsonObject]) -> LayoutError:
+def _no_schema(
+    schema: str | None, columns: SourceOverrides, candidates: list[str], records: list[JsonObject]
+) -> LayoutError:
     """The error of records that no schema fits, or not the one that the user has named."""
     found = None if not columns and are_messages_each(records) else suggest(records, candidates, columns)
     message = f"no schema fits the keys of the records: {_found(records)}"
@@ -206,7 +209,7 @@ def _no_schema(schema: str | None, columns: Said, candidates: list[str], records
     return LayoutError(message, hint=fallback_hint(records, candidates, columns))
 
 
-def _other_schema(columns: Said, records: list[JsonObject]) -> str | None:
+def _other_schema(columns: Mapping[str, str], records: list[JsonObject]) -> str | None:
     """Return the schema that reads all content of these records, where the user has named another."""
     with suppress(DataError, UsageError):
         layout = detect(records, columns=columns)
@@ -224,7 +227,9 @@ def _found(records: list[JsonObject]) -> str:
     return listed(most, len(counts)) or "no keys"
 
 
-def _closest(names: list[str], columns: Said, records: list[JsonObject]) -> tuple[str, dict[str, str]] | None:
+def _closest(
+    names: list[str], columns: SourceOverrides, records: list[JsonObject]
+) -> tuple[str, dict[str, str]] | None:
     """Return the schema most of whose keys the records have, the first of equals, with these keys; None for none."""
     found = Counter(key for record in records for key, value in record.items() if value is not None)
 

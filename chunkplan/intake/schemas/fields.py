@@ -12,8 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import JsonObject
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import JsonObject, RecordError
 
 T = TypeVar("T", bool, str, list[Any], JsonObject)
 

@@ -12,8 +12,7 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from chunkplan.errors import DataError
-from chunkplan.intake.records import Conversation, JsonObject, Message, Record
-from chunkplan.intake.rejection import RecordError
+from chunkplan.intake.records import Conversation, JsonObject, Message, Record, RecordError
 from chunkplan.intake.schemas.fields import CHOOSE, LayoutError, column_flags, messages_in, quoted, shortened, words_of
 from chunkplan.intake.schemas.keys import holds_content, keys_of_content, words
 from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, parse_messages

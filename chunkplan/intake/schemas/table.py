@@ -17,10 +17,10 @@ from chunkplan.intake.records import (
     Message,
     PromptRecord,
     Record,
+    RecordError,
     TextRecord,
     as_tools,
 )
-from chunkplan.intake.rejection import RecordError
 from chunkplan.intake.schemas.fields import (
     column_flags,
     empty,
@@ -307,38 +307,38 @@ def _tools(record: JsonObject, columns: dict[str, str]) -> list[JsonObject] | No
     return found or as_tools(functions) or None
 
 
-#: By name, in the order of detection: the more a schema says about the record, the earlier it is asked.
-SCHEMAS = {
-    "messages": Schema({"messages": ("messages", "contents")}, _conversation_in("messages"), _BESIDE_CHAT),
-    "conversations": Schema(
-        {"conversations": ("conversations", "conversation")}, _conversation_in("conversations"), _BESIDE_CHAT
-    ),
-    "prompt+completion": Schema({"prompt": ("prompt",), "completion": ("completion",)}, _parse_prompt, _BESIDE_CHAT),
-    "instruction": Schema(
-        {"instruction": ("instruction",), "output": ("output", "response")},
-        _pair_in("instruction"),
-        {"input": ("input", "context"), **_BESIDE},
-    ),
-    "question+answer": Schema(
-        {
-            "question": ("question", "problem", "query", "prompt", "input", "human"),
-            "answer": ("answer", "solution", "response", "response", "output", "assistant"),
-        },
-        _pair_in("question+answer"),
-        _BESIDE,
-        is_paired=True,
-    ),
-    "input_ids": Schema({"input_ids": ("input_ids",)}, parse_tokens, TOKEN_MARKS, reads=marks_of),
-    "text": Schema({"text": ("text", "content")}, _parse_text),
-    "length": Schema({"length": ("length", "num_tokens", "n_tokens", "token_count")}, _parse_length),
-}
-
-#: Those of one group say as much: where a record fits two of them, what it says has to be the same. A length is asked
-#: only where there is nothing to train on.
-GROUPS = (
-    ("messages", "conversations"),
-    ("prompt+completion", "instruction", "question+answer"),
-    ("input_ids",),
-    ("text",),
-    ("length",),
+#: By name, in the order of detection: the more a schema says about the record, the earlier it is asked. Those of one
+#: group say as much: where a record fits two of them, what it says has to be the same. A length is asked only where
+#: there is nothing to train on.
+_GROUPS: tuple[dict[str, Schema], ...] = (
+    {
+        "messages": Schema({"messages": ("messages", "contents")}, _conversation_in("messages"), _BESIDE_CHAT),
+        "conversations": Schema(
+            {"conversations": ("conversations", "conversation")}, _conversation_in("conversations"), _BESIDE_CHAT
+        ),
+    },
+    {
+        "prompt+completion": Schema(
+            {"prompt": ("prompt",), "completion": ("completion",)}, _parse_prompt, _BESIDE_CHAT
+        ),
+        "instruction": Schema(
+            {"instruction": ("instruction",), "output": ("output", "response")},
+            _pair_in("instruction"),
+            {"input": ("input", "context"), **_BESIDE},
+        ),
+        "question+answer": Schema(
+            {
+                "question": ("question", "problem", "query", "prompt", "input", "human"),
+                "answer": ("answer", "solution", "response", "response", "output", "assistant"),
+            },
+            _pair_in("question+answer"),
+            _BESIDE,
+            is_paired=True,
+        ),
+    },
+    {"input_ids": Schema({"input_ids": ("input_ids",)}, parse_tokens, TOKEN_MARKS, reads=marks_of)},
+    {"text": Schema({"text": ("text", "content")}, _parse_text)},
+    {"length": Schema({"length": ("length", "num_tokens", "n_tokens", "token_count")}, _parse_length)},
 )
+SCHEMAS = {name: schema for group in _GROUPS for name, schema in group.items()}
+GROUPS = tuple(map(tuple, _GROUPS))

@@ -13,8 +13,7 @@ import polars as pl
 from chunkplan.arrays import Int8Array, Int64Array
 from chunkplan.cost.durations import Float64Array
 from chunkplan.operations import KEPT_ATTENTION, OPS
-from chunkplan.planfile.places import find_step
-from chunkplan.planfile.plan import Plan, PlanStep
+from chunkplan.planfile.plan import Plan, PlanStep, find_step
 from chunkplan.quantities import kept_words, percent, seconds
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
 from chunkplan.reporting.tables import Table

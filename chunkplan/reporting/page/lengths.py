@@ -14,9 +14,8 @@ from plotly.subplots import make_subplots
 from chunkplan.arrays import Int32Array, Int64Array, IntArray
 from chunkplan.errors import DataError
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.arrow import to_numpy
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
-from chunkplan.planfile.schema import CHUNKS
+from chunkplan.planfile.schema import CHUNKS, to_numpy
 from chunkplan.planfile.tables import conform, open_parquet
 from chunkplan.quantities import percent, power_of_two
 from chunkplan.reporting.page.parts import BLUE, GREY, ORANGE, PlotlyEntries, axis, layout

@@ -8,9 +8,10 @@ import numpy as np
 import polars as pl
 
 from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.errors import visible
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.analysis import Analysis, TokenReader
-from chunkplan.planfile.manifest_entries import SourceEntry
+from chunkplan.planfile.manifest import SourceEntry
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.quantities import counted, kept_words
 from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
@@ -31,7 +32,6 @@ from chunkplan.reporting.plan_words import memory_words
 from chunkplan.reporting.tables import plan_tables
 from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
-from chunkplan.visible import visible
 
 #: How a page shows what is trained, in words.
 HOW_MARKED = "What counts in the loss has a background, special tokens are bold."

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, percent
+from chunkplan.quantities import counted, percent, trained_words
 from chunkplan.tuning.document import read_tuning_document
 from chunkplan.tuning.document_entries import CostModelEntry, DataEntry, TuningDocument
 from chunkplan.tuning.drift import length_drift

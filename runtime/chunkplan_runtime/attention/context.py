@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.sharing import Run, SharedPart, Span
+from chunkplan_runtime.layout import Run, SharedPart, Span
 
 if TYPE_CHECKING:
     from chunkplan_runtime.attention.latents import ExpandedLatents
+
+#: What a forward is in, where checkpoints hold other results than elsewhere: a module that mixes tokens, or what is run
+#: again whatever is held.
+MIXER, RUN_AGAIN = "mixer", "run again"
 
 #: From sink, and query, key, value and latents, to out and log-sum-exp.
 Attend = Callable[[Tensor | None, Sequence[Tensor]], tuple[Tensor, Tensor]]
@@ -29,11 +33,12 @@ class KeptResults:
     """Out and log-sum-exp of each attention of a chunk, in the order of its layers; on the device, or in host memory.
 
     They are of its forward for keys and values alone, and stand in for attention in its recompute, which holds them as
-    it would hold what attention gives. A layer's are no longer `held` as the recompute's layer takes them.
+    it would hold what attention gives. A layer's are no longer `held` as the recompute's layer takes them. If attention
+    `is_hidden`, the innermost mode of torch that looks at operators sees none of its own: it would miss them later.
     """
 
-    def __init__(self, host: HostTensors) -> None:
-        self._host = host
+    def __init__(self, host: HostTensors, *, is_hidden: bool = False) -> None:
+        self._host, self._is_hidden = host, is_hidden
         self.held: deque[HostTensor] = deque()
         self._is_taken = False
 
@@ -47,9 +52,12 @@ class KeptResults:
         """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
         if self.held and self._is_taken:
             return self._next(), self._next()
-        out, lse = attend(*given)
+        is_hidden = self._is_hidden and not self._is_taken
+        with _pop_mode_temporarily() if is_hidden else nullcontext():
+            out, lse = attend(*given)
         if not self._is_taken:
-            self.held += self._host.sent(out), self._host.sent(lse)
+            # Not `out` itself, which gets a graph that would have what is kept.
+            self.held += self._host.sent(out.detach()), self._host.sent(lse)
         return out, lse
 
     def _next(self) -> Tensor:
@@ -72,16 +80,6 @@ class TokenRange:
     borders: tuple[int, ...] | None = None
 
 
-class Mark(Enum):
-    """What the forward of a model is in, where checkpoints hold other results than elsewhere.
-
-    `MIXER`: what mixes tokens. `RUN_AGAIN`: what is run again whatever is held.
-    """
-
-    MIXER = auto()
-    RUN_AGAIN = auto()
-
-
 @dataclass
 class Current:
     """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
@@ -90,8 +88,8 @@ class Current:
     what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all segments
     of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer at work has
     just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose inputs lie in
-    host memory, those with the indices `offloaded`. `kept`: see `ChunkContext`. `attended`: what attention gave in the
-    layer at work, for when that runs again. `compiles`: whether the model is compiled.
+    host memory, those with the indices `offloaded`. `kept`: what attention gives of the chunk, for its recompute;
+    `attended`: what it gave in the layer at work, for when that runs again. `compiles`: whether the model is compiled.
     """
 
     context: ChunkContext | None = None
@@ -101,7 +99,7 @@ class Current:
     cache: Any = None
     router_loss: Any = None
     expanded: ExpandedLatents | None = None
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[str, ...] = ()
     kept: KeptResults | None = None
     attended: KeptResults | None = None
     host_inputs: HostTensors = field(default_factory=HostTensors)
@@ -109,7 +107,7 @@ class Current:
     compiles: bool = False
 
     @contextmanager
-    def within(self, mark: Mark) -> Iterator[None]:
+    def within(self, mark: str) -> Iterator[None]:
         """Within the block what is at work has one more mark."""
         before = self.marks
         self.marks = (*before, mark)
@@ -124,7 +122,7 @@ class ChunkContext:
     """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
 
     `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
-    that: all tokens that those have together who share heads. `kept`: what attention gives of it, for its recompute.
+    that: all tokens that those have together who share heads.
     """
 
     spans: Sequence[Span]
@@ -133,7 +131,6 @@ class ChunkContext:
     causal: bool = True
     seed: int | None = None
     shared: SharedPart | None = None
-    kept: KeptResults | None = None
 
     @cached_property
     def has_parts(self) -> bool:

@@ -227,9 +227,10 @@ class PackagedKernel(FlashKernel):
                 return f"{name} of {self.package} {self.version} takes other things than it is given"
         return None
 
-    @abstractmethod
     def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
         """What both functions are given by name."""
+        how = {"softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
+        return dict(zip(_BOUNDS, bounds, strict=True)) | how
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
         """See `kernel.AttentionKernel.why_not`."""
@@ -275,8 +276,7 @@ class FlashAttn2Kernel(PackagedKernel):
         return gradients
 
     def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
-        how = {"dropout_p": 0.0, "softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
-        return dict(zip(_BOUNDS, bounds, strict=True)) | how | _window(form) | {"alibi_slopes": None}
+        return super()._arguments(bounds, form) | _window(form) | {"dropout_p": 0.0, "alibi_slopes": None}
 
 
 class FlashAttn4Kernel(PackagedKernel):
@@ -306,9 +306,7 @@ class FlashAttn4Kernel(PackagedKernel):
 
     def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
         """Where there is no bound of a window it is None."""
-        window = {"window_size_left": form.reach, "window_size_right": None}
-        how = {"softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
-        return dict(zip(_BOUNDS, bounds, strict=True)) | how | window
+        return super()._arguments(bounds, form) | {"window_size_left": form.reach, "window_size_right": None}
 
 
 def broken_packages() -> dict[str, str]:
@@ -341,20 +339,18 @@ def _joined(runs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
 
 def _window(form: Form) -> dict[str, int]:
     """How many keys before and after its own a query sees, -1 for all."""
-    return {
-        "window_size_left": -1 if form.reach is None else form.reach,
-        "window_size_right": 0 if form.causal else -1,
-    }
+    left = -1 if form.reach is None else form.reach
+    return {"window_size_left": left, "window_size_right": 0 if form.causal else -1}
 
 
 def _is_for_cudnn(query: Tensor, key: Tensor, form: Form) -> bool:
     """Whether cuDNN can do what is asked, and making a plan of it pays."""
     (heads, num_queries, head_dim), num_keys = query.shape[1:], key.size(2)
-    if torch.are_deterministic_algorithms_enabled() or (form.borders is not None and len(form.borders) > 2):
+    is_one_run = form.borders is None or len(form.borders) == 2
+    fits = num_keys > 1 and max(num_queries, num_keys) * heads * head_dim < _MOST_NUMBERS
+    if torch.are_deterministic_algorithms_enabled() or not is_one_run or not fits:
         return False
-    if num_keys == 1 or (form.causal and num_queries != num_keys):
-        return False
-    if max(num_queries, num_keys) * heads * head_dim >= _MOST_NUMBERS:
+    if form.causal and num_queries != num_keys:
         return False
     comes_again = num_queries % _MULTIPLE == 0 and num_keys % _MULTIPLE == 0
     return comes_again or 4 * heads * head_dim * num_queries * num_keys >= _LONG_CALL
@@ -367,11 +363,9 @@ def _tokens_first(*tensors: Tensor) -> list[Tensor]:
 
 def _bounds(query: Tensor, key: Tensor, form: Form) -> Bounds:
     """The runs of [1, heads, num_queries, head_dim] and [1, kv_heads, num_keys, head_dim]."""
-    # FlashAttention-2 bounds a window on its right too, at most all keys after a query's own place, and gives a query
-    # whose place lies so far before the first key no key at all: nothing, and an LSE of +inf, which no merge survives.
-    # Queries never outnumber keys under a mask: a part's own block holds the part. Blocks before it are pages, which
-    # are closed when the next part does not fit, with more than three ChunkSizes in them; of the first page that a
-    # window reaches only a rest may be seen, but then by as many queries at most, which are all that reach it.
+    # FlashAttention-2 gives a query whose place lies before the first key an LSE of +inf, which no merge survives.
+    # Queries never outnumber keys under a mask: a part's own block holds the part. Blocks before it are pages with more
+    # than three ChunkSizes; of the first page that a window reaches a rest may be seen, by as many queries at most.
     assert query.shape[2] <= key.shape[2] or not (form.causal or form.reach is not None), "more queries than keys"
     queries, longest_query = _on(form.borders or (0, query.shape[2]), query.device)
     keys, longest_key = _on(form.borders or (0, key.shape[2]), query.device)

@@ -10,36 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from chunkplan_runtime.attention.context import Attend, ChunkContext, KeptResults, TokenRange
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form, merge
 from chunkplan_runtime.attention.latents import Expand
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, rows
-from chunkplan_runtime.sharing import Run
-
-_library: Any = torch.library.Library("chunkplan", "DEF")  # type: ignore[no-untyped-call]
-_library.define("attend(Tensor? sink, Tensor[] given, int call) -> (Tensor, Tensor)")
-
-#: What calls under way do, by their numbers: an operator takes tensors and numbers alone.
-_calls: dict[int, Attend] = {}
-_numbers = count()
-
-
-def _run_call(*given: Any) -> tuple[Tensor, Tensor]:
-    return _calls[given[-1]](*given[:-1])
-
-
-_library.impl("attend", _run_call, "CompositeExplicitAutograd")
-
-#: The operator, as modes of torch that look at operators know it.
-ATTEND = torch.ops.chunkplan.attend.default
+from chunkplan_runtime.layout import Run
 
 
 class LayerAttention(NamedTuple):
@@ -48,7 +30,7 @@ class LayerAttention(NamedTuple):
     `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
     sequence has one every so many tokens (Llama 4). `layer`: whose pages it attends to. If it `borrows` them, their own
     layer writes them, and hands out the gradients of a part's own tokens. `expand`: how keys and values are made of
-    what is in them, if that is something else. `attended`: see `Current`.
+    what is in them, if that is something else. `kept`: what keeps its results, or has them.
     """
 
     kernel: AttentionKernel
@@ -59,7 +41,12 @@ class LayerAttention(NamedTuple):
     tile: int | None = None
     borrows: bool = False
     expand: Expand | None = None
-    attended: KeptResults | None = None
+    kept: tuple[KeptResults, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those that keys and values are made by."""
+        return () if self.expand is None else self.expand.weights
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
         """What is asked of the kernel where queries and keys end at the same token."""
@@ -83,23 +70,11 @@ class LayerAttention(NamedTuple):
 def attend(
     context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Attend: out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, see `ChunkAttention`.
-
-    They are new, or what was kept of them (`KeptResults`). Where modes of torch look at operators, as checkpoints do to
-    keep results, it is one of them: they see one call, and keys and values are written, fetched and exchanged once.
-    """
+    """Out [1, num_tokens, heads, value_dim] and lse [1, heads, num_tokens] of a chunk, new ones or what was kept."""
     do: Attend = partial(_attend_to_ranges, context, attention)
-    for kept in filter(None, (context.kept, attention.attended)):
+    for kept in attention.kept:
         do = partial(kept.attend, do)
-    if not is_in_torch_dispatch_mode():
-        return do(sink, given)
-    call = next(_numbers)
-    _calls[call] = do
-    try:
-        out, lse = ATTEND(sink, given, call)
-    finally:
-        del _calls[call]
-    return out, lse
+    return do(sink, given)
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -118,7 +93,7 @@ class ChunkAttention(torch.autograd.Function):
         ctx: Any, sink: Tensor | None, context: ChunkContext, attention: LayerAttention, *tensors: Tensor
     ) -> Tensor:
         """Write what is kept of a split sequence to the store and attend."""
-        query, key, value, *latents = tensors[: len(tensors) - _num_weights(attention)]
+        query, key, value, *latents = tensors[: len(tensors) - len(attention.weights)]
         out, lse = attend(context, attention, sink, (query, key, value, *latents))
         # Of latents keys and values are made again: those of a chunk in flight are needed for whole sequences only.
         is_used = not latents or any(tokens.part is None for tokens in context.ranges)
@@ -133,7 +108,7 @@ class ChunkAttention(torch.autograd.Function):
         sink, out, lse, *given = ctx.saved_tensors
         context, attention, grad_out = ctx.context, ctx.attention, gradients[0].transpose(1, 2)
         found: list[Tensor | None] = [None] * len(given)
-        of_weights: list[Tensor | None] = [None] * _num_weights(attention)
+        of_weights: list[Tensor | None] = [None] * len(attention.weights)
         of_kept = (1, 2) if len(given) == 3 else tuple(range(3, len(given)))  # which of them pages keep
         for tokens in context.ranges:
             here = slice(tokens.start, tokens.stop)
@@ -159,10 +134,6 @@ class ChunkAttention(torch.autograd.Function):
 
 #: `ChunkAttention.apply`, without what torch does first for transforms of functions: it looks at every argument.
 attention_of: Callable[..., Tensor] = super(torch.autograd.Function, ChunkAttention).apply
-
-
-def _num_weights(attention: LayerAttention) -> int:
-    return 0 if attention.expand is None else len(attention.expand.weights)
 
 
 def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> Tensor:

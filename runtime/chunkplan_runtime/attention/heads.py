@@ -1,9 +1,7 @@
 """Processes that share heads: tokens for heads before attention, and back after it.
 
-This is the way of DeepSpeed-Ulysses (arXiv 2309.14509). Each process runs its slices of a chunk through all that looks
-at one token at a time. For attention it gives the others what they need of their heads, and gets all tokens of its own
-heads: one all-to-all for queries, keys and values together, and one for the output. Each is the transpose of the other,
-so the gradients go the opposite ways.
+This is the way of DeepSpeed-Ulysses (arXiv 2309.14509): one all-to-all for queries, keys and values together, and one
+for the output. Each is the transpose of the other, so the gradients go the opposite ways.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkplan_runtime.sharing import Exchanges, Run, SharedPart
+from chunkplan_runtime.layout import Exchanges, Run, SharedPart
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ _KNOWN = (
 #: Whether this thread is in a block of `borders_from_plan`.
 _KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
 
-_FIND_BORDERS = masking_utils.find_packed_sequence_indices
+_FIND = masking_utils.find_packed_sequence_indices
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,7 @@ class Mask:
 _PLAIN = Mask()
 
 
-def _borders_unless_known(position_ids: Tensor) -> Tensor | None:
-    return None if _KNOWS_BORDERS.get() else _FIND_BORDERS(position_ids)
-
-
-masking_utils.find_packed_sequence_indices = _borders_unless_known
+masking_utils.find_packed_sequence_indices = lambda position_ids: None if _KNOWS_BORDERS.get() else _FIND(position_ids)
 
 
 @contextmanager
@@ -148,10 +144,8 @@ def chunk_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a layer: query [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim].
 
-    In a compiler's graph it is one node, if the layer has been prepared for that (`prepare_attention`).
-
-    Raises:
-        UsageError: called outside of the executor, or for something that is not known here, or that no kernel can do.
+    In a compiler's graph it is one node, if the layer has been prepared for that (`prepare_attention`). Raises
+    UsageError outside of the executor, and for something that is not known here, or that no kernel can do.
     """
     how = scaling, sliding_window, softcap
     if torch.compiler.is_compiling():
@@ -185,13 +179,11 @@ def chunk_attention(
     owner = owner_of(layer, key, value) if context.has_parts and expand is None else layer
     if torch._C._is_any_autocast_enabled():
         query, key, value = _cast(query, key, value)
-    mask = attention_mask if isinstance(attention_mask, Mask) else _PLAIN
-    attention = _layer_attention(current, layer, query, value, mask, how)
+    attention = _layer_attention(current, layer, query, value, attention_mask or _PLAIN, how)
     if owner != layer or expand is not None:
         attention = attention._replace(layer=owner, borrows=owner != layer, expand=expand)
     if exchange is None:
-        weights = () if expand is None else expand.weights
-        return attention_of(s_aux, context, attention, query, key, value, *latents, *weights), None
+        return attention_of(s_aux, context, attention, query, key, value, *latents, *attention.weights), None
     sink = None if s_aux is None else exchange.own_heads(s_aux)
     of_heads = (each[None] for each in exchange.to_heads(query[0], key[0], value[0]))
     out = attention_of(sink, context, attention, *of_heads)
@@ -205,11 +197,7 @@ _outside_of_graphs: Any = torch.compiler.disable(chunk_attention)  # type: ignor
 def _layer_attention(
     current: Current, layer: int, query: Tensor, value: Tensor, mask: Mask, how: How
 ) -> LayerAttention:
-    """How a layer attends to its own keys and values in the chunk at work.
-
-    Raises:
-        UsageError: it asks for a window that its mask has not, or for what no kernel can do.
-    """
+    """How a layer attends to its own keys and values in the chunk; a window that its mask has not is refused."""
     context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
     assert context is not None
     if sliding_window not in (None, window):
@@ -221,7 +209,8 @@ def _layer_attention(
     scale = head_dims[0] ** -0.5 if scaling is None else scaling
     form = Form(scale, context.causal, reach=window, softcap=softcap)
     kernel = context.kernels.choose(query.device, query.dtype, head_dims, form)
-    return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, attended=current.attended)
+    kept = tuple(filter(None, (current.kept, current.attended)))
+    return LayerAttention(kernel, layer, scale, window, softcap, mask.tile, kept=kept)
 
 
 def _cast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -235,10 +224,10 @@ def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: boo
     """What a model asks its attention for that is not known here, where chunks are `causal` or not."""
     found = []
     for name, given in asked.items():  # in every layer of every chunk, so without another call
-        if name not in _IGNORED and _is_given(given):
+        if name not in _IGNORED and given is not None and (isinstance(given, Tensor) or given):
             found.append(name)
     if not isinstance(mask, Mask):
-        found += ["attention_mask"] if _is_given(mask) else []
+        found += [] if mask is None else ["attention_mask"]
     elif mask.unknown:
         found.append(f"a mask by {mask.unknown}")
     if causal and isinstance(mask, Mask) and not mask.causal:
@@ -248,10 +237,6 @@ def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: boo
     return found
 
 
-def _is_given(argument: Any) -> bool:
-    return argument is not None and (isinstance(argument, Tensor) or bool(argument))
-
-
 # Attention of a layer as one node of a compiler's graph, which all chunks and all layers alike run. A graph is made of
 # tensors, and of numbers that never change. So the node has a tensor with the number of the module that attends, and
 # finds by it, when it runs, the chunk that the module is at work on, forward or backward.
@@ -259,16 +244,6 @@ def _is_given(argument: Any) -> bool:
 #: Modules that attend, by number.
 _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
-
-_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "attend_of(Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor number, float? scaling, "
-    "SymInt? sliding_window, float? softcap, SymInt? window, SymInt? tile) -> (Tensor, Tensor)"
-)
-_library.define(
-    "attend_of_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? sink, Tensor out, Tensor lse, "
-    "Tensor number) -> Tensor[]"
-)
 
 
 def prepare_attention(layer: nn.Module) -> None:
@@ -280,22 +255,33 @@ def prepare_attention(layer: nn.Module) -> None:
             module.chunkplan_number = torch.tensor(number)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: Tensor, *how: Any
+@torch.library.custom_op("chunkplan::attend_of", mutates_args=())
+def _attend_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    number: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    window: int | None,
+    tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
     current: Current = module.chunkplan
-    scaling, sliding_window, softcap, window, tile = how
-    asked = scaling, sliding_window, softcap
-    assert current.context is not None
-    attention = _layer_attention(current, module.layer_idx, query, value, Mask(window, tile=tile), asked)
+    mask, how = Mask(window, tile=tile), (scaling, sliding_window, softcap)
+    attention = _layer_attention(current, module.layer_idx, query, value, mask, how)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards
+    assert current.context is not None
     out, lse = attend(current.context, attention, sink, (query, key, value))
     return out.contiguous(), lse.contiguous()
 
 
-def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> list[Tensor]:
-    sink, out, lse, number = saved
+@torch.library.custom_op("chunkplan::attend_of_backward", mutates_args=())
+def _attend_of_backward(gradient: Tensor, saved: list[Tensor | None]) -> list[Tensor]:
+    query, key, value, sink, out, lse, number = saved
+    assert out is not None and number is not None
     module = _modules[int(number)]
     tensors = sink, out.transpose(1, 2), lse, query, key, value
     ctx = SimpleNamespace(saved_tensors=tensors, context=module.chunkplan.context, attention=module.chunkplan_attention)
@@ -304,29 +290,23 @@ def _backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *save
     return laid_out if of_sink is None else [*laid_out, of_sink]
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    heads, num_tokens = query.shape[1:3]
-    out = query.new_empty(1, num_tokens, heads, value.shape[3])
-    return out, query.new_empty(1, heads, num_tokens, dtype=wide(query.dtype))
+@_attend_of.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=wide(query.dtype))
 
 
-def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *_: Any) -> Any:
-    found = [each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)]
-    return found if sink is None else [*found, torch.empty_like(sink)]
+@_attend_of_backward.register_fake
+def _(gradient: Tensor, saved: Any) -> list[Tensor]:
+    found = [each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in saved[:3]]
+    return found if saved[3] is None else [*found, torch.empty_like(saved[3])]
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.chunkplan.attend_of_backward(gradient, *ctx.saved_tensors)
+    found = torch.ops.chunkplan.attend_of_backward(gradient, ctx.saved_tensors)
     return *found, *[None] * (10 - len(found))
 
 
-_library.impl("attend_of", _forward, "CompositeExplicitAutograd")
-_library.impl("attend_of_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("chunkplan::attend_of", _fake_forward, lib=_library)
-torch.library.register_fake("chunkplan::attend_of_backward", _fake_backward, lib=_library)
-torch.library.register_autograd(
-    "chunkplan::attend_of",
-    _gradients,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4], *output, inputs[4]),
-    lib=_library,
+_attend_of.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4], *output, inputs[4])
 )

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from chunkplan.cost import attention_rates
-from chunkplan.cost.attention_rates import MAKES_PLANS, AttentionRates
+from chunkplan.cost import hardware
+from chunkplan.cost.hardware import MAKES_PLANS, AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 
 #: By name, the preferred one first.
 KERNELS: dict[str, AttentionKernel] = {
     name: pkgutil.resolve_name(f"chunkplan_runtime.attention.{place.replace('.', ':')}")()
-    for name, place in attention_rates.KERNELS.items()
+    for name, place in hardware.KERNELS.items()
 }
 
 AUTO = "auto"
@@ -62,11 +62,7 @@ class Kernels:
     def choose(
         self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form
     ) -> AttentionKernel:
-        """The kernel for a layer; `head_dims`: of queries and keys, and of values.
-
-        Raises:
-            UsageError: none of them can serve it, with the reason of each.
-        """
+        """The kernel for a layer; `head_dims`: of queries and keys, and of values. Raises UsageError if none can."""
         case = device, dtype, head_dims, form.reach is not None, form.softcap is not None
         if case not in self._chosen:
             refusals: list[str] = []
@@ -100,8 +96,8 @@ def why_wrong(
 ) -> str | None:
     """Why a kernel must not run layers of `form`: it fails, or gives something else than plain attention.
 
-    Tried are a part of a sequence with itself and with keys before it, and sequences side by side, forward and
-    backward. Where torch sees no such device there is nothing to try.
+    Tried are a part with itself and with keys before it, and sequences side by side, forward and backward. Where torch
+    sees no such device there is nothing to try.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return None

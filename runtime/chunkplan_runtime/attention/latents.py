@@ -2,9 +2,8 @@
 
 *Latent attention* (MLA, arXiv 2405.04434) makes keys and values of all heads out of a latent and a rotary key that all
 heads have in common. The modules of transformers do it in a method, `expand_kv`. Where attention is given the very
-tensors that this returned, pages keep what it was given, many times less, and keys and values are made again for a page
-at a time, which is a part of a sequence. In a backward their gradients go on to the latents, which pages add up, and to
-the weights that expand them.
+tensors that this returned, pages keep what it was given, and keys and values are made again for a page at a time. In a
+backward their gradients go on to the latents, which pages add up, and to the weights that expand them.
 
 *Layers that share keys and values* (Gemma 3n and 4) attend with the very tensors of an earlier layer. The pages are
 that one's, and so is the gradient, which it hands out: its backward comes after theirs.
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from chunkplan_runtime.attention.context import Mark
+from chunkplan_runtime.attention.context import RUN_AGAIN
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, zeros_wide
 
@@ -48,7 +47,7 @@ def watch_expansion(module: Any) -> None:
 
 
 def _expand_kv(module: Any, *latents: Tensor) -> tuple[Tensor, Tensor]:
-    with module.chunkplan.within(Mark.RUN_AGAIN):
+    with module.chunkplan.within(RUN_AGAIN):
         key, value = type(module).expand_kv(module, *latents)
     if module.chunkplan.context is not None:
         module.chunkplan.expanded = ExpandedLatents(latents, key, value, _versions(*latents, key, value))

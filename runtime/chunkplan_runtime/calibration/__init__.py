@@ -9,7 +9,7 @@ from chunkplan.cost.hardware import SHIPPED
 from chunkplan.cost.model import Precision
 from chunkplan.domains import one_of, path, several, text, tokens, whole
 from chunkplan.options import Options, option
-from chunkplan_runtime.domains import DEVICE, KERNEL
+from chunkplan_runtime.training.config import DEVICE, KERNEL
 
 _WHAT, _HOW = "What is measured", "How it is measured"
 

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from chunkplan.cost.attention_rates import MEASURED_QUERIES, AttentionRates
 from chunkplan.cost.calibrate import Calibration, ChunkTime, DeviceRates, layers_that_fit
 from chunkplan.cost.calibrate import calibrate as fit
-from chunkplan.cost.hardware import load_hardware
+from chunkplan.cost.hardware import MEASURED_QUERIES, AttentionRates, load_hardware
 from chunkplan.cost.model import Precision
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.errors import UsageError
@@ -35,9 +34,9 @@ from chunkplan_runtime.calibration import CalibrationOptions
 from chunkplan_runtime.devices import calibrated_name, device_name, find_device, shipped_profile, synchronize
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import entry_of, kv_shapes
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
-from chunkplan_runtime.sharing import Span
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 
@@ -85,7 +84,7 @@ _REPEATS = 5
 #: Of layers without work: tokens and widths.
 _NARROW_TOKENS = 16
 _NARROW = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": None}
-_NARROW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+_NARROW |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
@@ -197,7 +196,7 @@ def measure_device(device: torch.device, config: Any, dtype: torch.dtype, attent
         ways = (lambda: there.copy_(source, non_blocking=True), lambda: source.copy_(there, non_blocking=True))
         host_seconds = max(_seconds(way, device) for way in ways)
     narrow = copy.deepcopy(config)
-    for name, value in (_NARROW | _NARROW_HEADS).items():
+    for name, value in _NARROW.items():
         setattr(narrow, name, value)
     model = new_model(narrow, dtype, seed=0, device=device, kernels=Kernels(attention))
     overheads = [time_probe(model, Probe((_NARROW_TOKENS,)))[0] for _ in range(1 + _REPEATS)]
@@ -375,29 +374,18 @@ def _work(probe: Probe, vocab_size: int, seed: int) -> tuple[RankWork, int]:
     """The chunks that a probe needs and their actions, and which chunk it is; tokens are random, all are targets."""
     size = sum(probe.segments)
     timed = probe.prefix_tokens // size
-    spans_of: list[tuple[Span, ...]]
+    starts = accumulate(probe.segments[:-1], initial=0)
+    packed = zip(range(len(probe.segments)), probe.segments, starts, strict=True)
+    spans_of = [tuple(Span(place, 0, tokens, tokens, start) for place, tokens, start in packed)]
     if timed:
         length = (timed + 2) * size
-        starts = range(0, length, size)
-        spans_of = [(Span(0, start, start + size, length, chunk_start=0, group_id=0),) for start in starts]
-    else:
-        segments = enumerate(zip(probe.segments, accumulate(probe.segments[:-1], initial=0), strict=True))
-        spans_of = [tuple(Span(place, 0, tokens, tokens, start) for place, (tokens, start) in segments)]
+        spans_of = [(Span(0, start, start + size, length, 0, group_id=0),) for start in range(0, length, size)]
     random = torch.Generator().manual_seed(seed)
     chunks, tensors = {}, {}
     for part, spans in enumerate(spans_of):
-        chunks[part] = Chunk(
-            chunk_id=part,
-            group_id=spans[0].group_id,
-            group_index=part,
-            group_size=len(spans_of),
-            num_tokens=size,
-            num_target_tokens=size,
-            prefix_tokens=spans[0].start,
-            keeps_activations=False,
-            cost=0.0,
-            segments=tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans),
-        )
+        segments = tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans)
+        place = spans[0].group_id, part, len(spans_of)
+        chunks[part] = Chunk(part, *place, size, size, spans[0].start, False, 0.0, segments)
         tensors[part] = ChunkTensors(
             input_ids=torch.randint(vocab_size, (1, size), generator=random),
             position_ids=torch.cat([torch.arange(span.start, span.stop) for span in spans])[None],

@@ -1,10 +1,12 @@
-"""The processes that train together: their groups, one of them as it sees itself, what all compare at the start."""
+"""The processes that train together: how they meet, their groups, one of them as it sees itself, what all compare."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,25 +16,96 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import in_words
 from chunkplan.planfile.plan import Plan
 from chunkplan.version import __version__
-from chunkplan_runtime.execution.links import Link, Links, Wire
+from chunkplan_runtime import set_for_several_processes
+from chunkplan_runtime.devices import local_device_index
+from chunkplan_runtime.execution.links import Link, Links
 from chunkplan_runtime.failures.watchdog import RESUME, Watchdog
-from chunkplan_runtime.layout import Block, RankLayout
-from chunkplan_runtime.sharing import (
+from chunkplan_runtime.layout import (
     Activity,
+    Block,
     Exchanges,
+    RankLayout,
     all_gather,
     is_lost_connection,
     named_processes,
     reduce_scatter,
 )
+from chunkplan_runtime.models.model import CausalLM
 
 T = TypeVar("T")
+
+#: How long a process waits for another one that lives: longer than the slowest step and the largest checkpoint.
+TIMEOUT = timedelta(hours=1)
+
+#: Numbers of a gradient that are squared at once: in float64 they take 128 MiB.
+NUMBERS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class OwnGpu:
+    """The GPU that a process takes: `index` of the `num_seen` that its machine shows it, with its `uuid`, if any."""
+
+    machine: str
+    index: int
+    num_seen: int
+    uuid: str | None
+
+
+def find_own_gpu(device: str) -> OwnGpu:
+    """The GPU of this process; `device` is as the option has it, and "cpu" takes none."""
+    num_seen = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    index = local_device_index()
+    uuid = str(torch.cuda.get_device_properties(index).uuid) if index < num_seen else None
+    return OwnGpu(socket.gethostname(), index, num_seen, uuid)
+
+
+def check_gpus(processes: Sequence[OwnGpu]) -> None:
+    """Raise UsageError where there are GPUs, and one of `processes`, in order, has none or shares it with another."""
+    takers: dict[str, int] = {}
+    for number, own in enumerate(processes if any(each.num_seen for each in processes) else ()):
+        if own.uuid is None:
+            found = f"process {number} of {len(processes)} would take GPU {own.index}, and sees {own.num_seen}"
+        elif (other := takers.setdefault(own.uuid, number)) != number:
+            found = f"processes {other} and {number} of {len(processes)} would share a GPU ({own.uuid})"
+        else:
+            continue
+        raise UsageError(
+            found,
+            where=own.machine,
+            hint="start as many processes on a machine as it has GPUs, with LOCAL_RANK from 0, or show each of them a "
+            "GPU of its own (CUDA_VISIBLE_DEVICES); without GPUs: --device cpu",
+        )
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Within the block the processes have a group: NCCL between GPUs, if `device` is not "cpu", else gloo.
+
+    After an error it is left as it is: what the others never send would be waited for. Raises UsageError if the others
+    cannot be reached.
+    """
+    set_for_several_processes()  # where they do not come from `train.main`, which does it before torch is there
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if has_gpu and local_device_index() < torch.cuda.device_count():  # else it is refused when all can hear it
+        torch.cuda.set_device(local_device_index())
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=TIMEOUT)
+    except (dist.DistError, ValueError) as error:
+        raise UsageError(
+            f"rendezvous failed: {str(error).splitlines()[0]}",
+            where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            hint="check that all processes were started, with the same MASTER_ADDR and MASTER_PORT and their own RANK",
+        ) from error
+    yield
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -58,9 +131,10 @@ class Groups:
         num_single = 1 + (self.replicas is not None) + (self.ends is not None)
         return num_single + 2 * len(self.links_by_border) + len(self.exchanges.groups)
 
-    def links(self, wire: Wire) -> Links | None:
+    def links(self, hidden_size: int, dtype: torch.dtype) -> Links | None:
         """The links of this process's stage, connected; None where there is one stage. All processes have to ask."""
-        return Links(wire, self.layout.model_stages(), self.links_by_border) if self.layout.pp > 1 else None
+        row = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
+        return Links(row, self.layout.model_stages(), self.links_by_border) if self.layout.pp > 1 else None
 
 
 def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, blocks: Sequence[Block] = ()) -> Groups:
@@ -70,8 +144,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
     device, which must not be in the middle of a step. Those of links are used once by `Links`. `blocks`: see
     `layout.used_blocks`.
     """
-    started = time.perf_counter()
-    pipelines = range(layout.dp)
+    started, pipelines, replicas = time.perf_counter(), range(layout.dp), None
 
     def own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
         """The one of these groups that this process is in; all processes make all, so that torch counts them alike."""
@@ -82,10 +155,8 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
         """By pipeline, the processes of these stages."""
         return [[layout.process_of(stage, replica) for stage in stages] for replica in pipelines]
 
-    replicas = None
     if layout.dp > 1:
-        stages = [[layout.process_of(stage, replica) for replica in pipelines] for stage in range(layout.pp)]
-        own: Any = own_group(stages)
+        own: Any = own_group([[layout.process_of(stage, each) for each in pipelines] for stage in range(layout.pp)])
         replicas = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
     first, *_ = stages_of = [layout.stage_of(model_stage) for model_stage in range(layout.num_model_stages)]
     links: dict[int, Link] = {}
@@ -145,9 +216,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
-    def telling(self, activity: Callable[[], Activity]) -> AbstractContextManager[None]:
-        """Within the block, have the watchdogs of the others know what this process is at."""
-        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity)
+    def telling(
+        self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
+    ) -> AbstractContextManager[None]:
+        """Within the block, have the watchdog tell what this process is at: see `Heartbeat.telling`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity, on_device)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""
@@ -207,3 +280,46 @@ def shorten(value: object) -> str:
     """A value as a message has it: hashes, and all else that is long, by the first 12 characters."""
     text = in_words(value)
     return text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
+    """The name of the trained weight that both ends of a pipeline have; None on all other stages and models."""
+    if groups is None or groups.ends is None or not model.config.tie_word_embeddings:
+        return None
+    weight = model.model.get_input_embeddings().weight
+    named = model.model.named_parameters()
+    return next((name for name, value in named if value is weight and value.requires_grad), None)
+
+
+def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> Tensor:
+    """The norm of the gradients of the whole model: the same number on all processes.
+
+    Before, both ends of a pipeline are given the gradient of both uses of a `tied` weight, which counts once. Sums are
+    float64: of a million float32 squares torch on a CPU loses the fifth digit.
+    """
+    if tied is not None and groups is not None:
+        if weights[tied].grad is None:  # the head's, in a step without targets
+            weights[tied].grad = torch.zeros_like(weights[tied])
+        dist.all_reduce(_local_gradients([weights[tied]])[0], group=groups.ends)
+    counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
+    device = groups.device if groups is not None else next(iter(weights.values())).device
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in _local_gradients(counted):
+        for numbers in torch.split(gradient.reshape(-1), NUMBERS_AT_ONCE):
+            squares += torch.linalg.vector_norm(numbers, dtype=torch.float64) ** 2
+    if groups is not None:
+        dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def clip(weights: Iterable[Tensor], norm: Tensor, largest: float) -> None:
+    """Scale gradients whose norm is `norm` down to `largest`, as `torch.nn.utils.clip_grads_with_norm_` does."""
+    gradients = _local_gradients(weights)
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
+
+
+def _local_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
+    """What this process has of the gradients of `weights`, of those that have one."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,26 +28,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
-from chunkplan.planfile.plan import VALIDATE_HINT, Action
-from chunkplan_runtime.distributed.job import Groups
+from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
 from chunkplan_runtime.execution.executor import Around, Meet, meet_nobody
-from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.feed.stream import StepWork, broken_plan
+from chunkplan_runtime.layout import RankLayout, reduce_scatter
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import sum_gradients
-from chunkplan_runtime.sharing import reduce_scatter
 
 #: What other processes do in a slot: its op, and the virtual stage.
 Padding = tuple[str, int]
-
-#: Numbers of a gradient that are squared at once: in float64 they take 128 MiB.
-NUMBERS_AT_ONCE = 1 << 24
 
 
 def paddings_of(
@@ -60,7 +54,7 @@ def paddings_of(
     step, ops, stage = work.step, MEETINGS[sharding], layout.stage
 
     def refusal(message: str, rank: int) -> DataError:
-        return DataError(message, where=f"step {step.step}, rank {rank}, stage {stage}", hint=VALIDATE_HINT)
+        return broken_plan(message, f"step {step.step}, rank {rank}, stage {stage}")
 
     def actions_by_slot(rank: int) -> dict[int, Action]:
         actions, slots = step.actions.get((rank, stage), []), step.slots.get((rank, stage), [])
@@ -350,46 +344,3 @@ def _sum_up(module: Any) -> None:
             weight.unsharded_param.grad = torch.zeros_like(weight.unsharded_param)
         weight.accumulate_unsharded_grad_if_needed()
         weight.to_accumulated_grad_if_needed()
-
-
-def tied_weight(model: CausalLM, groups: Groups | None) -> str | None:
-    """The name of the trained weight that both ends of a pipeline have; None on all other stages and models."""
-    if groups is None or groups.ends is None or not model.config.tie_word_embeddings:
-        return None
-    weight = model.model.get_input_embeddings().weight
-    named = model.model.named_parameters()
-    return next((name for name, value in named if value is weight and value.requires_grad), None)
-
-
-def gradient_norm(weights: Mapping[str, Tensor], tied: str | None, groups: Groups | None) -> Tensor:
-    """The norm of the gradients of the whole model: the same number on all processes.
-
-    Before, both ends of a pipeline are given the gradient of both uses of a `tied` weight, which counts once. Sums are
-    float64: of a million float32 squares torch on a CPU loses the fifth digit.
-    """
-    if tied is not None and groups is not None:
-        if weights[tied].grad is None:  # the head's, in a step without targets
-            weights[tied].grad = torch.zeros_like(weights[tied])
-        dist.all_reduce(_local_gradients([weights[tied]])[0], group=groups.ends)
-    counted = [weight for name, weight in weights.items() if name != tied or groups is None or groups.layout.is_first]
-    device = groups.device if groups is not None else next(iter(weights.values())).device
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in _local_gradients(counted):
-        for numbers in torch.split(gradient.reshape(-1), NUMBERS_AT_ONCE):
-            squares += torch.linalg.vector_norm(numbers, dtype=torch.float64) ** 2
-    if groups is not None:
-        dist.all_reduce(squares)
-    return squares.sqrt()
-
-
-def clip(weights: Iterable[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale gradients whose norm is `norm` down to `largest`, as `torch.nn.utils.clip_grads_with_norm_` does."""
-    gradients = _local_gradients(weights)
-    if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
-
-
-def _local_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
-    """What this process has of the gradients of `weights`, of those that have one."""
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

@@ -1,11 +1,12 @@
-"""Does the actions of one rank in one step, in their order. After it the gradients are those of whole sequences."""
+"""Does the actions of a rank in a step, in order, and times them. After them gradients are those of whole sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from chunkplan.operations import BACKWARDS, FORWARDS
+from chunkplan.planfile.measured import StepTimeline, TimedAction
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.attention.context import ChunkContext
-from chunkplan_runtime.devices import wide
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
+from chunkplan_runtime.devices import synchronize, wide
 from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.execution.loss import ChunkLoss, RankLoss, cross_entropy, rank_loss, use_head
 from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, reserve_pages
@@ -24,11 +25,11 @@ from chunkplan_runtime.feed.stream import RankWork, broken_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Activity, Exchanges
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
 from chunkplan_runtime.models.products import ChunkKey, WeightHalves
 from chunkplan_runtime.models.router_loss import RouterLoss
-from chunkplan_runtime.sharing import Activity, Exchanges
 
 #: A page of keys and values has room for this many chunks: few kernel calls a layer, and little memory for each.
 PAGE_CHUNKS = 4
@@ -38,6 +39,9 @@ Around = Callable[[Action], AbstractContextManager[object]]
 
 #: Called before each action, before what it waits for from other stages, and with None after the last one.
 Meet = Callable[[Action | None], None]
+
+#: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
+_Mark = Any
 
 #: By op, what must have happened to a chunk before.
 _AFTER = {
@@ -69,17 +73,14 @@ class RankExecutor:
         kv_offload: bool = False,
         links: Links | None = None,
         exchanges: Exchanges | None = None,
-        router_loss: str = NO_ROUTER_LOSS,
+        router_loss: str = "none",
         loss: ChunkLoss | None = None,
     ) -> None:
-        self.model = model
-        self._parts = model.parts
-        self.router_loss = RouterLoss(model, router_loss)
-        self._loss = loss or cross_entropy()
+        self.model, self._parts = model, model.parts
+        self.router_loss, self._loss = RouterLoss(model, router_loss), loss or cross_entropy()
         self._exchanges = exchanges or Exchanges()
-        self._seed = seed
         self._links: Any = links
-        self._kv_offload = kv_offload
+        self._seed, self._kv_offload = seed, kv_offload
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
         self.stores = [StateStore(page_tokens=1) for _ in self._parts]  # by virtual stage
@@ -111,10 +112,8 @@ class RankExecutor:
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
         layers; not where nothing in them is trained, nor where that action is half a backward. `meet`: what is done
-        with other processes between actions. Only the last model stage knows losses; on others there are none.
-
-        Raises:
-            DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
+        with other processes between actions. Only the last model stage knows losses; on others there are none. Raises
+        DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         done = dict.fromkeys(product(range(len(self._parts)), work.chunks), "nothing")
@@ -122,7 +121,11 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
         with self._opened(work, with_gradients=True):
             for action in work.actions:
-                key = _checked(action, done, where)
+                key = action.virtual_stage, action.chunk_id
+                if key not in done:
+                    raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
+                if done[key] not in _AFTER[action.op]:
+                    raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
                 self._meet(where, action, meet)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
@@ -151,10 +154,8 @@ class RankExecutor:
     ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
 
-        Without a number of target tokens no losses are computed. `what` it is for is said where it waits.
-
-        Raises:
-            DataError: the forwards are not in the order of the sequences, or do not run every chunk.
+        Without a number of target tokens no losses are computed. `what` it is for is said where it waits. Raises
+        DataError: the forwards are not in the order of the sequences, or do not run every chunk.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
@@ -278,16 +279,73 @@ class RankExecutor:
         return losses
 
 
-def _checked(action: Action, done: Mapping[ChunkKey, str], where: str) -> ChunkKey:
-    """The virtual stage and chunk of an action, refused if it may not follow what was `done` last to the chunk."""
-    key = action.virtual_stage, action.chunk_id
-    if key not in done:
-        raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
-    if done[key] not in _AFTER[action.op]:
-        raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
-    return key
-
-
 def _named(key: ChunkKey) -> str:
     virtual_stage, chunk_id = key
     return f"chunk {chunk_id}" + (f" on virtual stage {virtual_stage}" if virtual_stage else "")
+
+
+class ActionClock:
+    """Times what one process does in a step, anew for every step.
+
+    On a GPU moments are those at which the device gets there, and nobody waits for it before `stop`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
+
+    def start(self, step: int) -> None:
+        """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
+        self._step, self._actions = step, []
+        self._reductions: list[tuple[_Mark, _Mark]] = []
+        synchronize(self._device)
+        self._zero = self._mark()
+
+    def around(self, dp_rank: int) -> Around:
+        """What `RankExecutor.run` enters around each action of a rank's work, to time it."""
+
+        @contextmanager
+        def timed(action: Action) -> Iterator[None]:
+            start = self._mark()
+            yield
+            self._actions.append((dp_rank, action, start, self._mark()))
+
+        return timed
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Time the block, which reduces gradients."""
+        start = self._mark()
+        yield
+        self._reductions.append((start, self._mark()))
+
+    def stop(self) -> StepTimeline:
+        """Wait for the device, and give what was timed since `start`."""
+        synchronize(self._device)
+
+        def since_start(mark: _Mark) -> int:
+            return int(mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6))
+
+        actions = [
+            TimedAction(dp_rank, each.op, each.chunk_id, since_start(start), since_start(end), each.virtual_stage)
+            for dp_rank, each, start, end in self._actions
+        ]
+        reduced = sum(since_start(end) - since_start(start) for start, end in self._reductions)
+        return StepTimeline(self._step, actions, reduced)
+
+    def on_device(self) -> str | None:
+        """Which action the GPU is at, of those that it was given whole; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        for dp_rank, action, start, end in list(self._actions):
+            if not end.query():
+                at = "in" if start.query() else "before"
+                return f"its GPU is {at} the {action.op} of chunk {action.chunk_id} of rank {dp_rank}"
+        return "its GPU has done all actions that it was given"
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return perf_counter_ns()
+        event: _Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -14,21 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.feed.stream import broken_plan
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What goes over a link: rows of `hidden_size` numbers of a dtype, on a device."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -43,17 +33,17 @@ class Link:
 class Links:
     """Links of `model_stages`, those of this process by virtual stage, to the ones before and after each.
 
-    `links`: to other processes, by border: m is that between the model stages m and m + 1.
+    `row` [1, hidden_size]: of the dtype and on the device of what goes over them. `links`: to other processes, by
+    border: m is that between the model stages m and m + 1.
 
     Each is used once at the beginning, in which NCCL connects two processes, so that they wait for each other: all take
     borders in ascending order, of each first the way down and then the way up, so that nobody waits in a circle.
     """
 
-    def __init__(self, wire: Wire, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:
+    def __init__(self, row: Tensor, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:
         #: By what goes over it, "inputs" or "gradients", and the virtual stage that sends or receives it.
         self._outgoing: dict[tuple[str, int], _Channel] = {}
         self._incoming: dict[tuple[str, int], _Channel] = {}
-        greeting = torch.zeros(1, wire.hidden_size, dtype=wire.dtype, device=wire.device)  # [1, hidden_size]
         virtual_stages = {model_stage: place for place, model_stage in enumerate(model_stages)}
         for border in sorted({*links} | {each for each in virtual_stages if each + 1 in virtual_stages}):
             above, below = virtual_stages.get(border), virtual_stages.get(border + 1)
@@ -61,10 +51,10 @@ class Links:
                 channel = _Channel()
                 if sender is None or receiver is None:
                     link = links[border]
-                    channel = _Remote(wire, link.process, link.down if what == "inputs" else link.up)
+                    channel = _Remote(row, link.process, link.down if what == "inputs" else link.up)
                 if sender is not None:
                     self._outgoing[what, sender] = channel
-                    channel.send(0, greeting)
+                    channel.send(0, row)
                     channel.wait()
                 if receiver is not None:
                     self._incoming[what, receiver] = channel
@@ -117,9 +107,9 @@ class _Channel:
 class _Remote(_Channel):
     """The same with another process, by a group of the two: what comes is what was sent next."""
 
-    def __init__(self, wire: Wire, process: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, row: Tensor, process: int, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._wire, self._process, self._group = wire, process, group
+        self._row, self._process, self._group = row, process, group
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
 
     def send(self, chunk_id: int, tensor: Tensor) -> None:
@@ -131,8 +121,7 @@ class _Remote(_Channel):
             self._sent.append((tensor, work))  # which has to stay as it is until it has arrived
 
     def receive(self, chunk_id: int, num_tokens: int) -> Tensor:
-        wire = self._wire
-        tensor = torch.empty(num_tokens, wire.hidden_size, dtype=wire.dtype, device=wire.device)
+        tensor = self._row.new_empty(num_tokens, self._row.shape[1])
         dist.recv(tensor, self._process, self._group)  # on a GPU its stream waits, not the host
         return tensor
 

@@ -35,8 +35,7 @@ def reserve_pages(
 ) -> None:
     """Take the memory of all pages of all virtual stages, `parts`, each of which has pages of its own.
 
-    Raises:
-        DataError: the actions are not in an order that gives exact gradients.
+    Raises DataError: the actions are not in an order that gives exact gradients.
     """
     split: dict[int, dict[int, ChunkTensors]] = {}  # chunks by how many processes share heads of them
     for chunk_id, tensors in work.tensors.items():

@@ -18,11 +18,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from chunkplan.errors import ChunkplanError
+from chunkplan.errors import ChunkplanError, one_line
 from chunkplan.quantities import seconds
-from chunkplan.visible import one_line
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.sharing import NO_ACTIVITY, Activity, named_processes
+from chunkplan_runtime.layout import NO_ACTIVITY, Activity, RankLayout, named_processes
 
 RESUME = "--resume continues from the last checkpoint"
 
@@ -68,18 +66,19 @@ def this_machine() -> str:
 class Heartbeat:
     """The beats of this process and the last ones of those it watches: process 0 all, each other one process 0.
 
-    The main thread sets `step` and `stops`, and `activity`, by which it tells what it is at. `silent` has for how many
-    exchanges nothing new has come of each process that runs: what passes while this one is suspended does not count.
+    `silent` has for how many exchanges nothing new has come of each process that runs: what passes while this one is
+    suspended does not count.
     """
 
     def __init__(self, store: Store, process: int, world_size: int) -> None:
-        self.number, self.step, self.stops = 0, -1, False
-        self.machine = this_machine()
+        self.number, self.step, self.stops, self.machine = 0, -1, False, this_machine()
         self.activity: Callable[[], Activity] = lambda: NO_ACTIVITY
+        self._on_device: Callable[[], str | None] = lambda: None
+        self._point, self._looks = "", 0  # where this process was at the last look for a stall, and for how many
         self.latest: dict[int, Beat] = {}  # of this process too; none of a process that has not begun
         self.silent: dict[int, int] = {}
         self._store, self._process = store, process
-        self._watched = range(world_size) if process == 0 else range(1)
+        self._watched = range(world_size) if process == 0 else (0, process)
 
     def exchange(self) -> None:
         """Write the next beat of this process and read those of the watched ones; RuntimeError: the store is gone."""
@@ -88,25 +87,42 @@ class Heartbeat:
         self._store.set(f"beat/{self._process}", json.dumps(own))
         before = dict(self.latest)
         self.read(self._watched)
-        self.latest[self._process] = own
         for process, beat in self.latest.items():
             is_silent = before.get(process) == beat and not beat.stops
             self.silent[process] = self.silent.get(process, 0) + 1 if is_silent else 0
 
     def read(self, processes: Iterable[int]) -> None:
-        """Read the last beats of these processes, of those that have begun."""
-        # Reading waits for keys that are not there.
+        """Read the last beats of these processes, of those that have begun: reading waits for keys not there yet."""
         begun = [each for each in processes if each in self.latest or self._store.check([f"beat/{each}"])]
         for process, text in zip(begun, self._store.multi_get([f"beat/{each}" for each in begun]), strict=True):
             number, step, stops, machine, pid, (words, waits_for) = json.loads(text)
             self.latest[process] = Beat(number, step, stops, machine, pid, Activity(words, tuple(waits_for)))
 
     @contextmanager
-    def telling(self, activity: Callable[[], Activity]) -> Iterator[None]:
-        """Within the block, have the others know what this process is at, for their messages."""
-        self.activity = activity
+    def telling(self, activity: Callable[[], Activity], on_device: Callable[[], str | None]) -> Iterator[None]:
+        """Within the block, have the others, and warnings of a stall, know what this process is at.
+
+        `on_device` says what a GPU is at, which the host is ahead of, and may wait for it; None where there is none.
+        """
+        self.activity, self._on_device = activity, on_device
         yield
         self.activity = lambda: NO_ACTIVITY  # after an error it stays: what it waited for says who is missing
+
+    def look_for_stall(self, who: str, interval: float) -> None:
+        """Warn on stderr when `who`, this process, has been at the same point for `STALLED_AFTER` seconds.
+
+        It is called every `interval` seconds. Looks are counted, as a suspended process does not look.
+        """
+        before, self._point = self._point, self.activity().words
+        self._looks = self._looks + 1 if before == self._point != "" else 0
+        if self._looks == max(1, int(STALLED_AFTER / interval)):
+            stalled = f"warning: {who} has not moved for {seconds(1e6 * STALLED_AFTER)}: {self._point}"
+            sys.stderr.write(f"{one_line(stalled)}\nhint: {_STALL_HINT}\n")  # in one piece
+            threading.Thread(target=self._warn_of_device, args=[who], daemon=True).start()
+
+    def _warn_of_device(self, who: str) -> None:
+        if device := self._on_device():
+            sys.stderr.write(one_line(f"warning: {who}: {device}") + "\n")
 
     def activities(self) -> dict[int, Activity]:
         """What each process that is known here was last heard to do, by number."""
@@ -169,15 +185,13 @@ class Watchdog:
 
     def fail(self, exit_status: int) -> bool:
         """Report an error, which ends the other processes with the same exit status; whether this one prints it."""
-        self._main_thread_ends = True
-        self._fails_with = exit_status
+        self._main_thread_ends, self._fails_with = True, exit_status
         self._await_status()
         return self._is_first
 
     def interrupted(self) -> ChunkplanError | None:
         """Report a signal to stop, and wait until all have reported their end; an error to print where one died."""
-        self._main_thread_ends = True
-        self.heartbeat.stops = True
+        self._main_thread_ends = self.heartbeat.stops = True
         self._await_status()
         return self._error
 
@@ -194,26 +208,24 @@ class Watchdog:
     def stop(self) -> None:
         """End regularly, after a barrier; who hosts the store waits until all have come here."""
         signal.set_wakeup_fd(-1)
-        self._is_done = True
-        self._end_threads(self._dead_after)
         atexit.unregister(self._leave)
+        self._is_done = True
+        self._leave(self._dead_after)
 
-    def _leave(self) -> None:
+    def _leave(self, timeout: float | None = None) -> None:
         """End the threads before the interpreter ends, under which none must come back from C++."""
-        self._end_threads(2 * self._interval)
-        if self._main_thread_ends and self._hosts_store:
-            time.sleep(2 * self._interval)  # the store ends with this process, and others have yet to read the status
-
-    def _end_threads(self, timeout: float) -> None:
         self._over.set()
         self._wake.set()
-        self._thread.join(timeout)
+        self._thread.join(timeout or 2 * self._interval)
+        if self._main_thread_ends and self._hosts_store:
+            time.sleep(2 * self._interval)  # the store ends with this process, and others have yet to read the status
 
     def _run(self) -> None:
         try:
             while not self._over.is_set():
                 self._do_round()
                 self._looked = time.monotonic()
+                self.heartbeat.look_for_stall(self.layout.describe(), self._interval)
                 self._wake.wait(self._interval)
                 self._wake.clear()
             if self._is_done:
@@ -231,10 +243,8 @@ class Watchdog:
     def _do_round(self) -> None:
         """Exchange beats; end the job if another process ends it, this one fails, one died, or some were stopped."""
         self.heartbeat.exchange()
-        if self._store.check(["exit_status"]):
-            self._end(self._store.get("exit_status"), None, is_first=False)
-        elif self._fails_with is not None:
-            self._end_job(self._fails_with, None)
+        if self._fails_with is not None or self._store.check(["exit_status"]):
+            self._end_job(self._fails_with or 0, None)
         elif lost := [each for each, silent in self.heartbeat.silent.items() if silent >= _BEATS]:
             self.heartbeat.read(range(self.layout.world_size))  # who waits for it may be none that is watched
             beat = self.heartbeat.latest[lost[0]]
@@ -267,7 +277,7 @@ class Watchdog:
     def _lose_store(self, liveness: str, heard: str) -> None:
         if not self._over.is_set():
             error = self._lost(0, liveness, heard, "torchrun on the machine of " if self._by_launcher else "")
-            self._end(b"1", error, is_first=self._prints_without_store or self._fails_with is not None)
+            self._end(1, error, is_first=self._prints_without_store or self._fails_with is not None)
 
     def _end_job(self, status: int, error: ChunkplanError | None, lost: Beat | None = None) -> None:
         """Write how the job ends, unless another process has; wake the process of `lost` if it is suspended."""
@@ -276,10 +286,10 @@ class Watchdog:
         if lost is not None and lost.liveness() == "suspended":
             with suppress(OSError):
                 os.kill(lost.pid, signal.SIGCONT)  # else its launcher would wait for it
-        self._end(written, error, is_first=written == own.encode())
+        self._end(int(written.split()[0]), error, is_first=written == own.encode())
 
-    def _end(self, written: bytes, error: ChunkplanError | None, *, is_first: bool) -> None:
-        """End this process with the status that was written, unless its main thread does; the first call counts."""
+    def _end(self, status: int, error: ChunkplanError | None, *, is_first: bool) -> None:
+        """End this process with this status, unless its main thread does; the first call counts."""
         if not self._ending.acquire(blocking=False):
             return
         self._is_first = is_first and self._main_thread_ends
@@ -291,7 +301,7 @@ class Watchdog:
             sys.stderr.write(f"error: {one_line(str(error))}\nhint: {error.hint}\n")  # in one piece
         time.sleep(2 * self._interval)  # others read the status; a process that fails too may end by itself
         sys.stderr.flush()
-        os._exit(int(written.split()[0]))
+        os._exit(status)
 
     def _lost(self, process: int, liveness: str, heard: str, what: str = "") -> ChunkplanError:
         """The error about a process, or `what` of it, that is not heard any more."""
@@ -330,30 +340,3 @@ def last_heard(process: int, activities: Mapping[int, Activity]) -> str:
     if waiting[1:]:
         said += f"; so {'do' if waiting[2:] else 'does'} {named_processes(waiting[1:])}"
     return said
-
-
-@contextmanager
-def warned_of_stall(who: str, where: Callable[[], str], on_device: Callable[[], str | None]) -> Iterator[None]:
-    """Within the block, if `where` gives the same for `STALLED_AFTER` seconds, warn on stderr.
-
-    `on_device` gives what a GPU is at, which the host is ahead of, and may wait for it; None where there is none.
-    """
-    over = threading.Event()
-
-    def look() -> None:
-        last, looks = "", 0
-        while not over.wait(STALLED_AFTER / 10):  # looks are counted, as a suspended process does not look
-            point = where()
-            last, looks = point, looks + 1 if point == last else 0
-            if looks == 10:
-                stalled = f"warning: {who} has not moved for {seconds(1e6 * STALLED_AFTER)}: {point}"
-                sys.stderr.write(f"{one_line(stalled)}\nhint: {_STALL_HINT}\n")  # in one piece
-                device = on_device()
-                if device is not None and not over.is_set():
-                    sys.stderr.write(one_line(f"warning: {who}: {device}") + "\n")
-
-    threading.Thread(target=look, name="look for a stall", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()

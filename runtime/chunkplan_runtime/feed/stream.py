@@ -18,16 +18,24 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from chunkplan.arrays import Int32Array, Int64Array
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError, UsageError, one_line
 from chunkplan.operations import BACKWARDS, FORWARDS, KEPT_ATTENTION, OPS
 from chunkplan.planfile.analysis import Analysis, TokenReader
 from chunkplan.planfile.likeness import changed_samples, how_to_build_like, samples_of
 from chunkplan.planfile.load import load_plan, load_same_analysis
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Chunk, Plan, PlanStep
-from chunkplan.visible import one_line
 from chunkplan_runtime.devices import pinned
-from chunkplan_runtime.layout import RankLayout, block_of, one_pipeline, refuse_other_replicas
-from chunkplan_runtime.sharing import Run, SharedPart, Span, check_sharing, shared_part
+from chunkplan_runtime.layout import (
+    RankLayout,
+    Run,
+    SharedPart,
+    Span,
+    block_of,
+    check_sharing,
+    one_pipeline,
+    refuse_other_replicas,
+    shared_part,
+)
 
 T = TypeVar("T")
 
@@ -129,11 +137,9 @@ def open_plan(
 ) -> tuple[Plan, Analysis]:
     """Open a plan for `pp` pipeline stages and the analysis it was built from: at `analysis`, or where the plan says.
 
-    `dp`: how many replicas there are of each stage, and `option`: what says where the analysis is, for hints.
-
-    Raises:
-        UsageError: one is not there, or the plan is for other stages or for what the runtime does not do.
-        DataError: one is damaged, or the analysis is not the plan's.
+    `dp`: how many replicas there are of each stage, and `option`: what says where the analysis is, for hints. Raises
+    UsageError: one is not there, or the plan is for other stages or for what the runtime does not do; DataError: one is
+    damaged, or the analysis is not the plan's.
     """
     opened = load_plan(plan)
     check_runnable(opened)
@@ -153,11 +159,9 @@ class PlanStream(IterableDataset[StepWork]):
     An iteration begins at the stream's position and moves it. A thread makes up to `prefetch` steps ahead; with 0 there
     is none. With `pin_memory` tensors lie in page-locked memory where there is CUDA. In a DataLoader with workers one
     of them does it all, and the stream here does not move: what comes next is `work.step.step + 1`. `layout`: of
-    several processes each has a stream of its own, of the work of its stage and data-parallel ranks.
-
-    Raises:
-        UsageError: the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than
-            `max_positions` (None: any may be); or see `refuse_other_replicas`.
+    several processes each has a stream of its own, of the work of its stage and data-parallel ranks. Raises UsageError:
+    the analysis has no tokens, a token is not in the vocabulary, or a sequence is longer than `max_positions` (None:
+    any may be); or see `refuse_other_replicas`.
     """
 
     def __init__(
@@ -176,11 +180,8 @@ class PlanStream(IterableDataset[StepWork]):
         _check_fits(analysis, vocab_size, max_positions)
         self._layout = layout or one_pipeline(plan)
         refuse_other_replicas(plan, self._layout.dp, then="open that, which goes on from a position in this one")
-        self._plan = plan
-        self._analysis = analysis
-        self._vocab_size = vocab_size
-        self._prefetch = prefetch
-        self._pin_memory = pin_memory
+        self._plan, self._analysis, self._vocab_size = plan, analysis, vocab_size
+        self._prefetch, self._pin_memory = prefetch, pin_memory
         self._next = 0
 
     @property
@@ -200,8 +201,7 @@ class PlanStream(IterableDataset[StepWork]):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration begin at a position that `state_dict` gave, of this plan or one like it.
 
-        Raises:
-            UsageError: it is of a plan whose steps have other samples, or not a position.
+        Raises UsageError: it is of a plan whose steps have other samples, or not a position.
         """
         samples, step = state.get("samples"), state.get("step")
         if changes := changed_samples(samples, samples_of(self._plan.manifest)):
@@ -221,9 +221,8 @@ class PlanStream(IterableDataset[StepWork]):
     def __iter__(self) -> Iterator[StepWork]:
         """The steps from the position on.
 
-        Raises:
-            DataError: plan or analysis are damaged, or do not belong together.
-            UsageError: a token is not in the model's vocabulary.
+        Raises DataError: plan or analysis are damaged, or do not belong together; UsageError: a token is not in the
+        model's vocabulary.
         """
         worker = get_worker_info()
         if worker is not None and worker.id > 0:
@@ -354,11 +353,7 @@ def _pinned(work: RankWork) -> RankWork:
 
 
 def check_runnable(plan: Plan) -> None:
-    """Refuse a plan for what the runtime does not do.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Raise UsageError of a plan for what the runtime does not do, naming it."""
     tp = plan.manifest["predictions"]["cost_model"]["tp"]
     if tp > 1:
         raise UsageError(
@@ -397,18 +392,13 @@ def broken_plan(message: str, where: str) -> DataError:
 def _check_words(step: PlanStep, dp_rank: int) -> None:
     """Refuse values of `kept_attention` and `op` that are not known here, naming the first chunk that has one."""
     actions = [each for (rank, _), own in step.actions.items() if rank == dp_rank for each in own]
-    words = [
-        *(
-            ("kept_attention", KEPT_ATTENTION, each.kept_attention, each.chunk_id)
-            for each in step.chunks.get(dp_rank, [])
-        ),
-        *(("op", OPS, each.op, each.chunk_id) for each in actions),
-    ]
-    for name, known, word, chunk_id in words:
-        if word not in known:
-            expected = ", ".join(f'"{each}"' for each in known)
-            where = f"step {step.step}, rank {dp_rank}, chunk {chunk_id}"
-            raise broken_plan(f'{name} is "{one_line(word)}", expected one of {expected}', where)
+    chunks = step.chunks.get(dp_rank, [])
+    for name, known, named in (("kept_attention", KEPT_ATTENTION, chunks), ("op", OPS, actions)):
+        for each in named:
+            if (word := getattr(each, name)) not in known:
+                expected = ", ".join(f'"{one}"' for one in known)
+                where = f"step {step.step}, rank {dp_rank}, chunk {each.chunk_id}"
+                raise broken_plan(f'{name} is "{one_line(word)}", expected one of {expected}', where)
 
 
 def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:

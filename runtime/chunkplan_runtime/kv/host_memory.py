@@ -1,8 +1,7 @@
 """Host memory beside a GPU: pages of keys and values, and tensors of a chunk's layers until they are needed again.
 
 Reading and writing have a CUDA stream each, for copies alone: a kernel there would get its turn only when attention
-leaves room. All waiting is done by the GPU, so that the next layer's first block is on its way while this layer's
-products still run. On a CPU the same is done by plain copies.
+leaves room. All waiting is done by the GPU. On a CPU the same is done by plain copies.
 
 Memory that nobody needs any more is used again, and never returned to the system. Taking it is slow, and may wait for
 the whole device: all of it is there before the first action of a step (`reserve`). Who gets memory that was used before
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,23 +42,30 @@ class Queue:
         """Return the one that kernels are given to."""
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
-    def use(self) -> AbstractContextManager[object]:
-        """Within the block copies go into it."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """What comes into it from now on waits for an event."""
-        if self._stream is not None and event is not None:
-            self._stream.wait_event(event)
+    def wait(self, *events: torch.cuda.Event | None) -> None:
+        """What comes into it from now on waits for events."""
+        for event in events:
+            if self._stream is not None and event is not None:
+                self._stream.wait_event(event)
 
     def record(self) -> torch.cuda.Event | None:
         """Return the event that all it has been given until now is done."""
         return None if self._stream is None else self._stream.record_event()
 
-    def keep(self, tensor: Tensor) -> None:
-        """Let the memory of a tensor on the device be used again only when it is done."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], *after: torch.cuda.Event | None, keep: bool = False
+    ) -> torch.cuda.Event | None:
+        """Copy second tensors to first ones `after` events; returns when it is done.
+
+        `keep`: let the memory of what is copied be used again only then.
+        """
+        self.wait(*after)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for home, tensor in pairs:
+                home.copy_(tensor, non_blocking=True)
+                if keep and self._stream is not None:
+                    tensor.record_stream(self._stream)
+        return self.record()
 
 
 @cache
@@ -71,20 +77,10 @@ def queues_of(device: torch.device) -> tuple[Queue, Queue]:
 
 
 def _copy_to_host(
-    homes: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device, *, keep: bool
+    homes: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device, *, keep: bool = True
 ) -> torch.cuda.Event | None:
-    """Start to copy tensors to the host, after what was asked of the device until now; returns when it is done.
-
-    `keep`: let the memory of the tensors be used again only then.
-    """
-    queue, _ = queues_of(device)
-    queue.wait(Queue.current(device).record())
-    with queue.use():
-        for home, tensor in zip(homes, tensors, strict=True):
-            home.copy_(tensor, non_blocking=True)
-            if keep:
-                queue.keep(tensor)
-    return queue.record()
+    """Start to copy tensors to the host, after what was asked of the device until now; see `Queue.copy`."""
+    return queues_of(device)[0].copy(zip(homes, tensors, strict=True), Queue.current(device).record(), keep=keep)
 
 
 @dataclass
@@ -145,7 +141,7 @@ class HostMemory(PageMemory):
         if not may_wait():
             return lambda: tensor
         home = self._new(tensor.shape, tensor.dtype)
-        arrived = _copy_to_host([home], [tensor], self._device, keep=True)
+        arrived = _copy_to_host([home], [tensor], self._device)
 
         def fetch() -> Tensor:
             Queue.current(self._device).wait(arrived)
@@ -158,7 +154,7 @@ class HostMemory(PageMemory):
         sent = [tensor.detach()[0].transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
         homes = [home[start - page.start :][: len(sent[0])] for home in page.tensors]
         page.written_before = page.written
-        page.written = _copy_to_host(homes, sent, self._device, keep=True)
+        page.written = _copy_to_host(homes, sent, self._device)
 
     def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
         """See `pages.PageMemory.fetch`."""
@@ -166,21 +162,18 @@ class HostMemory(PageMemory):
         num_tokens, num_fetched, tokens = stop - start, min(own_start, stop) - start, page_slice.tokens
         buffer = self._next_buffer(page.tensors)
         tensors, gradients = [held[:num_tokens] for held in buffer.tensors], []
-        _, reading = queues_of(self._device)
-        reading.wait(buffer.free)
-        reading.wait(page.written if num_fetched == num_tokens else page.written_before)
+        fetched = slice(num_fetched)
+        pairs = [(held[fetched], home[tokens][fetched]) for held, home in zip(tensors, page.tensors, strict=True)]
+        after = [buffer.free, page.written if num_fetched == num_tokens else page.written_before]
+        # Of so many tokens no gradient is known; to those after them later parts have added some.
+        num_new = min(max(page.added_from, start), stop) - start
+        known = slice(num_new, None)
         if request.with_gradients:
             self.add_gradients(page)
             gradients = [held[:num_tokens] for held in buffer.gradients]
-            reading.wait(page.added)
-        # Of so many tokens no gradient is known; to those after them later parts have added some.
-        num_new = min(max(page.added_from, start), stop) - start
-        with reading.use():
-            for held, home in zip(tensors, page.tensors, strict=True):
-                held[:num_fetched].copy_(home[tokens][:num_fetched], non_blocking=True)
-            for held, home in zip(gradients, page.gradients, strict=False):
-                held[num_new:].copy_(home[tokens][num_new:], non_blocking=True)
-        ready = reading.record()
+            pairs += [(held[known], home[tokens][known]) for held, home in zip(gradients, page.gradients, strict=True)]
+            after.append(page.added)
+        ready = queues_of(self._device)[1].copy(pairs, *after)
         yield None
         current = Queue.current(self._device)
         current.wait(ready)
@@ -200,7 +193,7 @@ class HostMemory(PageMemory):
         num_left = num_fetched if request.takes_own else num_tokens
         page.added_from = min(page.added_from, start)
         homes, sent = [home[tokens][:num_left] for home in page.gradients], [held[:num_left] for held in gradients]
-        buffer.free = page.added = _copy_to_host(homes, sent, self._device, keep=True)
+        buffer.free = page.added = _copy_to_host(homes, sent, self._device)
 
     def add_gradients(self, page: Any) -> None:
         """See `pages.PageMemory.add_gradients`: of what later parts have not added to nothing is known."""
@@ -263,12 +256,8 @@ class HostTensor:
             assert self.chunk is not None
             device = self.chunk.device
             self.there = torch.empty_like(self.home, device=device)
-            _, queue = queues_of(device)
-            queue.wait(Queue.current(device).record())  # kernels may still read what had this memory
-            queue.wait(self.ready)  # it has arrived on the host
-            with queue.use():
-                self.there.copy_(self.home, non_blocking=True)
-            self.ready = queue.record()
+            now = Queue.current(device).record()  # kernels may still read what had this memory
+            self.ready = queues_of(device)[1].copy([(self.there, self.home)], now, self.ready)
         return self.there
 
     def leave_device(self) -> None:
@@ -283,14 +272,12 @@ class HostTensors:
 
     A tensor is copied to the host while kernels go on, and comes back while those before the ones that need it are at
     work. On the device there are two at most, of the layer at work and of the next one: before a third one leaves,
-    kernels wait until the first has arrived. (Memory that is merely kept for another stream is free again only when the
-    host sees that the copy is done; it is far ahead.) The memory of a chunk is used again when its tensors are gone.
+    kernels wait until the first has arrived. The memory of a chunk is used again when its tensors are gone.
     """
 
     def __init__(self) -> None:
-        #: Host memory that nobody uses, in bytes.
+        #: Host memory that nobody uses, in bytes; and the bytes of all that was taken.
         self.unused: list[Tensor] = []
-        #: Bytes of all host memory that was taken.
         self.num_bytes = 0
         self._chunk: _ChunkMemory | None = None
         self._leaving: list[HostTensor] = []

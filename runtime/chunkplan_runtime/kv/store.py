@@ -20,7 +20,7 @@ from torch import Tensor
 from chunkplan.errors import DataError
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.kv.pages import KVBlock, KVRequest, Page, PageMemory, PageSlice
-from chunkplan_runtime.sharing import Exchanges, Pending, SharedPart, Span
+from chunkplan_runtime.layout import Exchanges, Pending, SharedPart, Span
 
 
 @dataclass
@@ -55,11 +55,7 @@ class StateStore:
         return not self._sequences
 
     def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
-        """Begin the forward of a part; `shared` says how processes share it.
-
-        Raises:
-            DataError: an earlier part has had none.
-        """
+        """Begin the forward of a part, `shared` by processes; raises DataError where an earlier part has had none."""
         sequence = self._sequences.get(span.occurrence)
         if sequence is None:
             memory, page_tokens = self._memory, self._page_tokens
@@ -75,11 +71,7 @@ class StateStore:
         sequence.forwarded = max(sequence.forwarded, span.stop)
 
     def start_backward(self, span: Span) -> None:
-        """Begin the backward of a part.
-
-        Raises:
-            DataError: a later part has had none, or this one has.
-        """
+        """Begin the backward of a part; raises DataError where a later part has had none, or this one has."""
         sequence = self._sequences.get(span.occurrence)
         if sequence is None or span.stop != sequence.complete_from:
             raise _out_of_order(span, "backward", "a later part has none yet, or this one had its own")
@@ -189,9 +181,9 @@ class _SharedPage(Page):
 class GatheredMemory(PageMemory):
     """Pages that several processes share, of the sequence that `part` is of; `inner` holds this process's own tokens.
 
-    A block is gathered from all processes and put into the order of the sequence; in a backward its gradients go back
-    to those whose tokens they are of, and are summed there. One exchange carries all tensors of a page, which have one
-    dtype. All processes ask for the same blocks in the same order, also one of whose queries none sees any of it.
+    A block is gathered from all processes; in a backward its gradients go back to those whose tokens they are of, and
+    are summed there. One exchange carries all tensors of a page, which have one dtype. All processes ask for the same
+    blocks in the same order, also one of whose queries none sees any of it.
     """
 
     def __init__(self, inner: PageMemory, part: SharedPart, exchanges: Exchanges) -> None:

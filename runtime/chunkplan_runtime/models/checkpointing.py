@@ -1,30 +1,32 @@
 """Activation checkpointing: what of a layer a chunk in flight holds, and what its backward runs again.
 
-Every layer of a chunk is a checkpoint of torch, which holds the layer's input and runs the layer again in its backward.
-What it gets then from the first time, by torch's selective checkpoints, is what the level says. At the last level the
-layer's input is in host memory meanwhile. Three products are run again at every level, as they take little for what
-holding them would: those that expand latents to keys and values (`attention.latents`); the second ones of adapters; and
-what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
+Every layer of a chunk is a checkpoint of torch; of products torch's selective checkpoints hold what the level says, of
+attention `KeptResults`. Three products are run again at every level: those that expand latents; the second ones of
+adapters; and what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chunkplan.cost.checkpointing import Checkpointing, levels_of
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import Current, KeptResults, Mark
-from chunkplan_runtime.attention.function import ATTEND
+from chunkplan_runtime.attention.context import MIXER, RUN_AGAIN, Current, KeptResults
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.recurrent import begin_scan_with
@@ -78,24 +80,24 @@ def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
         layer.forward = partial(_checkpointed, index, current, level, layer.forward)
 
 
-def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, Mark]]:
+def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, str]]:
     """Modules of a layer in which products are held otherwise; those that mix tokens know which layer they are of."""
     mixers: list[str] = []
     for name, module in layer.named_modules():
         if name and hasattr(module, "layer_idx") and not any(name.startswith(f"{mixer}.") for mixer in mixers):
             mixers.append(name)
-            yield module, Mark.MIXER
+            yield module, MIXER
         elif re.search(r"\blora_B\.[^.]+$", name):
-            yield module, Mark.RUN_AGAIN
+            yield module, RUN_AGAIN
     if any(_NORM_BEHIND.search(name) for name, _ in layer.named_children()):
         return
     for place, module in layer.named_modules():
         is_last = isinstance(module, nn.Linear) and module.out_features == hidden_size != module.in_features
         if is_last and place.partition(".")[0] not in mixers and not _OF_EXPERT.search(place):
-            yield module, Mark.RUN_AGAIN
+            yield module, RUN_AGAIN
 
 
-def _run_within(current: Current, mark: Mark, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
+def _run_within(current: Current, mark: str, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
     with current.within(mark):
         return forward(*given, **how)
 
@@ -107,50 +109,40 @@ def _checkpointed(
     context, cache = current.context, current.cache
     if not torch.is_grad_enabled():
         return forward(*given, **how)
-    attended = KeptResults(HostTensors()) if level == "keep-attention" else None
+    attended = None if level in ("full", "offload") else KeptResults(HostTensors(), is_hidden=level in _SELECTIVE)
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     def run(*given: Any, **how: Any) -> Any:
         before = current.context, current.cache
         current.context, current.cache, current.attended = context, cache, attended
         if cache is not None:
             cache.rewind(index)
+        here = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         try:
-            return forward(*given, **how)
+            with ExitStack() as again:
+                for mode in modes:
+                    if mode not in here:
+                        again.enter_context(mode)
+                return forward(*given, **how)
         finally:
             current.context, current.cache, current.attended = *before, None
             begin_scan_with(None)
             if attended is not None:
                 attended.take()
 
+    contexts: Callable[[], Any] = noop_context_fn
+    if level in _SELECTIVE:
+        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, current, level))
     # Around the checkpoint hooks of ours get what it saves itself, and its own ones what the layer saves.
     with current.host_inputs.of_layer(given[0]) if level == "offload" and given else nullcontext():
-        return checkpoint(run, *given, use_reentrant=False, context_fn=partial(_contexts, current, level), **how)
-
-
-def _contexts(
-    current: Current, level: Checkpointing
-) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """What is around a layer, and around it when it runs again: the modes of torch that it ran in are part of that."""
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if level not in _SELECTIVE:
-        return nullcontext(), _within_all(modes)
-    first, again = create_selective_checkpoint_contexts(partial(_policy, current, level))  # type: ignore[no-untyped-call]
-    return first, _within_all([*modes, again])
-
-
-@contextmanager
-def _within_all(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
-    with ExitStack() as entered:
-        for each in contexts:
-            entered.enter_context(each)
-        yield
+        return checkpoint(run, *given, use_reentrant=False, context_fn=contexts, **how)
 
 
 def _policy(current: Current, level: Checkpointing, _: Any, operator: Any, *given: Any, **how: Any) -> CheckpointPolicy:
     """Whether what an operator gives is held. It has to say the same when the layer runs again."""
-    held = operator is ATTEND
-    if not held and Mark.RUN_AGAIN not in current.marks:
-        mixes = Mark.MIXER in current.marks
+    held = False
+    if RUN_AGAIN not in current.marks:
+        mixes = MIXER in current.marks
         if operator in _PRODUCTS:
             held = mixes or level == "keep-products"
         elif operator in _STACKED:

@@ -38,13 +38,10 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 #: Sizes of which a model has at least one, or none of its own (head_dim).
-_SIZES = """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings
-"""
-
-#: What is wrong, and what to do about it.
-_Problems = Iterator[tuple[str, str]]
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 
 
 def is_bidirectional(config: Any) -> bool:
@@ -63,12 +60,11 @@ def entry_of(config: Any, name: str, default: Any = None) -> Any:
 
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer by its config, in tokens; None for full attention. The mask decides."""
-    is_known, by_layer = config.model_type in MODEL_TYPES, config.model_type in _WINDOWS_BY_LAYER
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if is_known and not by_layer and config.model_type not in _ONE_WINDOW:
-        window = None  # they have none, whatever their config says
-    if kinds is None or (is_known and not by_layer):
+    if config.model_type in MODEL_TYPES and config.model_type not in _WINDOWS_BY_LAYER:
+        kinds, window = None, window if config.model_type in _ONE_WINDOW else None  # whatever their config says
+    if kinds is None:
         return (window,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -114,7 +110,8 @@ def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
         )
 
 
-def _problems(config: Any) -> _Problems:
+def _problems(config: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong, and what to do about it."""
     text = config.get_text_config(decoder=True)
     if text.model_type != config.model_type:
         hint = f"train its language model, of type {text.model_type}: `python -m chunkplan_runtime.train` takes that"
@@ -135,7 +132,7 @@ def _problems(config: Any) -> _Problems:
             yield f"{name} is {getattr(config, name)}", "set it to 0"
     if getattr(config, "quantization_config", None):
         yield "the model is quantized", "train from weights that are not quantized"
-    for name in _SIZES.split():
+    for name in _SIZES:
         size = entry_of(config, name)
         if type(size) is int and size < 1:
             yield f"{name} is {size}", "give a whole number from 1"
@@ -199,33 +196,24 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
 
     `router_loss`: what its load-balancing loss is over, if it has one.
     """
-    for what, hint in _plan_problems(config, plan, router_loss):
-        raise UsageError(what, where=str(plan.path), hint=hint)
-
-
-def _plan_problems(config: Any, plan: Plan, router_loss: str | None) -> _Problems:
+    where, alone = str(plan.path), "build the plan with `--cp off`"
     shared = [block.heads for block in used_blocks(plan)]
     if shared and is_recurrent(config):
         what = f"processes cannot share sequences of a {config.model_type} model, whose layers keep a state"
-        yield what, "build the plan with `--cp off`"
+        raise UsageError(what, where=where, hint=alone)
     if shared and router_loss == "sequence":
-        yield (
-            "with --router-loss sequence processes cannot share sequences, of which none would count a whole one",
-            "build the plan with `--cp off`, or train with `--router-loss batch`",
-        )
+        what = "with --router-loss sequence processes cannot share sequences, of which none would count a whole one"
+        raise UsageError(what, where=where, hint=f"{alone}, or train with `--router-loss batch`")
     (kv_heads, _), _ = kv_shapes(config)
-    of_model = {"key and value heads": kv_heads, "heads": getattr(config, "num_attention_heads", kv_heads)}
-    for name, heads in of_model.items():
-        for num in shared:
-            if heads % num:
-                what = f"{num} processes cannot share the model's {heads} {name} evenly"
-                yield what, "build the plan with the --model-config of this model"
+    for name, heads in (("key and value heads", kv_heads), ("heads", getattr(config, "num_attention_heads", kv_heads))):
+        if uneven := [num for num in shared if heads % num]:
+            what = f"{uneven[0]} processes cannot share the model's {heads} {name} evenly"
+            raise UsageError(what, where=where, hint="build the plan with the --model-config of this model")
     groups = plan.chunks().column("group_id") if is_bidirectional(config) else None
     if groups is not None and groups.null_count < len(groups):
-        yield (
-            "the plan splits sequences, and in this model tokens see those that come after them",
-            "build the plan with `--no-split`, and a --chunk-size of the longest sequence",
-        )
+        what = "the plan splits sequences, and in this model tokens see those that come after them"
+        hint = "build the plan with `--no-split`, and a --chunk-size of the longest sequence"
+        raise UsageError(what, where=where, hint=hint)
 
 
 def plan_stream(

@@ -16,9 +16,8 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from chunkplan.visible import one_line
+from chunkplan.errors import one_line
 from chunkplan_runtime.attention.interface import prepare_attention
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.models.model import CausalLM
 
 #: What makes code of graphs; dropout draws what it does elsewhere. A reduction in two directions at once pays for some
@@ -105,7 +104,7 @@ class CompiledLayers(Refusable):
 
 def _why_not_now(current: Any) -> str | None:
     """Why layers do not run as graphs in this action, where something has to see what they call."""
-    if current.router_loss is not None and current.router_loss.scope != NO_ROUTER_LOSS:
+    if current.router_loss is not None and current.router_loss.scope != "none":
         return "the load-balancing loss looks at their routers"
     if is_in_torch_dispatch_mode():
         return "checkpoints hold results of their products, in forwards with gradients"

@@ -45,6 +45,13 @@ class Fused(NamedTuple):
         return said + (f"; as they are: {left}" if left else "")
 
 
+#: What kernels of torch compute.
+_FORMULAS: tuple[_Formula, ...] = (
+    lambda norm, x: F.rms_norm(x, x.shape[-1:], norm.weight, _eps(norm)),
+    lambda norm, x: F.layer_norm(x, x.shape[-1:], norm.weight, getattr(norm, "bias", None), _eps(norm) or 0.0),
+)
+
+
 def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused:
     """Let modules of a model, or of a stage of it, call fused kernels where these compute the same, on `device`.
 
@@ -57,7 +64,7 @@ def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused
         _patch_by_liger(model, device)
     else:
         for module in filter(_is_norm, modules):
-            if formula := next((each for each in (_rms_norm, _layer_norm) if _computes(module, each)), None):
+            if formula := next((each for each in _FORMULAS if _computes(module, each)), None):
                 kind: Any = type(module)
                 module.forward = MethodType(_forward_of(kind, formula), module)
     fused = [name for name in map(_kernel_of, modules) if name]
@@ -141,15 +148,6 @@ def _forward_of(kind: Any, formula: _Formula) -> Callable[..., Tensor]:
 
     norm.__qualname__ = "Norm"
     return norm
-
-
-def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
-    return F.rms_norm(hidden, hidden.shape[-1:], module.weight, _eps(module))
-
-
-def _layer_norm(module: Any, hidden: Tensor) -> Tensor:
-    bias = getattr(module, "bias", None)
-    return F.layer_norm(hidden, hidden.shape[-1:], module.weight, bias, _eps(module) or 0.0)
 
 
 def _computes(module: nn.Module, formula: _Formula) -> bool:

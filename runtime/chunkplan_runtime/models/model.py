@@ -41,8 +41,10 @@ _REFUSALS += (ArithmeticError, RuntimeError, StrictDataclassError, SafetensorErr
 _CONFIG_HINT = "take the config.json that came with a model"
 
 #: Names of weights of a language model within a model of text and more -> in it alone; and which are of one at all.
-_TEXT_WEIGHTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head."}
-_TEXT_WEIGHTS |= {r"^(model\.)?language_model\.(model\.)?": "model."}
+_TEXT_WEIGHTS = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
 _IS_TEXT_WEIGHT = re.compile(r"lm_head\.|(model\.)?(language_model|layers|embed_tokens|norm)\.")
 
 
@@ -155,7 +157,7 @@ class CausalLM:
             )
 
         def run(own: ChunkTensors, its_inputs: Tensor | None, its_seed: int | None, cache: StateCache | None) -> Tensor:
-            how = self.kernels, self.is_causal, its_seed, own.shared, self.current.kept
+            how = self.kernels, self.is_causal, its_seed, own.shared
             self.current.context, self.current.cache = ChunkContext(own.spans, store, *how), cache
             # Bound, and no argument: FSDP looks for tensors in all arguments, and would in every span.
             hidden: Tensor = self.call(partial(self._decode, own), its_inputs, cache)
@@ -178,12 +180,11 @@ class CausalLM:
         kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder.__class__)[1]: cache}
         positions = tensors.position_ids.to(device, non_blocking=True)
         with self.cuts[0].in_place(decoder), borders_from_plan():
-            hidden: Tensor = decoder(**tokens, position_ids=positions, **kept).last_hidden_state
+            hidden: Tensor | None = decoder(**tokens, position_ids=positions, **kept).last_hidden_state
         self.current.inputs = None
         if not self.is_last:
-            output, self.current.output = self.current.output, None
-            assert output is not None
-            return output
+            hidden, self.current.output = self.current.output, None
+        assert hidden is not None
         return hidden
 
     def attention_kernels(self, device: torch.device | None = None) -> dict[str, str]:

@@ -213,17 +213,9 @@ def product_of(
 _Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operands:
-    return (input, weight, bias, None) if weight.ndim == 2 else None
-
-
 def _matmul(input: Tensor, other: Tensor, **more: Any) -> _Operands:
     is_stack = other.ndim == input.ndim == 3 and other.shape[0] == input.shape[0]
     return (input, other.mT, None, None) if not more and (is_stack or (other.ndim == 2 and input.ndim > 1)) else None
-
-
-def _addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> _Operands:
-    return (mat1, mat2.mT, bias, None) if not more and bias.ndim == 1 else None
 
 
 def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> _Operands:
@@ -232,8 +224,8 @@ def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **mor
 
 
 _OPERANDS: dict[Any, Callable[..., _Operands]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
+    F.linear: lambda input, weight, bias=None: (input, weight, bias, None) if weight.ndim == 2 else None,
+    torch.addmm: lambda bias, mat1, mat2, **more: (mat1, mat2.mT, bias, None) if not more and bias.ndim == 1 else None,
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
     torch._grouped_mm: _grouped_mm,  # by which name F.grouped_mm comes here
 }
@@ -259,10 +251,6 @@ _numbers = count()
 #: Of nodes that add a product: a compiler takes two that are given the same for one.
 _adding = count()
 
-_library: Any = torch.library.Library("chunkplan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("product(Tensor x, Tensor matrix, Tensor? bias, Tensor number) -> Tensor")
-_library.define("add_product(Tensor x, Tensor gradient, Tensor number, int node) -> Tensor")
-
 
 def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
@@ -274,6 +262,19 @@ def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return found
 
 
+@torch.library.custom_op("chunkplan::product", mutates_args=())
+def _node(x: Tensor, matrix: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    return F.linear(x, matrix, bias)
+
+
+@torch.library.custom_op("chunkplan::add_product", mutates_args=())
+def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
+    weight: Any = _summed[int(number)]
+    with torch._C.DisableTorchFunctionSubclass():
+        Factors(weight, gradient, x.reshape(-1, x.shape[-1]), None).are_added()
+    return torch.zeros_like(number)
+
+
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The weight has none: that of its number, which is never read, makes sure that nothing is left out."""
     x, matrix, number = ctx.saved_tensors
@@ -283,23 +284,10 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, None, of_bias, torch.ops.chunkplan.add_product(x, gradient, number, next(_adding))
 
 
-def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
-    weight: Any = _summed[int(number)]
-    with torch._C.DisableTorchFunctionSubclass():
-        Factors(weight, gradient, x.reshape(-1, x.shape[-1]), None).are_added()
-    return torch.zeros_like(number)
-
-
-_library.impl("product", lambda x, matrix, bias, number: F.linear(x, matrix, bias), "CompositeExplicitAutograd")
-_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
-_fake: Any = partial(torch.library.register_fake, lib=_library)
-_fake("chunkplan::product", lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
-_fake("chunkplan::add_product", lambda x, gradient, number, node: torch.zeros_like(number))
-torch.library.register_autograd(
-    "chunkplan::product",
-    _gradients,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1], inputs[3]),
-    lib=_library,
+_node.register_fake(lambda x, matrix, bias, number: x.new_empty(*x.shape[:-1], matrix.shape[0]))
+_add_product.register_fake(lambda x, gradient, number, node: torch.zeros_like(number))
+_node.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1], inputs[3])
 )
 
 

@@ -24,8 +24,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.parts import decoder_of, layers_of, mixed_seed
-from chunkplan_runtime.sharing import Span
 
 #: Of a layer, what kind of state, and the how-manieth of its kind.
 Name = tuple[int, str, int]
@@ -59,7 +59,6 @@ class StateCache(DynamicCache):
     def __init__(self, config: Any, begun: dict[Name, Tensor], start: int) -> None:
         DynamicCache.__init__(self, config=config)  # not that of a model's own kind of cache
         self.linear_cache: list[Tensor] = []
-        self._sums: dict[Name, Tensor] = {}
         self._begun, self._start = begun, start
         for index in range(len(self.layers)):
             self.rewind(index)
@@ -69,24 +68,24 @@ class StateCache(DynamicCache):
         layer: Any = self.layers[index]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             self.layers[index] = layer = _StateLayer(layer.number_of_states)
-        self._sums.pop((index, _SUM, 0), None)
+        layer.linear_cache = {}
         for (of_layer, kind, number), tensor in self._begun.items():
-            if of_layer == index and kind == _SUM:
-                self._sums[index, kind, number] = tensor
-            elif of_layer == index:
+            if of_layer == index:
                 getattr(layer, kind)[number] = tensor
+            if of_layer == index and kind != _SUM:
                 getattr(layer, f"is_{kind}_initialized")[number] = True
                 layer.has_previous_state[number] = True
                 layer.device, layer.dtype = tensor.device, tensor.dtype
 
     def states(self) -> dict[Name, Tensor]:
         """The states that are in it."""
-        found = dict(self._sums)
-        for index, layer in enumerate(self.layers):
-            for kind in _KINDS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
-                states = getattr(layer, kind).items()
-                found |= {(index, kind, number): tensor for number, tensor in states if tensor is not None}
-        return found
+        return {
+            (index, kind, number): tensor
+            for index, layer in enumerate(self.layers)
+            for kind in (*_KINDS, _SUM)
+            for number, tensor in getattr(layer, kind, {}).items()
+            if tensor is not None
+        }
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *given: Any, **how: Any) -> Tensor:
         """See `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
@@ -97,11 +96,12 @@ class StateCache(DynamicCache):
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """The sum of keys times values of a layer of MiniMax."""
-        return self._sums.get((layer_idx, _SUM, 0))
+        sums: dict[int, Tensor] = vars(self.layers[layer_idx])[_SUM]
+        return sums.get(0)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Keep such a sum."""
-        self._sums[layer_idx, _SUM, 0] = linear_cache
+        vars(self.layers[layer_idx])[_SUM][0] = linear_cache
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Keep nothing but which layer it is: attention has a store of its own."""

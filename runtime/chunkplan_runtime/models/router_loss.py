@@ -1,13 +1,9 @@
 """The load-balancing loss of a mixture of experts, whose gradient is that of a whole step, or of whole sequences.
 
 With f_e how often tokens choose expert e and P_e the mean probability that its router gives it, the loss is a multiple
-of the sum of f_e P_e (Fedus et al., arXiv 2101.03961, equations 4 to 6). f has no gradient, and P is a mean of tokens:
-once f is known, each token by itself has the gradient of the whole. It is added in the backward of each router, so that
-it is the same wherever a graph is cut.
-
-- `batch`: as of transformers, over the tokens of all layers of a step together; f is counted by forwards before it.
-- `sequence`: of every layer and sequence by itself, as of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): the sum
-  over experts of num_experts / (top_k T) count_e P_e, T tokens long, over layers; the mean over sequences by tokens.
+of the sum of f_e P_e (Fedus et al., arXiv 2101.03961), over a batch or, as of DeepSeek-V3, a sequence; docs/runtime.md
+has both. f has no gradient, and P is a mean of tokens: once f is known, each token by itself has the gradient of the
+whole. It is added in the backward of each router, so that it is the same wherever a graph is cut.
 """
 
 from __future__ import annotations
@@ -29,9 +25,11 @@ from transformers.utils.output_capturing import OutputRecorder
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import wide
-from chunkplan_runtime.domains import NO_ROUTER_LOSS, ROUTER_LOSSES
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
+
+#: What the counts of the loss are of; without such a loss the first.
+ROUTER_LOSSES = ("none", "batch", "sequence")
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]
@@ -48,17 +46,16 @@ def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
     """
     if asked not in (None, *ROUTER_LOSSES):
         raise UsageError(f"router_loss is {asked!r}", hint=f"use one of: {', '.join(ROUTER_LOSSES)}")
-    scope = asked or ("batch" if getattr(config, "output_router_logits", False) else NO_ROUTER_LOSS)
-    if scope == NO_ROUTER_LOSS:
+    scope = asked or ("batch" if getattr(config, "output_router_logits", False) else "none")
+    if scope == "none":
         return scope
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     compute = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None) if kind else None
-    what = None
     if compute is None:
         what = f"transformers computes no load-balancing loss for model type {config.model_type!r}"
-    elif tuple(inspect.signature(compute).parameters) != _KNOWN_ARGUMENTS:
+        raise UsageError(what, where=where, hint=_HINT)
+    if tuple(inspect.signature(compute).parameters) != _KNOWN_ARGUMENTS:
         what = f"the load-balancing loss of model type {config.model_type!r} is one of its own"
-    if what is not None:
         raise UsageError(what, where=where, hint=_HINT)
     return scope
 
@@ -97,7 +94,7 @@ class RouterLoss:
         self._value: Tensor | None = None
         #: By context: of each token the index of its span [num_tokens]; of each span its weight [num_spans].
         self._weights: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        if scope == NO_ROUTER_LOSS:
+        if scope == "none":
             return
         whole = whole_of(model.model)
         self._weight: Any = getattr(whole, "router_aux_loss_coef", getattr(whole, "aux_loss_coef", None))
@@ -169,7 +166,7 @@ class RouterLoss:
             return None
         # All that has a gradient goes through, as most models go on with something else than the logits.
         passed = [place for place, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
-        passed = [index, *(place for place in passed if place != index)]
+        passed.sort(key=lambda place: place != index)  # its logits first
         apply: Callable[..., tuple[Tensor, ...]] = _Balanced.apply
         found = apply(partial(self._gradient, router, context, counts), *(outputs[place] for place in passed))
         for place, each in zip(passed, found, strict=True):

@@ -51,8 +51,9 @@ _SIZES = """
 64 vocab_size vocab_size_per_layer_input unpadded_vocab_size attention_hidden_size
 128 mamba_d_ssm
 """
-_AT_MOST = {name: int(most) for most, *names in map(str.split, _SIZES.strip().splitlines()) for name in names}
-_AT_MOST |= dict.fromkeys(EXPERTS_PER_TOKEN, 2)
+_AT_MOST = dict.fromkeys(EXPERTS_PER_TOKEN, 2)
+for _most, *_names in map(str.split, _SIZES.strip().splitlines()):
+    _AT_MOST |= dict.fromkeys(_names, int(_most))
 
 #: Numbers that are no sizes of weights and change nothing at any length: scalings, what sizes are multiples of, and
 #: second names of sizes (gpt-oss, LFM2).

@@ -145,14 +145,13 @@ def frozen_names(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -
         found = {id(weight) for name, weight in named.items() if fnmatchcase(name, pattern)}
         if not found:
             word = pattern.strip("*.")
-            inside = [name for name in named if word and fnmatchcase(name, f"*{word}*")]
-            near = inside[:3] or get_close_matches(word, named, n=3)
+            near = [name for name in named if word and word in name][:3] or get_close_matches(word, named, n=3)
             kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in named))
             shown = near or kinds[:: -(-len(kinds) // 6)]  # from all over the model
-            are = f"{'near' if near else 'there'} are {', '.join(shown)}"
             raise UsageError(
-                f"{flag} {shlex.quote(pattern)} is the name of no weight; {are}",
-                hint=f"for example {flag} {shlex.quote(f'*{word}*' if inside else shown[0])}",
+                f"{flag} {shlex.quote(pattern)} is the name of no weight; "
+                f"{'near' if near else 'there'} are {', '.join(shown)}",
+                hint=f"for example {flag} {shlex.quote(f'*{word}*' if word and word in shown[0] else shown[0])}",
             )
         matched |= found
     frozen = {name for name, weight in named.items() if (id(weight) in matched) == bool(freeze)} if patterns else set()
@@ -182,9 +181,8 @@ def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     except ImportError as error:
         what = f"weights in 4 bits need bitsandbytes and accelerate ({error})"
         raise UsageError(what, hint=pip_install("qlora")) from error
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        raise UsageError(f"bitsandbytes does not compute in {name}", hint="use --precision bf16 or fp32")
+    if dtype == torch.float64:
+        raise UsageError("bitsandbytes does not compute in float64", hint="use --precision bf16 or fp32")
     config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

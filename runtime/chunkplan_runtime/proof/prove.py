@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -29,20 +29,19 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from chunkplan.errors import UsageError
+from chunkplan.files.writing import whole_file
 from chunkplan.planfile.plan import Action, Chunk, Segment
 from chunkplan_runtime.attention.context import Current
 from chunkplan_runtime.distributed.stages import cut_stage
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.links import Links, Wire
+from chunkplan_runtime.execution.links import Links
 from chunkplan_runtime.feed.stream import NO_TARGET, ChunkTensors, RankWork, shifted_labels
-from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.layout import RankLayout, Span
 from chunkplan_runtime.models.checks import MODEL_TYPES
 from chunkplan_runtime.models.model import CausalLM, new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.tiny import num_weights, tiny_document, unknown_numbers
-from chunkplan_runtime.sharing import Span
 
 #: What rounding in float64 leaves far below and any mistake far above; beside all weights' gradients a vanishing one.
 TOLERANCE, _VANISHING = 1e-10, 1e-13
@@ -96,19 +95,18 @@ def prove(config: Any, *, num_stages: int = 1) -> ModelProof:
 
     Raises UnprovedError where the small model cannot be built, or does not run in chunks.
     """
-    torch_state, num_threads = torch.random.get_rng_state(), torch.get_num_threads()
+    num_threads, level = torch.get_num_threads(), logging.get_verbosity()
     torch.set_num_threads(1)  # tensors are too small for more
-    level = logging.get_verbosity()
     logging.set_verbosity(40)  # errors
     try:
-        return _prove(config, num_stages)
+        with torch.random.fork_rng(devices=[]):
+            return _prove(config, num_stages)
     except UnprovedError:
         raise
     except Exception as error:  # whatever the code of a model raises is a reason to refuse it
         raise UnprovedError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     finally:
         logging.set_verbosity(level)
-        torch.random.set_rng_state(torch_state)
         torch.set_num_threads(num_threads)
 
 
@@ -129,7 +127,7 @@ def _prove(config: Any, num_stages: int) -> ModelProof:
     with evaluate_in_float64(model.model):
         is_noisy = draws_noise(model, sequences[0].tokens)
         model.model.train(not is_noisy)
-        whole = _whole(model, sequences, num_targets, with_router_loss=scope != NO_ROUTER_LOSS)
+        whole = _whole(model, sequences, num_targets, with_router_loss=scope != "none")
         own = model if num_stages == 1 else _two_stages(model)
         proofs = [_compared(_chunked(own, sequences, num_targets, k, scope), whole, f"K {k}") for k in ORDERS]
         if is_noisy:
@@ -151,16 +149,14 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
     """The same in chunks, on all stages that the model has."""
     work = work_of(sequences, k, len(model.parts))
-    links = Links(Wire(1, torch.float64, torch.device("cpu")), range(len(model.parts)), {})
+    links = Links(torch.zeros(1, 1, dtype=torch.float64), range(len(model.parts)), {})
     executor = RankExecutor(model, links=links, router_loss=scope)
     num_tokens = sum(len(each.tokens) for each in sequences)
     executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"))
     loss = executor.run(work, num_targets).loss + executor.router_loss.value
-    gradients: dict[str, Tensor] = {}
-    for part in model.parts:
-        for name, gradient in take_gradients(part).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return loss, gradients
+    of_parts = [take_gradients(part) for part in model.parts]
+    names = dict.fromkeys(name for each in of_parts for name in each)
+    return loss, {name: torch.stack([each[name] for each in of_parts if name in each]).sum(0) for name in names}
 
 
 def _two_stages(model: CausalLM) -> CausalLM:
@@ -195,17 +191,17 @@ def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
         spans: list[Span] = []
         for name, start, stop in segments:
             group, offset = name if len(parts[name]) > 1 else None, spans[-1].chunk_stop if spans else 0
-            spans.append(Span(name, start, stop, len(sequences[name].tokens), offset, group))
+            spans.append(Span(name, start, stop, len(tokens[name]), offset, group))
         own = [(name, slice(start, stop)) for name, start, stop in segments]
         ids, targets = (torch.cat([each[name][here] for name, here in own]) for each in (tokens, labels))
         positions = torch.cat([torch.arange(start, stop, dtype=torch.int32) for _, start, stop in segments])
         tensors[chunk_id] = ChunkTensors(ids[None], positions[None], targets, tuple(spans))
-        group = spans[0].group_id
+        own_parts = parts[segments[0][0]]
         chunks[chunk_id] = Chunk(
             chunk_id=chunk_id,
-            group_id=group,
-            group_index=0 if group is None else parts[group].index(segments),
-            group_size=1 if group is None else len(parts[group]),
+            group_id=spans[0].group_id,
+            group_index=own_parts.index(segments),
+            group_size=len(own_parts),
             num_tokens=len(ids),
             num_target_tokens=int((targets != NO_TARGET).sum()),
             prefix_tokens=segments[0][1],
@@ -214,11 +210,10 @@ def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
             segments=tuple(Segment(*segment) for segment in segments),
             kept_attention=KEPT_ATTENTION.get(chunk_id, ""),
         )
-    stages = range(num_stages)
     actions = [
         Action(_OPS[word[0]], int(word[1:]), stage)
         for word in ORDERS[k].split()
-        for stage in (reversed(stages) if word[0] == "B" else stages)
+        for stage in range(num_stages)[:: -1 if word[0] == "B" else 1]
     ]
     return RankWork(0, 0, actions, chunks, tensors)
 
@@ -304,24 +299,18 @@ def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
     return ModelProof(errors[worst], f"{worst}, {how}")
 
 
-def exact_router_loss(config: Any, asked: str | None, where: str, num_stages: int = 1) -> str:
-    """See `router_loss_scope`; the model is refused if it is not exact with that, see `check_exact`."""
-    scope = router_loss_scope(config, asked, where)
-    check_exact(config, where, num_stages=num_stages, router_loss=scope != NO_ROUTER_LOSS)
-    return scope
+def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: str | None = None) -> str:
+    """What the load-balancing loss is over, see `router_loss_scope`; refused is a model that is not exact with it.
 
-
-def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bool = False) -> None:
-    """Refuse a model for which chunked execution is not exact, on one stage or on several, with a UsageError.
-
-    With `router_loss` the load-balancing loss of its routers is proved too. Types that the tests of this project hold
-    are let through, and what was proved before is not proved again, for the same features and versions.
+    Types that the tests of this project hold are let through, and what was proved before, on one stage or on several,
+    is not proved again, for the same features and versions. Raises UsageError.
     """
+    scope = router_loss_scope(config, router_loss, where)
     if config.model_type in MODEL_TYPES:
-        return
-    if bool(getattr(config, "output_router_logits", False)) != router_loss:
+        return scope
+    if bool(getattr(config, "output_router_logits", False)) != (scope != "none"):
         config = copy.copy(config)
-        config.output_router_logits = router_loss
+        config.output_router_logits = scope != "none"
     hint = "docs/models.md has the models that are known to be exact, and why others are not"
     model = f"model type {config.model_type!r}{' on pipeline stages' if num_stages > 1 else ''}"
     try:
@@ -332,6 +321,7 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: bo
     if not proof.holds:
         shown = f"off by {proof.error:.1e} ({proof.where}), as a small model of its class shows"
         raise UsageError(f"chunked gradients of {model} are {shown}", where=where, hint=hint)
+    return scope
 
 
 def proof_of(config: Any, num_stages: int) -> ModelProof:
@@ -344,13 +334,10 @@ def proof_of(config: Any, num_stages: int) -> ModelProof:
         return ModelProof(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         proof = prove(config, num_stages=num_stages)
-    try:
+    with suppress(OSError, UsageError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_name(f"{file.name}.{os.getpid()}")
-        written.write_text(json.dumps(asdict(proof)), encoding="utf-8")
-        written.replace(file)
-    except OSError:
-        pass
+        with whole_file(file) as out:
+            json.dump(asdict(proof), out)
     return proof
 
 

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from chunkplan.errors import UsageError
-from chunkplan.visible import one_line
+from chunkplan.errors import UsageError, one_line
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.training.checkpoint import BestLoss
 from chunkplan_runtime.training.config import TrainConfig
@@ -86,10 +84,7 @@ def _named(tracker: str | None) -> Iterator[None]:
 
 
 class Callbacks(CallbackHandler):
-    """The callbacks of a run, on each of its processes, called as transformers' own Trainer calls them.
-
-    What the callbacks of one process ask for is done by all: stop, save, evaluate. Trackers are on the main one alone.
-    """
+    """The callbacks of a run, called as transformers does; what those of one process ask for is done by all."""
 
     def __init__(
         self,
@@ -106,7 +101,25 @@ class Callbacks(CallbackHandler):
         self._are_there = any(job.all_gather_object(bool(given or self._trackers)))
         self.callbacks = [*given, *self._trackers]
         self.model, self.optimizer = train_step.model.model, train_step.optimizer
-        self._arguments = _arguments(config, num_steps)
+        self._arguments = _Arguments(
+            output_dir=str(config.output),
+            run_name=config.output.name,
+            config=as_entries(config),
+            learning_rate=config.lr,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.clip,
+            max_steps=num_steps,
+            logging_steps=1,
+            eval_strategy="steps" if config.eval_every else "no",
+            eval_steps=config.eval_every or None,
+            save_steps=config.save_every,
+            save_total_limit=config.keep_last,
+            load_best_model_at_end=config.keeps_best,
+            metric_for_best_model="eval_loss",
+            greater_is_better=False,
+            seed=config.seed,
+            report_to=list(config.report_to or ()),
+        )
         self.control = TrainerControl()
         self.state = TrainerState(
             max_steps=num_steps,
@@ -141,65 +154,27 @@ class Callbacks(CallbackHandler):
             control = found or control
         return control
 
-    def begin(self, start: int, epochs_done: float) -> None:
-        """Before the first step, which is `start` of the plan."""
-        self.state.global_step, self.state.epoch = start, epochs_done
-        self.call("on_train_begin")
-
-    def end_step(self, row: Row, epochs_done: float) -> None:
-        """After the update of a step; `control` then says what follows it."""
-        state, control = self.state, self.control
-        done = state.global_step = row["step"] + 1
-        state.epoch = epochs_done
+    def end_step(self, row: Row) -> None:
+        """After the update of a step, whose state is set; `control` then says what follows it."""
+        state, control, done = self.state, self.control, self.state.global_step
         state.num_input_tokens_seen += row["tokens"]
         control.should_log = True
         control.should_evaluate = done == state.max_steps or (state.eval_steps > 0 and done % state.eval_steps == 0)
         control.should_save = state.save_steps > 0 and done % state.save_steps == 0
         self.call("on_step_end")
         if self.control.should_log:
-            self._log(_numbers(row, LOGGED))
+            self._log(row, LOGGED)
 
     def evaluated(self, row: Row) -> None:
         """After an evaluation, whose loss `best` does not know yet."""
-        metrics = _numbers(row, LOGGED_OF_EVALUATIONS)
-        self._log(metrics)
-        self.call("on_evaluate", metrics={**metrics, "epoch": self.state.epoch})
+        self.call("on_evaluate", metrics=self._log(row, LOGGED_OF_EVALUATIONS))
 
-    def saved(self, best: Path | None) -> None:
-        """After a checkpoint; `best`: the best one, where it is kept."""
-        self.state.best_model_checkpoint = None if best is None else str(best)
-        self.call("on_save")
-
-    def _log(self, numbers: dict[str, float]) -> None:
-        logs = {**numbers, "epoch": self.state.epoch}
+    def _log(self, row: Row, names: Mapping[str, str]) -> dict[str, float]:
+        """Log what a row has of `names`, where that is a number, with the epoch."""
+        found = {logged: row.get(name) for name, logged in names.items()}
+        logs = {name: each for name, each in found.items() if isinstance(each, (int, float)) and math.isfinite(each)}
+        logs["epoch"] = self.state.epoch
         if self._are_there:
             self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.call("on_log", logs=logs)
-
-
-def _numbers(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """What a row has of `names`, where that is a number."""
-    found = {logged: row.get(name) for name, logged in names.items()}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
-
-
-def _arguments(config: TrainConfig, num_steps: int) -> TrainingArguments:
-    return _Arguments(
-        output_dir=str(config.output),
-        run_name=config.output.name,
-        config=as_entries(config),
-        learning_rate=config.lr,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.clip,
-        max_steps=num_steps,
-        logging_steps=1,
-        eval_strategy="steps" if config.eval_every else "no",
-        eval_steps=config.eval_every or None,
-        save_steps=config.save_every,
-        save_total_limit=config.keep_last,
-        load_best_model_at_end=config.keeps_best,
-        metric_for_best_model="eval_loss",
-        greater_is_better=False,
-        seed=config.seed,
-        report_to=list(config.report_to or ()),
-    )
+        self.call("on_log", logs=dict(logs))
+        return logs

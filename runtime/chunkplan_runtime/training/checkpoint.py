@@ -1,13 +1,10 @@
 """Checkpoints: all that a run needs to go on as if it had not been stopped, and whether a run may go on from one.
 
-`weights` holds the trained weights (as fp32 master weights where there are such), `optimizer` what it remembers of
-them, both written by torch.distributed.checkpoint: each process what it has, which any number of processes can read.
-`state.json` has the rest: the next step and how many there are to be, torch's random states, the position in the plan,
-losses that spikes are compared with, what must not change, by the names in messages, and hashes of files and of itself.
+`weights` and `optimizer` are written by torch.distributed.checkpoint, each process what it has, for any number of them
+to read; `state.json` has the rest, with what must not change by the names in messages, and hashes of all files.
 
-A run may go on with the same samples, model and way of learning. Its plan may be another one whose steps have the same
-samples (`samples_of`), for other ranks or of more epochs. It may end after another number of steps where those that are
-done had the same learning rates, so that it is then the run that it would have been from the start.
+A run may go on with the same samples, model and way of learning, also of a plan for other ranks or of more epochs, and
+for another number of steps where those that are done had the same learning rates.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +37,7 @@ from chunkplan.planfile.likeness import EPOCHS, samples_of
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted
 from chunkplan_runtime.distributed.job import Job, shorten
-from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder, remove_folder, shared_folder, why
 from chunkplan_runtime.training.setup import TrainingData
 
@@ -65,8 +62,7 @@ _TRAINER_STATE = "trainer_state.json"  # which transformers leaves in a checkpoi
 class BestLoss:
     """The lowest evaluation `loss` of a run, after how many steps, and how many evaluations `since` were no lower.
 
-    After `patience` of these it is time to stop; None: it never is. An evaluation without targets has no loss, and
-    counts for nothing. A run that goes on gives the evaluations `before` again.
+    After `patience` of these it is time to stop. Evaluations without targets do not count.
     """
 
     def __init__(self, patience: int | None = None, before: Iterable[tuple[int, float | None]] = ()) -> None:
@@ -88,7 +84,7 @@ class BestLoss:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the last evaluations have been no lower, as many as are waited for."""
+        """Whether as many evaluations as are waited for have been no lower."""
         return self._patience is not None and self.since >= self._patience
 
 
@@ -104,24 +100,31 @@ def write_checkpoint(
     device: torch.device,
     job: Job,
 ) -> None:
-    """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last`.
+    """Write the checkpoint from which `step` comes next; only then remove all but the newest `keep_last` and `best`.
 
-    That from which the step `best` comes next is kept beside these. Raises ChunkplanError: it cannot be written; those
-    that were there still are.
+    Raises ChunkplanError: it cannot be written; those that were there still are.
     """
     for lines in (folder.metrics, folder.evaluations, folder.sequences):
         if job.is_main and lines.exists():
             sync(lines)  # a checkpoint must not outlive the lines before it
     target = folder.checkpoint(step)
     with shared_folder(target, job) as temporary:
-        _write_tensors(temporary / _WEIGHTS, weights, job)
-        _write_tensors(temporary / _OPTIMIZER, optimizer, job)
+        for name, tensors in ((_WEIGHTS, weights), (_OPTIMIZER, optimizer)):
+            own = {name: tensor.detach() for name, tensor in tensors.items()}
+            local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
+            sizes: dict[str, int] = {}
+            for found in job.all_gather_object({name: each.nbytes for name, each in local.items()}):
+                sizes |= found
+            files = {name: 1 + end // _FILE_BYTES for name, end in zip(sizes, accumulate(sizes.values()), strict=True)}
+            folder_of = str(temporary / name)
+            writer = HuggingFaceStorageWriter(folder_of, fqn_to_index_mapping=files, save_distributed=True)
+            save(own, storage_writer=writer, no_dist=job.groups is None)  # if one cannot write, all raise that
         if job.is_main:
-            files = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.glob("*/*"))}
+            digests = {str(path.relative_to(temporary)): _digest(path) for path in sorted(temporary.glob("*/*"))}
             states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-            found = {"step": step, "random": [each.numpy().tobytes().hex() for each in states], "files": files}
-            text = json.dumps({**state, **found, _HASH: _hash({**state, **found})}, allow_nan=False)
-            (temporary / _STATE).write_text(f"{text}\n", encoding="utf-8")
+            random = [each.numpy().tobytes().hex() for each in states]
+            whole = {**state, "step": step, "random": random, "files": digests}
+            (temporary / _STATE).write_text(json.dumps({**whole, _HASH: _hash(whole)}, allow_nan=False) + "\n")
     kept = None if best is None else folder.checkpoint(best)
     others = [each for each in folder.checkpoints() if each != kept] if job.is_main else []
     for old in others[:-keep_last]:
@@ -129,10 +132,7 @@ def write_checkpoint(
 
 
 def read_state(checkpoint: Path) -> Mapping[str, Any]:
-    """The state.json of a checkpoint, after a check that its files are those that were written with it.
-
-    Raises DataError: a file is not there, torn, or of another checkpoint.
-    """
+    """The state.json of a checkpoint; raises DataError where a file is not there, torn, or of another checkpoint."""
     path = checkpoint / _STATE
     try:
         state = read_json(path, hint=_HINT)
@@ -152,16 +152,15 @@ def read_state(checkpoint: Path) -> Mapping[str, Any]:
 def read_tensors(
     checkpoint: Path, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], job: Job
 ) -> set[str]:
-    """Fill `weights`, all that this process trains, and of `optimizer` what is remembered; returns the names of these.
-
-    Raises DataError: they cannot be read, or are of another model.
-    """
-    with _reading(checkpoint / _WEIGHTS):
-        load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), **_processes(job))
-    with _reading(checkpoint / _OPTIMIZER):
+    """Fill `weights` and what is remembered of `optimizer`, whose names it returns; DataError: they are damaged."""
+    no_dist = job.groups is None
+    try:
+        load(dict(weights), storage_reader=HuggingFaceStorageReader(str(checkpoint / _WEIGHTS)), no_dist=no_dist)
         stored = HuggingFaceStorageReader(str(checkpoint / _OPTIMIZER))
         names = optimizer.keys() & stored.read_metadata().state_dict_metadata.keys()
-        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, **_processes(job))
+        load({name: optimizer[name] for name in sorted(names)}, storage_reader=stored, no_dist=no_dist)
+    except (CheckpointException, SafetensorError, OSError) as error:
+        raise DataError(f"cannot be read: {why(error)}", where=str(checkpoint), hint=_HINT) from error
     return names
 
 
@@ -171,33 +170,6 @@ def restore_random_states(state: Mapping[str, Any], device: torch.device) -> Non
     torch.set_rng_state(cpu)
     if gpu and device.type == "cuda":
         torch.cuda.set_rng_state(gpu[0], device)
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], job: Job) -> None:
-    """Write what this process has of `tensors`; if one cannot, for example because its disk is full, all raise that."""
-    own = {name: tensor.detach() for name, tensor in tensors.items()}
-    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
-    sizes: dict[str, int] = {}
-    for found in job.all_gather_object({name: each.nbytes for name, each in local.items()}):
-        sizes |= found
-    files, before = {}, 0
-    for name, size in sizes.items():
-        files[name] = 1 + before // _FILE_BYTES
-        before += size
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    save(own, storage_writer=writer, **_processes(job))
-
-
-def _processes(job: Job) -> dict[str, Any]:
-    return {"no_dist": job.groups is None}
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointException, SafetensorError, OSError) as error:
-        raise DataError(f"cannot be read: {why(error)}", where=str(folder), hint=_HINT) from error
 
 
 def _digest(path: Path) -> str:
@@ -244,8 +216,7 @@ class Earlier(NamedTuple):
 def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
     """The run in `folder` that is to go on; None where it has no checkpoint.
 
-    Raises UsageError: it is finished, and has all the steps that are asked for, or all that its plan has; DataError:
-    its last checkpoint is damaged.
+    Raises UsageError: it is finished, with all steps that are asked for; DataError: its last checkpoint is damaged.
     """
     found = next(reversed(folder.checkpoints()), None), folder.final.exists()
     checkpoint, is_finished = job.broadcast_object(found)
@@ -270,8 +241,7 @@ def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainCo
     done = earlier.state["step"]
 
     def rates(steps: int) -> list[float]:
-        how = {"warmup": config.warmup, "lowest": config.min_lr}
-        return [learning_rate_factor(config.lr_schedule, step, steps, **how) for step in range(done)]
+        return [config.learning_rate(step, steps) for step in range(done)]
 
     why_not = why_not_as_long(done, earlier.state["num_steps"], num_steps, rates)
     differ = changes(earlier.state["fixed"], json.loads(json.dumps(fixed)), of_epochs=bool(why_not))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,8 @@ from chunkplan_runtime.training.checkpoint import PlanIdentity, checkpoint_of_pl
 from chunkplan_runtime.training.executor import Executor, check_argument
 
 LOSS_HINT = "the loss is the mean cross-entropy of a step's target tokens, which `chunkplan analyze` chose"
+
+_NO_EVALUATION, _EVALUATION_HINT = "there is no evaluation plan", "build the plan with --holdout, or give eval_plan="
 
 _METRICS_HINT = "chunks never hold the logits of a sequence; evaluation reports the loss"
 
@@ -146,7 +148,11 @@ class ChunkTrainer(Trainer):
         fused_kernels: FusedKernels = "none",
         **others: Any,
     ) -> None:
-        passed_on = _accepted_arguments(others)
+        for name, value in others.items():
+            if name in REFUSED_ARGUMENTS and value is not None:
+                raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
+            if name not in {*REFUSED_ARGUMENTS, *PASSED_ON}:
+                raise UsageError(f"ChunkTrainer has no argument {name!r}", hint="`help(ChunkTrainer)` has them")
         args = TrainingArguments() if args is None else args
         _check_settings(args)
         check_argument("fused_kernels", fused_kernels, options_of(CostModel)["fused_kernels"].domain, "torch")
@@ -155,12 +161,16 @@ class ChunkTrainer(Trainer):
         self._executor = Executor.from_model(model, kv_offload=kv_offload, router_loss=router_loss, seed=args.seed)
         base, output = whole_of(model), Path(args.output_dir or "trainer_output")
         self._plan, found = _open_for_one(plan, analysis, output / "plan")
-        evaluation = _evaluation_plan(self._plan, found, eval_plan, output / "eval-plan")
+        evaluation = load_held_out(self._plan) if eval_plan is None else load_plan(eval_plan)
         if evaluation is None and (args.eval_strategy != "no" or args.eval_on_start):
-            raise _nothing_to_evaluate()
+            raise UsageError(_NO_EVALUATION, hint=_EVALUATION_HINT)
         pin_memory = args.dataloader_pin_memory and args.device.type == "cuda"
         train_data = _PlanSteps(self._plan, found, base, lambda: self.state.global_step, pin_memory=pin_memory)
-        eval_data = None if evaluation is None else _PlanSteps(*evaluation, base, lambda: 0, pin_memory=pin_memory)
+        eval_data = None
+        if evaluation is not None:
+            same = evaluation.manifest["analysis"]["content_hash"] == found.content_hash
+            opened = _open_for_one(evaluation.path, found.path if same else None, output / "eval-plan")
+            eval_data = _PlanSteps(*opened, base, lambda: 0, pin_memory=pin_memory)
         super().__init__(
             model=model,
             args=_settings_of_plan(args, self._plan, train_data, eval_data),
@@ -168,7 +178,7 @@ class ChunkTrainer(Trainer):
             eval_dataset=eval_data,
             processing_class=processing_class,
             callbacks=[*(callbacks or ()), PlanIdentity(samples_of(self._plan.manifest))],
-            **passed_on,
+            **{name: value for name, value in others.items() if name in PASSED_ON},
         )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # asked for by `accelerate launch`
             raise UsageError("deepspeed or FSDP is configured for accelerate", hint="start it with python")
@@ -176,7 +186,7 @@ class ChunkTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of one batch a step of the plan, from the step that comes next."""
-        return _loader(self.train_dataset)
+        return DataLoader(cast(Any, self.train_dataset), batch_size=None, collate_fn=_as_it_is)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """A loader of one batch a step of the evaluation plan.
@@ -187,8 +197,8 @@ class ChunkTrainer(Trainer):
         if eval_dataset is not None and eval_dataset is not self.eval_dataset:
             raise UsageError("evaluate takes no eval_dataset", hint="give eval_plan= to ChunkTrainer")
         if self.eval_dataset is None:
-            raise _nothing_to_evaluate()
-        return _loader(self.eval_dataset)
+            raise UsageError(_NO_EVALUATION, hint=_EVALUATION_HINT)
+        return DataLoader(cast(Any, self.eval_dataset), batch_size=None, collate_fn=_as_it_is)
 
     def num_examples(self, dataloader: Any) -> int:
         """How many sequences an epoch of the loader's plan has."""
@@ -251,16 +261,6 @@ class ChunkTrainer(Trainer):
             getattr(switched, mode, lambda: None)()
 
 
-def _accepted_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse arguments of `Trainer` that would have no effect; returns those that it gets as they are."""
-    for name, value in given.items():
-        if name not in {*REFUSED_ARGUMENTS, *PASSED_ON}:
-            raise UsageError(f"ChunkTrainer has no argument {name!r}", hint="`help(ChunkTrainer)` has them")
-        if name in REFUSED_ARGUMENTS and value is not None:
-            raise UsageError(f"ChunkTrainer takes no {name}", hint=REFUSED_ARGUMENTS[name])
-    return {name: value for name, value in given.items() if name in PASSED_ON}
-
-
 def _check_settings(args: TrainingArguments) -> None:
     """Refuse settings that would have no effect, or a wrong one."""
     for name, hint in REFUSED_SETTINGS.items():
@@ -287,10 +287,7 @@ def _check_settings(args: TrainingArguments) -> None:
 def _settings_of_plan(
     args: TrainingArguments, plan: Plan, train_data: _PlanSteps, eval_data: _PlanSteps | None
 ) -> TrainingArguments:
-    """A copy of `args` that says what the plan decides: epochs, sequences a step, one GPU, no loader processes.
-
-    What was set otherwise is reported in one line.
-    """
+    """A copy of `args` that says what the plan decides; what was set otherwise is reported in one line."""
     defaults = {field.name: field.default for field in fields(TrainingArguments)}
     epochs, num_steps = plan.manifest["epochs"], plan.manifest["totals"]["num_steps"]
     if args.max_steps > num_steps:
@@ -340,20 +337,5 @@ def _open_for_one(plan: str | Path, analysis: str | Path | None, output: Path) -
     return open_plan(output, found.path)
 
 
-def _evaluation_plan(
-    plan: Plan, analysis: Analysis, given: str | Path | None, output: Path
-) -> tuple[Plan, Analysis] | None:
-    """The evaluation plan and its analysis: the one given, or the one that was built with `plan`, if it was."""
-    if given is not None:
-        same = load_plan(given).manifest["analysis"]["content_hash"] == analysis.content_hash
-        return _open_for_one(given, analysis.path if same else None, output)
-    held_out = load_held_out(plan)
-    return None if held_out is None else _open_for_one(held_out.path, analysis.path, output)
-
-
-def _nothing_to_evaluate() -> UsageError:
-    return UsageError("there is no evaluation plan", hint="build the plan with --holdout, or give eval_plan=")
-
-
-def _loader(data: Any) -> DataLoader[Any]:
-    return DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)
+def _as_it_is(batch: Any) -> Any:
+    return batch

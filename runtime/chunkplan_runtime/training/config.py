@@ -6,6 +6,7 @@ Options are declared and checked here, without torch, so that a mistake is found
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from chunkplan.cost.fused import FusedKernels
+from chunkplan.cost.hardware import KERNELS
 from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, number, one_of, path, several, text, whole
+from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
-from chunkplan_runtime.domains import DEVICE, KERNEL, ROUTER_LOSSES
+
+#: The names that `chunkplan_runtime.attention.kernels` knows; which of them run depends on the machine.
+ATTENTION = ("auto", *KERNELS)
+
+DEVICE = Domain(
+    lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None,
+    "auto, cpu, cuda or cuda:N",
+    metavar="NAME",
+    completed=("auto", "cpu", "cuda"),
+)
+KERNEL = text("KERNEL", expected="the name of an attention kernel", completed=ATTENTION)
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 
@@ -149,7 +161,7 @@ class TrainConfig(Options):
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
     router_loss: str | None = _learning(
-        one_of(*ROUTER_LOSSES),
+        one_of("none", "batch", "sequence"),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
         **_unset("batch if the model's config has output_router_logits, else none"),
     )
@@ -228,6 +240,18 @@ class TrainConfig(Options):
         declared = [options_of(TrainConfig)[name] for name in names]
         return [one.flag for one in declared if getattr(self, one.name) not in (one.default, False)]
 
+    def learning_rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of step `step` (from 0) of `num_steps`, without any state that a resumed run would need.
+
+        Over the warm-up it rises linearly from 0, which is that of the first step, to the highest, which is that of the
+        first step after it. Then the schedule takes it down, to the lowest one step after the last.
+        """
+        num_warmup = math.ceil(self.warmup * num_steps) if self.warmup < 1 else int(self.warmup)
+        if step < num_warmup:
+            return self.lr * (step / num_warmup)
+        left = LR_SCHEDULES[self.lr_schedule](step - num_warmup, max(num_steps - num_warmup, 1))
+        return self.lr * (left * (1 - self.min_lr) + self.min_lr)
+
     @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the lowest evaluation loss is kept."""
@@ -244,17 +268,3 @@ def shared_options(config: TrainConfig) -> dict[str, Any]:
     """The options that have to be the same on all processes, by flag: all but paths, which machines may differ in."""
     paths = ("plan", "analysis", "eval_plan", "output", "model", "model_config", "tokenizer", "device")
     return {one.flag: getattr(config, name) for name, one in options_of(TrainConfig).items() if name not in paths}
-
-
-def learning_rate_factor(schedule: str, step: int, num_steps: int, *, warmup: float, lowest: float) -> float:
-    """What the learning rate of step `step` (from 0) of `num_steps` is multiplied by: from 0 to 1.
-
-    `warmup` counts steps, or below 1 is a share of all; over them the factor rises linearly from 0, which is that of
-    the first step, to 1, which is that of the first step after them. Then the schedule takes it down, to `lowest` one
-    step after the last. It is a pure function of the step, so that a resumed run needs no state of it.
-    """
-    num_warmup = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
-    if step < num_warmup:
-        return step / num_warmup
-    left = LR_SCHEDULES[schedule](step - num_warmup, max(num_steps - num_warmup, 1))
-    return left * (1 - lowest) + lowest

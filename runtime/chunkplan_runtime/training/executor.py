@@ -18,13 +18,12 @@ from chunkplan.cost.checkpointing import CHECKPOINTING
 from chunkplan.domains import FLAG, Domain, whole
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.interface import ATTENTION, register_attention
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
 from chunkplan_runtime.models.parts import has_adapters, whole_of
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.train_step import StepExecutor
 
 #: What of a LoRA config would make adapters look at other tokens, or layers share an index.
@@ -42,9 +41,7 @@ class Executor:
     its dtype and device, `model.train()` or `model.eval()`, and a `torch.autocast` around a call.
     """
 
-    def __init__(
-        self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = NO_ROUTER_LOSS
-    ) -> None:
+    def __init__(self, model: CausalLM, *, seed: int = 0, kv_offload: bool = False, router_loss: str = "none") -> None:
         self._model = model
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         called = replace(model, call=self._call)
@@ -74,7 +71,7 @@ class Executor:
         check_argument("seed", seed, whole(), 0)
         check_argument("kv_offload", kv_offload, FLAG, True)
         base, where = _causal_lm(model)
-        scope = exact_router_loss(base.config, router_loss, where)
+        scope = check_exact(base.config, where, router_loss=router_loss)
         register_attention()
         found = for_chunks(base)
         try:

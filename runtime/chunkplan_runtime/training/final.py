@@ -1,8 +1,7 @@
 """Saves the model that a run leaves, as `save_pretrained` of transformers does, and the tokenizer that goes with it.
 
-Of several processes each has a part of the model. They gather it weight by weight, and each writes some of the files
-with safetensors: none needs more memory than those of a file take. torch's own consolidation would write every number
-twice, those of a weight without dimensions as 0, and no integers.
+Several processes gather it weight by weight, and each writes some of the files with safetensors: torch's own
+consolidation would write every number twice, those of a weight without dimensions as 0, and no integers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from chunkplan.errors import UsageError
 from chunkplan.files.folder import let_umask_decide
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.tokenizer_hash import tokenizer_hashes
+from chunkplan.planfile.tokenizer_hash import tokenizer_hash
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import layer_of
@@ -59,8 +58,7 @@ def save_final(
 ) -> None:
     """Save weights and config, or adapters, and a tokenizer's files in `target`, which is not there yet.
 
-    `whole`: the model, without numbers where there are several processes. `merges`: save all weights with the adapters
-    added to them; these are no longer in the models afterwards. Raises ChunkplanError: it cannot be written.
+    `merges`: save all weights, with the adapters added for good. Raises ChunkplanError: it cannot be written.
     """
     own, described = train_step.model.model, whole.model
     if merges:
@@ -133,17 +131,21 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     is_adapter = has_adapters(whole)
     if job.is_main and not is_adapter:
         whole.save_pretrained(folder, state_dict={})  # its configs
-    names, held = _saved_names(whole), own.state_dict()
+    weights, held = dict(whole.named_parameters(remove_duplicate=False)), own.state_dict()
+    if is_adapter:
+        names = {name for name, weight in weights.items() if weight.requires_grad}
+    else:  # of tied weights one
+        tied = {name for name, kept in whole.all_tied_weights_keys.items() if weights[name] is weights[kept]}
+        names = {*whole.state_dict()} - tied - {*(whole._keys_to_ignore_on_save or ())}
     stages: dict[str, int] = {}
     for stage, its_names in job.all_gather_object((job.layout.stage, [name for name in held if name in names])):
         for name in its_names:
             stages.setdefault(name, stage)  # tied embeddings are on two
-    dtypes = {name: weight.dtype for name, weight in whole.named_parameters(remove_duplicate=False)}
     files, places, size, failure = _files(whole, stages, file_bytes), dict[str, str](), 0, ""
     for number, (stage, in_file) in enumerate(files):
         tensors: dict[str, Tensor] = {}
         for name in in_file if stage == job.layout.stage else ():
-            tensors[name] = _gathered(held[name].to(dtypes.get(name, held[name].dtype))).cpu()
+            tensors[name] = _gathered(held[name].to(weights.get(name, held[name]).dtype)).cpu()
             if number % job.layout.dp != job.layout.replica:
                 del tensors[name]
         if not tensors:
@@ -171,33 +173,20 @@ def save_parts(own: Any, whole: Any, folder: Path, job: Job, file_bytes: int) ->
     tensors = {name: value for path in written for name, value in load_file(path).items()}
     for path in written:
         path.unlink()
-    if not is_adapter:
+    if is_adapter:
+        for name, value in tensors.items():
+            weights[name].data = value
+        whole.save_pretrained(folder)
+    else:
         _save(tensors, folder / "model.safetensors")
-        return
-    for name, value in tensors.items():
-        whole.get_parameter(name).data = value
-    whole.save_pretrained(folder)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, path, {"format": "pt"})
 
 
-def _saved_names(whole: Any) -> set[str]:
-    """Names of the weights and buffers that are saved of a model: trained adapters, or of tied weights one."""
-    weights = dict(whole.named_parameters(remove_duplicate=False))
-    if has_adapters(whole):
-        return {name for name, weight in weights.items() if weight.requires_grad}
-    left_out = {*(whole._keys_to_ignore_on_save or ())}
-    left_out |= {name for name, kept in whole.all_tied_weights_keys.items() if weights[name] is weights[kept]}
-    return {*whole.state_dict()} - left_out
-
-
 def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple[int, list[str]]]:
-    """The stage and the weights of each file, of whole layers: transformers saves some otherwise than a model has them.
-
-    Each is of about `file_bytes`, or of a layer that has more. `stages`: that of each weight.
-    """
+    """The stage and the weights of each file, of whole layers and about `file_bytes`; `stages`: that of each weight."""
     layers: dict[tuple[int, str], list[str]] = {}
     sizes = {name: value.nbytes for name, value in whole.state_dict().items() if name in stages}
     for name in sizes:
@@ -206,19 +195,16 @@ def _files(whole: Any, stages: Mapping[str, int], file_bytes: int) -> list[tuple
     filled = 0
     for (stage, _), names in sorted(layers.items(), key=lambda layer: layer[0][0]):
         size = sum(sizes[name] for name in names)
-        if not files or files[-1][0] != stage or filled + size > file_bytes:
-            files.append((stage, []))
-            filled = 0
-        files[-1][1].extend(names)
         filled += size
+        if not files or files[-1][0] != stage or filled > file_bytes:
+            files.append((stage, []))
+            filled = size
+        files[-1][1].extend(names)
     return files
 
 
 def find_tokenizer(config: TrainConfig) -> list[Path]:
-    """The files of the run's tokenizer: that of `--tokenizer`, else that of the model; none where it has none.
-
-    Raises UsageError: `--tokenizer` has none, or the hub cannot be reached.
-    """
+    """The files of the tokenizer of the run, or of its model, if any; UsageError: `--tokenizer` has none."""
     name = config.tokenizer or config.model or str(config.model_config and config.model_config.parent)
     folder = Path(name)
     if not folder.exists() and not name.startswith((".", "/", "~")):
@@ -244,12 +230,12 @@ def check_tokenizer(files: list[Path], analysis: Analysis, vocab_size: int) -> N
     expected = made_with.get("content_hash")
     try:
         content = files[0].read_bytes() if files[0].name == _TOKENIZER else None
-        hashes = () if content is None else tokenizer_hashes(json.loads(content), content)
+        found = None if content is None else tokenizer_hash(json.loads(content))
         num_tokens = len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # whatever it is, what it writes could not be loaded either
         told = f"the tokenizer in {folder} cannot be loaded: {error}"
         raise UsageError(told, hint="give another --tokenizer") from error
-    if expected and hashes and expected not in hashes:
+    if expected and found and expected != found:
         raise UsageError(
             f"{files[0]} is not the tokenizer that the data was made with, {made_with.get('path')}",
             hint="give that one with --tokenizer, or analyze again with this one",

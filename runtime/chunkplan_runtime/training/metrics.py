@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.measured import StepTimeline, write_measured
+from chunkplan.planfile.measured import Spent, StepTimeline, write_measured
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.version import __version__
 from chunkplan_runtime.distributed.job import Job
@@ -111,19 +111,13 @@ class SpikeWatch:
 
     def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
         self._factor = factor
-        self._losses = deque(losses, maxlen=_WINDOW)
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses of the last steps, for a checkpoint."""
-        return list(self._losses)
+        self.losses = list(losses)
 
     def is_spike(self, loss: float) -> bool:
         """Whether a step's loss is a spike beside those before; from then on it is one of them."""
-        enough = self._factor > 0 and len(self._losses) >= _FEWEST
-        spike = enough and loss > self._factor * median(self._losses)
-        self._losses.append(loss)
-        return spike
+        before = self.losses
+        self.losses = [*before, loss][-_WINDOW:]
+        return self._factor > 0 and len(before) >= _FEWEST and loss > self._factor * median(before)
 
 
 class LargestStep:
@@ -148,23 +142,61 @@ class LargestStep:
         return bool(timelines)
 
 
+def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[Row]:
+    """What each process did and waited for in a step, in their order, each a row of JSON; times in seconds.
+
+    What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
+    idle from then on until the last pipeline is done, when gradients can be reduced.
+    """
+    last = max(own.end for own in spent)
+    rows: list[Row] = []
+    for process, own in enumerate(spent):
+        at = replace(layout, process=process)
+        span = max(spent[layout.process_of(stage, at.replica)].end for stage in range(layout.pp))
+        rows.append(
+            {
+                "process": process,
+                "stage": at.stage,
+                "pipeline": at.replica,
+                "busy_seconds": own.busy,
+                "wait_seconds": span - own.busy,
+                "bubble": (span - own.busy) / span if span else 0.0,
+                "idle_seconds": last - span,
+                "reduce_seconds": max(own.reduce - (last - own.end), 0.0),
+            }
+        )
+    return rows
+
+
 class FlopCounter:
     """Counts the model FLOPs of steps of one model, as in Chowdhery et al., arXiv 2204.02311, appendix B.
 
-    Every weight of a matrix counts 6 for a token that meets it, or 4 if it is frozen, and attention where the mask lets
-    it see. Adapters of a stack of experts are added to it: it has gradients though it is frozen, and they meet no
-    token. Recompute counts nothing, nor does what recurrent layers do with their states.
+    Every weight of a matrix counts 6 for a token that meets it, or 4 if it is frozen; of experts its share, of
+    embeddings a tied head alone. Adapters of a stack of experts are added to it, which so has gradients: they meet no
+    token. Attention counts where the mask lets it see, recompute and what recurrent layers do with states nothing.
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self._widths = attention_widths(model.config)
-        self._of_token = _of_token(model)
+        config = model.config
+        self._widths, self._of_token = attention_widths(config), 0.0
+        for path, module in model.model.named_modules():
+            for own, weight in () if isinstance(module, nn.Embedding) else module.named_parameters(path, recurse=False):
+                is_stacked = ".experts." in own and "base_layer" in own
+                if weight.ndim >= 2 and not own.endswith("bias") and not (is_stacked and "lora_" in own):
+                    flops = 6.0 if weight.requires_grad or is_stacked else 4.0
+                    self._of_token += flops * num_weights(weight) * share_of_tokens(config, own, weight, module)
 
     def count(self, step: PlanStep) -> float:
         """The model FLOPs of the forward and backward of a step, on all ranks."""
         segments = [segment for chunks in step.chunks.values() for chunk in chunks for segment in chunk.segments]
+
+        def twice_pairs(num_tokens: int, window: int | None) -> int:
+            """Twice the pairs (query, key) of a sequence, where a query sees the `window` tokens that end with it."""
+            seen = num_tokens if window is None else min(num_tokens, window)
+            return seen * (2 * num_tokens - seen)
+
         pairs = sum(
-            width * (_twice_attention_pairs(segment.end, window) - _twice_attention_pairs(segment.start, window)) / 2
+            width * (twice_pairs(segment.end, window) - twice_pairs(segment.start, window)) / 2
             for window, width in self._widths.items()
             for segment in segments
         )
@@ -183,25 +215,3 @@ def attention_widths(config: Any) -> Counter[int | None]:
             value_dim = getattr(layer, "v_head_dim", None) or value_dim
             widths[window] += (getattr(layer, "num_attention_heads", None) or 1) * (key_dim + value_dim)
     return widths
-
-
-def _twice_attention_pairs(num_tokens: int, window: int | None) -> int:
-    """Twice the attention pairs (query, key) of a sequence, where a query sees the `window` tokens that end with it."""
-    if window is None or num_tokens <= window:
-        return num_tokens**2
-    return window * (2 * num_tokens - window)
-
-
-def _of_token(model: CausalLM) -> float:
-    """FLOPs with the weights of matrices that a token meets: of experts its share, of embeddings a tied head alone."""
-    config = model.config
-    total = 0.0
-    for path, module in model.model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for own, weight in module.named_parameters(path, recurse=False):
-            is_stacked = ".experts." in own and "base_layer" in own
-            if weight.ndim >= 2 and not own.endswith("bias") and not (is_stacked and "lora_" in own):
-                flops = 6.0 if weight.requires_grad or is_stacked else 4.0
-                total += flops * num_weights(weight) * share_of_tokens(config, own, weight, module)
-    return total

@@ -1,14 +1,9 @@
 """What updates weights: fp32 master weights of those in bfloat16, and the optimizers by name, with their states.
 
-A bfloat16 weight has 8 bits of precision: most updates are too small to change it, and a gradient that is added up over
-many chunks stops growing. Each bfloat16 parameter therefore has an fp32 master weight that the optimizer owns;
-gradients are added to the master's as soon as autograd has them, and freed (Micikevicius et al., arXiv 1710.03740),
-those of products without being made in bfloat16 before (`models.products`).
-
-The moments of `adamw-8bit` have 8 bits (Dettmers et al., arXiv 2110.02861), updated by bitsandbytes. As many numbers in
-the order of a weight as `BLOCK` have a scale in common. A block lies within a row, so that any rows of a weight have
-blocks of their own: processes that share it, and checkpoints that others read, need no more. Weights whose rows are no
-whole blocks, and small ones, keep moments in float32, which torch updates.
+Most updates are too small to change a bfloat16 weight, so an fp32 master weight is updated, to which gradients are
+added as soon as autograd has them (Micikevicius et al., arXiv 1710.03740). The moments of `adamw-8bit` (Dettmers et
+al., arXiv 2110.02861) are updated by bitsandbytes: `BLOCK` numbers of a row have a scale in common, so that processes
+may share the rows. Weights whose rows are no whole blocks, and small ones, have moments in float32.
 """
 
 from __future__ import annotations
@@ -33,10 +28,9 @@ _LEAST = 4096
 
 
 class TrainedWeights:
-    """The trained weights of a model, by the names they have there.
+    """The trained weights of a model, by the names they have there; after a change `publish` brings it to the model.
 
-    `tensors` are leaves for an optimizer: the parameters themselves, with `master_weights` an fp32 one for each in
-    bfloat16. Their `.grad` is what backwards add up to. After a change of them `publish` brings it to the model.
+    `tensors` are leaves for an optimizer: the parameters, or with `master_weights` an fp32 one for each in bfloat16.
     """
 
     def __init__(self, model: nn.Module, *, master_weights: bool) -> None:
@@ -172,10 +166,9 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
     """Rows of a weight, and blocks of each; None where its moments are float32."""
-    if weight.ndim < 2 or weight.numel() < _LEAST:
-        return None
     row = weight.shape[1:].numel()
-    return None if row % BLOCK else (weight.shape[0], row // BLOCK)
+    has_blocks = weight.ndim >= 2 and weight.numel() >= _LEAST and row % BLOCK == 0
+    return (weight.shape[0], row // BLOCK) if has_blocks else None
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from transformers import TrainerCallback
 from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.distributed import job as jobs
-from chunkplan_runtime.distributed.launch import TIMEOUT, check_gpus, find_own_gpu, joined
 from chunkplan_runtime.failures.watchdog import Watchdog
-from chunkplan_runtime.layout import RankLayout, choose_layout
+from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.setup import choose_device, sharing_blocks
+from chunkplan_runtime.training.setup import choose_device, load_plans
 from chunkplan_runtime.training.trainer import train
 
 #: Seconds by which process 0 is the first to report what all processes find alike.
@@ -42,21 +41,23 @@ def train_together(config: TrainConfig, callbacks: Sequence[TrainerCallback] = (
         ChunkplanError: as `train` does, on the one process that prints it for all.
         SystemExit: another process prints it, with the same exit code.
     """
-    with joined(config.device):
+    with jobs.joined(config.device):
         size, process = dist.get_world_size(), dist.get_rank()
         watchdog = Watchdog(RankLayout(dp=size, process=process))
         watchdog.start()
         with _printed_by_one(watchdog, process), jobs.lost_peers(watchdog):
-            check_gpus(jobs.gather_objects(find_own_gpu(config.device)))
+            jobs.check_gpus(jobs.gather_objects(jobs.find_own_gpu(config.device)))
             config = choose_device(config, alone=False)
             plan = load_plan(config.plan)
             jobs.refuse_differences(jobs.gather_objects(jobs.versions_with(plan)))
             layout = choose_layout(plan, size, process)
             watchdog.layout = layout
-            # Those of process 0: one that was given another evaluation plan is refused after groups are made.
-            blocks = [sharing_blocks(config, layout)]
+            fitting = [each for each in load_plans(config) if each.config.dp == layout.dp]  # others are refused later
+            # Of process 0: one that was given another evaluation plan is refused after groups are made.
+            blocks = [sorted({block for each in fitting for block in used_blocks(each)})]
             dist.broadcast_object_list(blocks, src=0)
-            job = jobs.Job(layout, jobs.make_groups(layout, torch.device(config.device), TIMEOUT, blocks[0]), watchdog)
+            groups = jobs.make_groups(layout, torch.device(config.device), jobs.TIMEOUT, blocks[0])
+            job = jobs.Job(layout, groups, watchdog)
             train(config, job, callbacks)
             job.barrier()
         watchdog.stop()

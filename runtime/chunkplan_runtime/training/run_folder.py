@@ -19,7 +19,7 @@ from chunkplan.files.folder import (
     sync,
     temporary_folder,
 )
-from chunkplan.files.lock import try_lock
+from chunkplan.files.writing import try_lock
 
 if TYPE_CHECKING:  # it comes with torch, which options are checked without
     from chunkplan_runtime.distributed.job import Job
@@ -40,10 +40,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Hold the folder, if it is there and its file system has locks. Raises UsageError: another run holds it.
-
-        It is a lock on the folder itself: nothing is left of it, however the process ends.
-        """
+        """Hold the folder, if it is there, as long as the process lives. Raises UsageError: another run holds it."""
         if self._lock is not None or not self.path.is_dir():
             return
         self._lock = os.open(self.path, os.O_RDONLY)
@@ -137,8 +134,7 @@ def why(error: BaseException) -> str:
 def shared_folder(target: Path, job: Job) -> Iterator[Path]:
     """Yield to all processes of a job a hidden folder beside `target`, which it becomes when the block ends.
 
-    A killed run leaves nothing under the name of `target`, which is not there yet; an error leaves nothing at all.
-    Raises ChunkplanError: it cannot be written, or a process does not see it.
+    An error leaves nothing. Raises ChunkplanError: it cannot be written, or a process does not see it.
     """
     with ExitStack() as stack:
         temporary = target

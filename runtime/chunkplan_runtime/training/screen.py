@@ -1,7 +1,4 @@
-"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar.
-
-It is compared with the plan's times, where they are of its model and devices, and with the peak of these.
-"""
+"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -18,21 +15,17 @@ import torch
 from tqdm import tqdm
 from transformers.utils.hub import cached_file
 
-from chunkplan.cost.adapters import trained_words
 from chunkplan.cost.model import NUM_BYTES, SHARDINGS, CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.optimizers import moment_bytes
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import DataError, UsageError, one_line
 from chunkplan.options import options_of
-from chunkplan.planfile.unread_keys import unread_words
-from chunkplan.quantities import ZERO, Pace, left_words
-from chunkplan.visible import one_line
+from chunkplan.planfile.manifest import unread_words
+from chunkplan.quantities import ZERO, Pace, left_words, trained_words
 from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.distributed.job import Groups, Job
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
@@ -60,8 +53,7 @@ class Comparison(NamedTuple):
 def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     """Compare what the plan's times are for with a run of `config`, as it was resolved; all of `job` have to call it.
 
-    MFU takes the FLOPs of the model that is trained, so only the device has to be the profile's. Where keys, values and
-    weights lie does not matter: fetching them hides behind other work, in the cost model too.
+    For MFU only the device has to be the profile's. Where keys, values and weights lie does not matter to times.
     """
     devices = sorted(set(job.all_gather_object(device_name(torch.device(config.device)))))
     try:
@@ -71,16 +63,25 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
         return Comparison(False, None, [said])
     profile = cost.hardware.name
     peak_flops = cost.hardware.peak_flops if all(is_profile_of(profile, name) for name in devices) else None
-    lines, differences = _of_memory(cost, config, data), _of_model(cost, config, data)
+    lines: list[str] = []
+    device: list[_Difference] = []
     if peak_flops:
         tera = peak_flops / 1e12
         shown = f"{tera:,.0f}" if tera >= 100 else f"{tera:.3g}"
-        lines.insert(0, f"profile   {profile}, {shown} TFLOP/s: MFU is a share of this")
+        lines.append(f"profile   {profile}, {shown} TFLOP/s: MFU is a share of this")
     else:
         build = f"--hardware {shipped_profile(devices[0]) or _PROFILE}" if len(devices) == 1 else ""
-        differences.append((profile, " and ".join(devices), build))
-    differences += _of_options(cost, config, data) + _of_adapters(cost, config)
-    if differences:
+        device.append((profile, " and ".join(devices), build))
+    optimizer: Any = config.optimizer
+    shared = str(config.sharding)
+    if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
+        less = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
+        less += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
+        lines.append(f"shares    {less}; it may not fit")
+    of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
+    if of_run > of_plan:
+        lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
+    if differences := _differences(cost, config, data, device):
         planned, here, options = (list(each) for each in zip(*differences, strict=True))
         told = f"the plan's times are for {', '.join(planned)}; this run has {', '.join(here)}"
         lines.append(f"predicts  no times{'' if peak_flops else ' and no MFU'}: {told}")
@@ -88,61 +89,43 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
     return Comparison(not differences, peak_flops, lines)
 
 
-def _of_memory(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[str]:
-    """Say that the plan counts on more being shared, or on an optimizer that remembers less, than here."""
-    lines = []
-    optimizer: Any = config.optimizer or "adamw"
-    shared = config.sharding or "optimizer"
-    if data.plan.config.dp > 1 and SHARDINGS.index(shared) < SHARDINGS.index(cost.sharding):
-        here = {"optimizer": "optimizer states alone", "gradients": "gradients, and not weights"}[shared]
-        here += f" ({ZERO[shared]}): the plan's memory is that of shared {cost.sharding} ({ZERO[cost.sharding]})"
-        lines.append(f"shares    {here}; it may not fit")
-    of_run, of_plan = (moment_bytes(name, cost.shape.hidden_size) for name in (optimizer, cost.optimizer))
-    if of_run > of_plan:
-        lines.append(f"optimizer {optimizer}: the plan's memory is that of {cost.optimizer}; it may not fit")
-    return lines
-
-
-def _of_model(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
-    planned = cost.shape
-    try:
-        shape = shape_of_config(data.model_config.to_dict(), "")
-    except (UsageError, DataError):
-        return [(planned.name, f"a model of type {data.model_config.model_type}, whose times are not known", "")]
-    if replace(shape, name=planned.name, max_positions=planned.max_positions) == planned:
-        return []
-    here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
-    return [(planned.name, here, f"--model-config {shlex.quote(_config_file(config))}")]
-
-
-def _of_options(cost: CostModel, config: TrainConfig, data: TrainingData) -> list[_Difference]:
-    precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
-    layers = data.plan.config.layers(data.model_config.num_hidden_layers)
+def _differences(
+    cost: CostModel, config: TrainConfig, data: TrainingData, device: list[_Difference]
+) -> list[_Difference]:
+    """What differs of the model, of the `device`, of how layers compute and of what is trained."""
+    model_config, planned = data.model_config, cost.shape
     found: list[_Difference] = []
+    try:
+        shape = shape_of_config(model_config.to_dict(), "")
+    except (UsageError, DataError):
+        found.append((planned.name, f"a model of type {model_config.model_type}, whose times are not known", ""))
+    else:
+        if replace(shape, name=planned.name, max_positions=planned.max_positions) != planned:
+            here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
+            found.append((planned.name, here, f"--model-config {shlex.quote(_config_file(config))}"))
+    found += device
+    precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
     if precision != cost.precision:
         found.append((cost.precision, precision, f"--precision {precision}" if precision in NUM_BYTES else ""))
+    layers = data.plan.config.layers(model_config.num_hidden_layers)
     for flag, of_plan, of_run in (
-        ("--checkpointing {}", cost.checkpointing, config.checkpointing or "none"),
-        ("--fused-kernels {}", cost.fused_kernels, config.fused_kernels or "none"),
+        ("--checkpointing {}", cost.checkpointing, config.checkpointing),
+        ("--fused-kernels {}", cost.fused_kernels, config.fused_kernels),
         ("--{}", *("compile" if each else "no-compile" for each in (cost.compile, config.compile))),
         ("--stage-layers {}", *(",".join(map(str, each)) for each in (layers, config.stage_layers or layers))),
     ):
         if of_run != of_plan:
             found.append((flag.format(of_plan), flag.format(of_run), flag.format(of_run)))
-    return found
-
-
-def _of_adapters(cost: CostModel, config: TrainConfig) -> list[_Difference]:
-    planned = trained_words(cost.lora_rank, cost.load_in_4bit)
-    if config.freeze or config.train_only:
-        return [(planned, "some weights frozen", "")]
-    here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
-    default = options_of(TrainConfig)["lora_targets"].default
-    if config.lora_rank and config.lora_targets != default:
-        of_plan, of_run = (f" of {','.join(names)}" for names in (default, config.lora_targets))
-        return [(planned + (of_plan if cost.lora_rank else ""), here + of_run, "")]
-    options = f"--lora-rank {config.lora_rank or 0}" + (" --load-in-4bit" if config.load_in_4bit else "")
-    return [] if planned == here else [(planned, here, options)]
+    trained, here = trained_words(cost.lora_rank, cost.load_in_4bit), "some weights frozen"
+    options = ""
+    if not config.freeze and not config.train_only:
+        here = trained_words(config.lora_rank or 0, bool(config.load_in_4bit))
+        options = f"--lora-rank {config.lora_rank}" + (" --load-in-4bit" if config.load_in_4bit else "")
+        default = options_of(TrainConfig)["lora_targets"].default
+        if config.lora_rank and config.lora_targets != default:
+            trained += f" of {','.join(default)}" if cost.lora_rank else ""
+            here, options = f"{here} of {','.join(config.lora_targets)}", ""
+    return [*found, (trained, here, options)] if trained != here else found
 
 
 def _what_helps(options: list[str], config: TrainConfig) -> list[str]:
@@ -174,9 +157,9 @@ def describe_run(
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
-    groups: Groups | None = None,
+    job: Job,
 ) -> list[str]:
-    """The lines before the first step: each a name and what there is to say about it."""
+    """The lines before the first step: each a name and what there is to say about it; all of `job` have to ask."""
     model, plan = built.whole, data.plan
     parameters = list(model.model.parameters())
     num_all = sum(map(num_weights, parameters))
@@ -185,46 +168,43 @@ def describe_run(
     evaluation = None if data.evaluation is None else data.evaluation.path
     if evaluation is not None and evaluation.is_relative_to(Path.cwd()):  # a full path where it was found by the plan
         evaluation = evaluation.relative_to(Path.cwd())
+    layout, device = data.layout, config.device
+    if layout.world_size > 1:
+        parts = [f"{layout.dp} data parallel"] if layout.dp > 1 else []
+        virtual = f" of {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
+        parts += [f"{layout.pp} pipeline stages{virtual}"] if layout.pp > 1 else []
+        device = f"{layout.world_size} processes ({' x '.join(parts)}), each on {config.device.partition(':')[0]},"
+    on_gpu = torch.device(config.device).type == "cuda"
+    kernels, *others = job.all_gather_object(
+        ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
+    )  # each process chooses for itself, and all wait for the slowest
+    left_out = broken_packages() | model.kernels.left_out if config.attention == AUTO and on_gpu else {}
     scopes = {"sequence": "each sequence", "batch": "the whole batch: each chunk runs forward once more"}
     routers = scopes.get(router_loss_scope(model.config, config.router_loss, ""))
     logs = shlex.quote(str(os.getenv("TENSORBOARD_LOGGING_DIR") or config.output / "runs"))  # as transformers has it
     return [
         f"model     {config.model or config.model_config}: {num_all:,} weights, {num_trained:,} trained",
         *([f"          {built.note}"] if built.note else ()),
-        f"runs on   {_devices(config, data.layout)} in {config.precision}, attention {_kernels(config, model)}",
+        f"runs on   {device} in {config.precision}, attention {kernels}",
         *([f"fused     by {config.fused_kernels}: {built.fused}"] if built.fused else ()),
         *([f"compiled  {built.compiled}"] if built.compiled else ()),
-        *_left_out(config, model),
+        *(f"          without {name}: {reason}" for name, reason in left_out.items()),
         f"plan      {plan.path} ({plan.content_hash[:12]}): {num_steps:,} of {plan.manifest['totals']['num_steps']:,} "
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *([f"not read  of the data: {unread}"] if unread else ()),
         *comparison.lines,
         *([f"routers   load-balancing loss over {routers}"] if routers else ()),
-        *group_lines(groups),
+        *group_lines(job.groups),
         f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
         f"tokenizer {tokenizer[0].parent if tokenizer else 'none goes with the weights: the model has none'}",
         f"output    {config.output}",
         *([f"tracked   tensorboard --logdir {logs}"] if "tensorboard" in (config.report_to or ()) else ()),
+        *(
+            f"attends   otherwise on {layout.describe(process)}: {other}"
+            for process, other in enumerate(others, 1)
+            if other != kernels
+        ),
     ]
-
-
-def _left_out(config: TrainConfig, model: CausalLM) -> list[str]:
-    """Say why kernels of attention are left out that one would expect."""
-    if config.attention != AUTO or torch.device(config.device).type != "cuda":
-        return []
-    found = broken_packages() | model.kernels.left_out
-    return [f"          without {name}: {reason}" for name, reason in found.items()]
-
-
-def _kernels(config: TrainConfig, model: CausalLM) -> str:
-    return ", ".join(f"{name} ({kind})" for kind, name in model.attention_kernels(torch.device(config.device)).items())
-
-
-def other_kernels(config: TrainConfig, model: CausalLM, job: Job) -> list[str]:
-    """Say which processes attend by other kernels than the first: each chooses for itself, all wait for the slowest."""
-    first, *others = job.all_gather_object(_kernels(config, model))
-    of_others = [(job.layout.describe(process), other) for process, other in enumerate(others, 1) if other != first]
-    return [f"attends   otherwise on {process}: {other}" for process, other in of_others]
 
 
 def group_lines(groups: Groups | None) -> list[str]:
@@ -234,17 +214,6 @@ def group_lines(groups: Groups | None) -> list[str]:
     sharing = len(groups.exchanges.groups)
     those = f", {sharing} of them for shared sequences" if sharing else ""
     return [f"groups    {groups.num_groups} of processes{those}; made in {groups.seconds:.2f} s"]
-
-
-def _devices(config: TrainConfig, layout: RankLayout) -> str:
-    if layout.world_size == 1:
-        return config.device
-    replicas = f"{layout.dp} data parallel" if layout.dp > 1 else ""
-    stages = f"{layout.pp} pipeline stages" if layout.pp > 1 else ""
-    if layout.virtual_stages > 1:
-        stages += f" of {layout.virtual_stages} virtual stages"
-    product = " x ".join(filter(None, (replicas, stages)))
-    return f"{layout.world_size} processes ({product}), each on {config.device.partition(':')[0]},"
 
 
 class Screen:
@@ -276,10 +245,7 @@ class Screen:
             sys.stderr.flush()
 
     def show_step(self, row: Row) -> None:
-        """Print the line of a step from its metrics, and move the bar.
-
-        It has the step's number in the plan, from 0, and how many steps are done now: "step 4 (5/5)" is the last of 5.
-        """
+        """Print the line of a step, with its number from 0 and how many are done ("step 4 (5/5)"); move the bar."""
         step = row["step"]
         parts = [
             f"step {step} ({step + 1}/{self._num_steps})  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}",

@@ -6,8 +6,7 @@ import hashlib
 import shlex
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
@@ -24,7 +23,7 @@ from chunkplan_runtime.devices import device_name, find_device, is_profile_of, l
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import WholeOnlyError, cut_stage, load_shard, rows_of, split_layers
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.layout import Block, RankLayout, choose_layout, used_blocks
+from chunkplan_runtime.layout import RankLayout, choose_layout
 from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
@@ -35,14 +34,12 @@ from chunkplan_runtime.models.model import (
     meta_model,
     meta_weight,
     new_model,
-    read_config,
 )
 from chunkplan_runtime.models.parts import Cut
-from chunkplan_runtime.proof.prove import exact_router_loss
+from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
-#: Tokens that a run compares with their hash before it begins. A core hashes some 150 to 350 million in a second, and
-#: 0.8 GB are read for these; of billions it would be a wait of minutes where disks are slow.
+#: Tokens that a run compares with their hash before it begins: of billions it would be a wait of minutes.
 HASHED_TOKENS = 200_000_000
 
 #: Numbers of a weight that identify it.
@@ -55,8 +52,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 class TrainingData:
     """A plan, the analysis of both plans, and the plan of held-out sequences where there is one.
 
-    `router_loss`: what the load-balancing loss is over. `pin_memory`: tensors are on their way to a GPU. `layout`:
-    streams are of this process's work.
+    `router_loss`: what the load-balancing loss is over. `layout`: streams are of this process's work.
     """
 
     plan: Plan
@@ -68,13 +64,9 @@ class TrainingData:
     layout: RankLayout
 
     def stream(self, plan: Plan) -> PlanStream:
-        """A stream of the steps of `plan`, for the model of the run.
-
-        Raises:
-            UsageError: the data has no tokens, or the model does not take a token, a length or the plan.
-        """
-        how: Any = {"pin_memory": self.pin_memory, "layout": self.layout, "router_loss": self.router_loss}
-        return plan_stream(self.model_config, plan, self.analysis, **how)
+        """A stream of the steps of `plan`; UsageError: the model does not take a token, a length or the plan."""
+        how: Any = {"layout": self.layout, "router_loss": self.router_loss}
+        return plan_stream(self.model_config, plan, self.analysis, pin_memory=self.pin_memory, **how)
 
     def num_steps(self, config: TrainConfig) -> int:
         """How many steps of the plan the run has."""
@@ -86,19 +78,16 @@ class TrainingData:
 
     def epochs_done(self, step: int) -> float:
         """How many epochs of the plan are done where `step` comes next, with the share that is done of one."""
-        epochs: float = step * self.plan.manifest["epochs"] / self.plan.manifest["totals"]["num_steps"]
-        return epochs
+        return float(step * self.plan.manifest["epochs"] / self.plan.manifest["totals"]["num_steps"])
 
 
 def open_data(config: TrainConfig, model_config: Any, layout: RankLayout) -> TrainingData:
     """Open the plans that `config` names, for a model that is refused where its gradients are not exact.
 
-    Raises:
-        UsageError: one is not there, or is not for the processes or for the model there are.
-        DataError: one is damaged, or not of the same analysis as the other.
+    Raises UsageError: one is not there, or not for these processes or this model; DataError: one is damaged.
     """
     where = str(config.model or config.model_config)
-    router_loss = exact_router_loss(model_config, config.router_loss, where, layout.pp)
+    router_loss = check_exact(model_config, where, num_stages=layout.pp, router_loss=config.router_loss)
     open_here = partial(open_plan, dp=layout.dp, pp=layout.pp, option="--analysis")
     plan, analysis = open_here(config.plan, config.analysis)
     evaluation = next(iter(load_plans(config)[1:]), None)
@@ -130,20 +119,12 @@ def load_plans(config: TrainConfig) -> list[Plan]:
     return [plan] if held_out is None else [plan, held_out]
 
 
-def sharing_blocks(config: TrainConfig, layout: RankLayout) -> list[Block]:
-    """The blocks of ranks that share sequences of the plan, or of the evaluation plan, ascending."""
-    # A plan that does not fit is refused when data are opened.
-    plans = [each for each in load_plans(config) if each.config.dp == layout.dp]
-    return sorted({block for each in plans for block in used_blocks(each)})
-
-
 def compare_tokens(analysis: Analysis, job: Job) -> list[str]:
     """Compare all tokens with their hash, on the main process; of too many say who does that instead."""
     num_tokens, where = int(analysis.num_tokens.sum(dtype=np.int64)), shlex.quote(str(analysis.path))
     if num_tokens > HASHED_TOKENS:
-        return [
-            f"tokens    not compared with their hash: {num_tokens:,} are many; `chunkplan validate {where}` does it"
-        ]
+        told = f"not compared with their hash: {num_tokens:,} are many; `chunkplan validate {where}` does it"
+        return [f"tokens    {told}"]
     if job.is_main and analysis.tokens().content_hash() != analysis.manifest["content_hashes"]["tokens"]:
         raise DataError(
             "content-hash: the tokens are not those the manifest was written for",
@@ -164,23 +145,12 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
 
-def dtype_of(config: TrainConfig) -> torch.dtype:
-    """The dtype that a model is loaded in."""
-    return _DTYPES[str(config.precision)]
-
-
-def read_model_config(config: TrainConfig) -> Any:
-    """The transformers config of the model to train."""
-    return read_config(config.model or cast(Path, config.model_config), router_loss=True)
-
-
 class Built(NamedTuple):
     """A model as one of several processes has it.
 
-    `own`: what is trained here, with adapters where `lora_rank` asks for them: on the device, or on the CPU where
-    sharding brings it there weight by weight. `whole`: all of it; on several processes its weights have no numbers.
-    `identity`: a hash that other weights do not have, the same on all processes; None on one alone. `note`: what to say
-    of how it was loaded. `fused`, `compiled`: what of it calls fused kernels, and what is compiled.
+    `own`: what is trained here, on the CPU where sharding brings it to the device weight by weight. `whole`: all of it;
+    on several processes its weights have no numbers. `identity`: a hash that other weights do not have; None on one
+    process alone. `note`: what to say of how it was loaded.
     """
 
     own: CausalLM
@@ -194,16 +164,13 @@ class Built(NamedTuple):
 def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
     """Load or draw a model, after `choose_device`: of a saved one each of several processes reads what it has of it.
 
-    Raises:
-        UsageError: its weights cannot be loaded, or an option is not one for this model, or for this plan; a pattern
-            of weights is of none.
-        DataError: some of them are missing or of other shapes, or transformers cannot build it.
+    Raises UsageError: it cannot be loaded, or an option is not one for it; DataError: weights are missing or misshapen.
     """
     is_alone = job.groups is None
     own, identity, note = _load_part(config, model_config, plan, job)
     kernels = config.fused_kernels or "none"
     fused = fuse(own.model, kernels, torch.device(config.device)) if kernels != "none" else None
-    whole = own if is_alone else _meta_whole(own, model_config, dtype_of(config), job)
+    whole = own if is_alone else _meta_whole(own, model_config, _DTYPES[str(config.precision)], job)
     if config.lora_rank:
         adapters: Any = {name: getattr(config, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
         own = trained.add_lora(own, **adapters, seed=config.seed, whole=None if is_alone else whole)
@@ -220,12 +187,12 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
 
 
 def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
-    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it.
-
-    What is not read part by part is made on the CPU, where the same seed draws the same for any layout.
-    """
-    device, dtype, layout, note = torch.device(config.device), dtype_of(config), job.layout, None
-    layers = [] if job.groups is None else stage_layers(model_config, config, plan, layout)
+    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
+    device, dtype, layout, note = torch.device(config.device), _DTYPES[str(config.precision)], job.layout, None
+    layers: list[range] = []
+    if job.groups is not None:
+        given = config.stage_layers or plan.config.stage_layers
+        layers = split_layers(model_config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
     kernels = _kernels(config, plan)
     if config.model is None:
         model = new_model(model_config, dtype, config.seed, kernels=kernels, runs_on=device)
@@ -242,7 +209,11 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
     if note is not None:
         note += f"; that takes {gibibytes(sum(each.nbytes for each in model.model.parameters()))} in each"
     identity = None if job.groups is None else fingerprint(model, model, Job())
-    return own_stage(model, layers, layout, device), identity, note
+    if layout.pp > 1:
+        model = cut_stage(model, layers, layout)
+    if layout.dp == 1:  # else sharding brings it there bit by bit
+        model = replace(model, model=model.model.to(device))
+    return model, identity, note
 
 
 def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
@@ -286,46 +257,32 @@ def check_layout(config: TrainConfig, layout: RankLayout) -> None:
         )
 
 
-def stage_layers(model_config: Any, config: TrainConfig, plan: Plan, layout: RankLayout) -> list[range]:
-    """The layers of each model stage."""
-    given = config.stage_layers or plan.config.stage_layers
-    return split_layers(model_config.num_hidden_layers, layout.pp, given, layout.virtual_stages)
-
-
-def own_stage(model: CausalLM, layers: list[range], layout: RankLayout, device: torch.device) -> CausalLM:
-    """What this process has of a whole model, on its device, where sharding would not bring it there bit by bit."""
-    if layout.pp > 1:
-        model = cut_stage(model, layers, layout)
-    return model if layout.dp > 1 else replace(model, model=model.model.to(device))
-
-
 @torch.no_grad()
 def fingerprint(own: CausalLM, whole: CausalLM, job: Job, *, only_frozen: bool = False) -> str | None:
-    """Identify weights by a hash of up to `_SAMPLES` numbers of each, evenly spaced: other weights differ there too.
+    """Identify weights, whatever part of them each process has, by a hash of up to `_SAMPLES` numbers of each.
 
-    It is the same for whatever part of the weights each process has. `only_frozen`: of those that are not trained, and
-    so in no checkpoint. None where there are no such weights.
+    `only_frozen`: of those that are not trained, and so in no checkpoint. None where there are no such weights.
     """
     named = whole.model.named_parameters()
     shapes = {name: tuple(value.shape) for name, value in named if not (only_frozen and value.requires_grad)}
-    mine = [(name, *_samples(own, value, job)) for name, value in own.model.named_parameters() if name in shapes]
+    if not shapes:
+        return None
+    own_samples: list[tuple[str, int, bytes]] = []
+    for name, weight in own.model.named_parameters():
+        if name in shapes:
+            every, begin = max(1, weight.numel() // _SAMPLES), 0
+            if weight in own.rows:
+                begin = rows_of(len(weight), job.layout).start * weight[:1].numel()
+            first = -(-begin // every) * every
+            numbers = own.rows.get(weight, weight.detach()).flatten()[first - begin :: every]
+            own_samples.append((name, first, numbers.double().cpu().numpy().tobytes()))
     found: dict[str, dict[int, bytes]] = {name: {} for name in shapes}
-    for samples in job.all_gather_object(mine) if shapes else ():
-        for name, first, numbers in samples:
-            found[name][first] = numbers
+    for samples in job.all_gather_object(own_samples):
+        for name, first, sampled in samples:
+            found[name][first] = sampled
     digest = hashlib.sha256()
     for name, shape in shapes.items():
         digest.update(f"{name} {shape}".encode())
-        for _, numbers in sorted(found[name].items()):
-            digest.update(numbers)
-    return digest.hexdigest() if shapes else None
-
-
-def _samples(own: CausalLM, weight: torch.nn.Parameter, job: Job) -> tuple[int, bytes]:
-    """Where the numbers of a weight that identify it begin on a process, and those of them that it has."""
-    every = max(1, weight.numel() // _SAMPLES)
-    rows, begin = own.rows.get(weight, weight.detach()), 0
-    if weight in own.rows:
-        begin = rows_of(len(weight), job.layout).start * weight[:1].numel()
-    first = -(-begin // every) * every
-    return first, rows.flatten()[first - begin :: every].double().cpu().numpy().tobytes()
+        for _, sampled in sorted(found[name].items()):
+            digest.update(sampled)
+    return digest.hexdigest()

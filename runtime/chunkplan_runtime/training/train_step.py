@@ -1,13 +1,10 @@
-"""A model, its optimizer and what an optimizer step does with them: gradients, then an update.
-
-On several processes each has a stage of the model and some of the step's chunks, and all know the same losses and norm.
-"""
+"""A model, its optimizer and what an optimizer step does with them on all processes: gradients, then an update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,19 +15,15 @@ import torch
 from chunkplan.cost.model import Sharding
 from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
-from chunkplan_runtime.distributed.job import Job
-from chunkplan_runtime.distributed.sharding import Shards, clip, gradient_norm, tied_weight
-from chunkplan_runtime.domains import NO_ROUTER_LOSS
-from chunkplan_runtime.execution.executor import Around, RankExecutor, meet_nobody
-from chunkplan_runtime.execution.links import Wire
+from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_weight
+from chunkplan_runtime.distributed.sharding import Shards
+from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, meet_nobody
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
-from chunkplan_runtime.failures.watchdog import warned_of_stall
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.router_loss import router_loss_scope
-from chunkplan_runtime.timeline import ActionClock
 from chunkplan_runtime.training.checkpoint import read_tensors
-from chunkplan_runtime.training.config import TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import add_up
 from chunkplan_runtime.training.optimizer import TrainedWeights, begin_state, make_optimizer, optimizer_state
 
@@ -41,10 +34,9 @@ T = TypeVar("T")
 class Gradients:
     """What a step's gradients came with.
 
-    `loss`: the mean of a target token. `norm`: of all gradients, before clipping. `sequences`: the losses of all
-    sequences, each once. `spent`: the seconds of each process, in their order. `times`: of this process, action by
-    action. `router_loss`: the load-balancing loss of routers with its weight, which `loss` is without; None if there is
-    none.
+    `loss`: the mean of a target token, without the load-balancing loss of routers, which is `router_loss` with its
+    weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in their order. `times`: of
+    this process, action by action.
     """
 
     loss: float
@@ -61,10 +53,7 @@ class Gradients:
 
 
 class StepExecutor:
-    """Runs steps of a plan, forward and backward or forward alone: all ranks that this process has of them.
-
-    `shards` and `job`: where data-parallel processes share what they train; all of them have to make the same calls.
-    """
+    """Runs steps of a plan, of all ranks that a process has; with `shards` all replicas have to make the same calls."""
 
     def __init__(self, ranks: RankExecutor, shards: Shards | None = None, job: Job | None = None) -> None:
         self.ranks = ranks
@@ -73,8 +62,7 @@ class StepExecutor:
     @property
     def router_loss(self) -> float | None:
         """The load-balancing loss of the last step, of this process's chunks; None where there is none."""
-        router_loss = self.ranks.router_loss
-        return None if router_loss.scope == NO_ROUTER_LOSS else router_loss.value
+        return None if self.ranks.router_loss.scope == "none" else self.ranks.router_loss.value
 
     def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: nullcontext) -> list[RankLoss]:
         """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
@@ -119,12 +107,11 @@ class TrainStep:
         if groups and groups.replicas:
             shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
         self.model = shards.model if shards else model
-        wire = Wire(model.config.hidden_size, self.model.dtype, self.model.device)
         self.executor = RankExecutor(
             self.model,
             seed=config.seed,
             kv_offload=bool(config.kv_offload),
-            links=groups.links(wire) if groups else None,
+            links=groups.links(model.config.hidden_size, self.model.dtype) if groups else None,
             exchanges=groups.exchanges if groups else None,
             router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
             loss=cross_entropy(config.label_smoothing),
@@ -139,9 +126,8 @@ class TrainStep:
 
     def compute_gradients(self, work: StepWork) -> Gradients:
         """Run a step, rank by rank, reduce its gradients over all processes, and clip them."""
-        weights, job, clock = self._weights.tensors, self._job, self._clock
-        step = f"step {work.step.step}"
-        with self._warned_of_stall(clock.on_device):
+        weights, job, clock, step = self._weights.tensors, self._job, self._clock, f"step {work.step.step}"
+        with job.telling(lambda: self.executor.activity, clock.on_device):
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
@@ -169,10 +155,7 @@ class TrainStep:
 
     def update(self, step: PlanStep) -> float:
         """Change the weights by the gradients, and forget these; returns the learning rate."""
-        config = self._config
-        rate = config.lr * learning_rate_factor(
-            config.lr_schedule, step.step, self._num_steps, warmup=config.warmup, lowest=config.min_lr
-        )
+        rate = self._config.learning_rate(step.step, self._num_steps)
         if step.num_target_tokens:  # without targets there is nothing to learn: no decay, no momentum either
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -187,7 +170,7 @@ class TrainStep:
         self.model.model.eval()
         try:
             self.executor.doing = "evaluation, before its first step"
-            with self._warned_of_stall():
+            with self._job.telling(lambda: self.executor.activity, lambda: None):
                 for work in stream:
                     losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:
@@ -195,19 +178,6 @@ class TrainStep:
         if self._shards:
             self._shards.free()
         return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
-
-    @contextmanager
-    def _warned_of_stall(self, on_device: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        """Within the block, a process of several tells where it is, and prints a warning of it if it does not move."""
-        if self._job.groups is None:
-            yield
-            return
-        who, executor = self._job.layout.describe(), self.executor
-        with (
-            self._job.telling(lambda: executor.activity),
-            warned_of_stall(who, lambda: executor.activity.words, on_device),
-        ):
-            yield
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by name: `weights`, and of the `optimizer` what it remembers."""

@@ -1,7 +1,4 @@
-"""The trainer: opens everything that a run needs, refuses what cannot be done, and trains.
-
-A run has one optimizer step per step of the plan, and a line of metrics each.
-"""
+"""The trainer: opens everything that a run needs, refuses what cannot be done, and trains."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from chunkplan.cost.model import CostModel
-from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
 from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
-from chunkplan_runtime.timeline import stage_rows
+from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
@@ -45,18 +42,17 @@ from chunkplan_runtime.training.run_folder import (
     lines_before,
     remove_folder,
 )
-from chunkplan_runtime.training.screen import Screen, compare, describe_run, other_kernels
+from chunkplan_runtime.training.screen import Screen, compare, describe_run
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given.
-_PLANNED = ("kv_offload", "checkpointing", "lora_rank", "optimizer", "fused_kernels", "compile")
+_PLANNED = ["kv_offload", "checkpointing", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile"]
 
 
 def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train, and leave metrics, checkpoints and the model in `config.output`. Everything refusable is refused first.
 
-    `config` is as `choose_device` left it. All processes of `job` call this with the same one. `callbacks`: of
-    transformers, called on the processes that are given them.
+    `config` is as `choose_device` left it; all processes of `job` call this with the same one.
 
     Raises:
         ChunkplanError: loss or gradients are not finite, or the disk is full.
@@ -82,14 +78,11 @@ def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = 
 
 
 class TrainingRun:
-    """A run that can begin: everything is opened and compared, and it stands where its last checkpoint was written.
-
-    Of several processes the main one prints and writes lines; checkpoints are written by all.
-    """
+    """A run that stands where its last checkpoint was written; the main process prints, and all write checkpoints."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, job: Job, callbacks: Sequence[TrainerCallback]) -> None:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
-        model_config = setup.read_model_config(config)
+        model_config = read_config(config.model or config.model_config or "", router_loss=True)
         self.data = data = setup.open_data(config, model_config, job.layout)
         self.tokenizer = find_tokenizer(config)
         check_tokenizer(self.tokenizer, data.analysis, model_config.vocab_size)
@@ -111,8 +104,8 @@ class TrainingRun:
             refuse_other_run(earlier, self.fixed, config, self.num_steps)
         self.flops = metrics.FlopCounter(model.whole)
         self.comparison = compare(config, data, job)
-        description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job.groups)
-        self.description = description + other_kernels(config, model.whole, job) + tokens_note
+        description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job)
+        self.description = description + tokens_note
         self.train_step = TrainStep(model.own, config, self.num_steps, job)
         self.start, losses = 0, []
         if earlier is not None:
@@ -151,7 +144,14 @@ class TrainingRun:
         if self.job.groups and self.largest.write(self.data.plan, folder.measured, self.job, planned=planned):
             say(f"measured  {folder.measured}: `chunkplan simulate --run {shlex.quote(str(folder.path))}` shows it")
         if self.config.keeps_best and self.best.loss is not None:
-            self._take_best(folder.checkpoint(self.best.step))
+            checkpoint = folder.checkpoint(self.best.step)
+            what = f"evaluation loss {self.best.loss:.4f} after step {self.best.step - 1}"
+            if self.job.broadcast_object(checkpoint.is_dir()):
+                read_state(checkpoint)  # refused if it is damaged
+                self.train_step.restore(checkpoint)
+                say(f"best      {checkpoint}: {what}; final/ has its weights")
+            else:
+                say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
         self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
         merges = self.config.merge_adapters
@@ -162,7 +162,8 @@ class TrainingRun:
     def _train(self) -> None:
         """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
         callbacks, epoch = self.callbacks, -1
-        callbacks.begin(self.start, self.data.epochs_done(self.start))
+        callbacks.state.global_step, callbacks.state.epoch = self.start, self.data.epochs_done(self.start)
+        callbacks.call("on_train_begin")
         steps = () if self._is_to_stop() else islice(self.stream, self.num_steps - self.start)
         waits_since = time.perf_counter()
         for work in steps:
@@ -175,7 +176,8 @@ class TrainingRun:
             callbacks.call("on_step_begin")
             row = self._do_step(work, waited)
             done = work.step.step + 1
-            callbacks.end_step(row, self.data.epochs_done(done))
+            callbacks.state.global_step, callbacks.state.epoch = done, self.data.epochs_done(done)
+            callbacks.end_step(row)
             is_best = callbacks.control.should_evaluate and self._evaluate(work.step.step)
             if callbacks.control.should_save or (is_best and self.config.keeps_best):
                 self._save(done)
@@ -189,7 +191,7 @@ class TrainingRun:
         return self.best.should_stop or self.callbacks.control.should_training_stop
 
     def _do_step(self, work: StepWork, waited: float) -> metrics.Row:
-        """Run a step of the plan, update the weights, and report it."""
+        """Run a step of the plan, update the weights, report it and append its lines to their files."""
         step, device = work.step, self.train_step.model.device
         self.job.at_step(step.step)
         if device.type == "cuda":
@@ -206,7 +208,16 @@ class TrainingRun:
         self.callbacks.call("on_optimizer_step")
         row = self._step_row(work, gradients, time.perf_counter() - started, rate, waited)
         if self.job.is_main:
-            self._write_step(row, gradients)
+            folder = self.folder
+            folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
+            folder.lock()
+            if self.config.log_sequences:
+                own = ((each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences)
+                names = ("step", "sequence_id", "loss", "target_tokens")
+                append_lines(folder.sequences, (dict(zip(names, (step.step, *loss), strict=True)) for loss in own))
+            append_lines(folder.metrics, [row])
+            if step.step == self.start:  # after the metrics: these tell a run from any other folder with a config.json
+                metrics.write_config(folder.config, self.config, self.data.plan)
         self.screen.show_step(row)
         if row["spike"]:
             self.screen.say(f"step {step.step} is a spike: {'; '.join(row['spike'])}")
@@ -240,27 +251,11 @@ class TrainingRun:
         if gradients.router_loss is not None:
             row["router_loss"] = gradients.router_loss
         if self.job.groups is not None:
-            row["processes"] = stage_rows(gradients.spent, layout)
+            row["processes"] = metrics.stage_rows(gradients.spent, layout)
         return row
 
-    def _write_step(self, row: metrics.Row, gradients: Gradients) -> None:
-        """Append the lines of a step to their files, and in a folder that has none yet begin them."""
-        folder, step = self.folder, row["step"]
-        folder.path.mkdir(parents=True, exist_ok=True)  # a run that does no step leaves none
-        self.folder.lock()
-        if self.config.log_sequences:
-            names = ("step", "sequence_id", "loss", "target_tokens")
-            losses = [(step, each.sequence_id, each.loss, each.num_target_tokens) for each in gradients.sequences]
-            append_lines(folder.sequences, (dict(zip(names, loss, strict=True)) for loss in losses))
-        append_lines(folder.metrics, [row])
-        if step == self.start:  # after the metrics: these tell a run from any other folder with a config.json
-            metrics.write_config(folder.config, self.config, self.data.plan)
-
     def _evaluate(self, step: int) -> bool:
-        """Find the mean loss of a target token over all steps of the evaluation plan, in total and by source.
-
-        Returns whether it is the lowest so far.
-        """
+        """Evaluate by all steps of the evaluation plan; returns whether its loss is the lowest so far."""
         data = self.data
         if data.evaluation is None:
             return False
@@ -300,17 +295,8 @@ class TrainingRun:
             device=self.train_step.model.device,
             job=self.job,
         )
-        self.callbacks.saved(None if kept is None else self.folder.checkpoint(kept))
-
-    def _take_best(self, checkpoint: Path) -> None:
-        """Have the weights of the lowest evaluation loss, which a run that kept it has in `checkpoint`."""
-        what = f"evaluation loss {self.best.loss:.4f} after step {self.best.step - 1}"
-        if not self.job.broadcast_object(checkpoint.is_dir()):
-            self.screen.say(f"best      {what}; its checkpoint was not kept, so final/ has the last weights")
-            return
-        read_state(checkpoint)  # refused if it is damaged
-        self.train_step.restore(checkpoint)
-        self.screen.say(f"best      {checkpoint}: {what}; final/ has its weights")
+        self.callbacks.state.best_model_checkpoint = None if kept is None else str(self.folder.checkpoint(kept))
+        self.callbacks.call("on_save")
 
     def _not_finite(self, where: str, what: str) -> ChunkplanError:
         return ChunkplanError(
@@ -324,23 +310,18 @@ class TrainingRun:
 def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path], job: Job) -> TrainConfig:
     """`config` with what the plan says, or what was found, in place of what was left open; refused if it cannot be."""
     cost = data.plan.manifest["predictions"]["cost_model"]
-    defaults = {name: options_of(CostModel)[name].default for name in _PLANNED if getattr(config, name) is None}
-    found: Any = {name: cost.get(name, default) for name, default in defaults.items()}
+    planned: Any = {name: cost.get(name, options_of(CostModel)[name].default) for name in [*_PLANNED, "sharding"]}
+    found = {name: value for name, value in planned.items() if getattr(config, name) is None}
     if found.get("lora_rank") and config.model is None:
         raise UsageError(
             f"the plan is for adapters of rank {found['lora_rank']}, and random weights need to be trained themselves",
             where=str(data.plan.path),
             hint="give --model in place of --model-config, or --lora-rank 0",
         )
-    if config.load_in_4bit is None:
-        has_adapters = found.get("lora_rank", config.lora_rank) > 0
-        found["load_in_4bit"] = has_adapters and cost.get("load_in_4bit", False)
-    if config.sharding is None:
-        try:
-            planned = "optimizer" if job.layout.dp == 1 else data.plan.cost.sharding
-        except DataError:  # which the comparison with the plan's times tells
-            planned = "optimizer"
-        found["sharding"] = "optimizer" if planned == "none" else planned
+    if not found.get("lora_rank", config.lora_rank) and "load_in_4bit" in found:
+        found["load_in_4bit"] = False
+    if "sharding" in found and (job.layout.dp == 1 or found["sharding"] == "none"):
+        found["sharding"] = "optimizer"
     found |= {"analysis": data.analysis.path, "eval_plan": data.evaluation and data.evaluation.path}
     resolved = replace(config, **found, tokenizer=str(tokenizer[0].parent) if tokenizer else None)
     setup.check_layout(resolved, job.layout)

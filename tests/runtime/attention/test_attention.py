@@ -20,8 +20,8 @@ from chunkplan_runtime.attention.kernels import KERNELS, Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import store_bytes
 
 

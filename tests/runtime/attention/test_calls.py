@@ -24,6 +24,7 @@ from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.kv.pages import PageMemory
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
@@ -34,7 +35,6 @@ from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with,
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
 from tests.support.flash_stand_in import PUBLISHED, PUBLISHED_4, write_package, write_package_4
-from tests.support.training_checks import make_training
 
 _NAMES = (f"flash_stand_in_{number}" for number in itertools.count())
 
@@ -388,13 +388,7 @@ OTHER = "takes other things than it is given"
         ({"signatures": MORE_TO_GIVE}, f"_wrapped_flash_attn_varlen_forward of flash-attn 2.8.3 {OTHER}"),
         ({"write": write_package_4, "needs": "none"}, "flash-attn-4 cannot be imported (No module named 'none')"),
         ({"write": write_package_4, "signatures": {}}, "has no attribute '_flash_attn_fwd')"),
-        (
-            {
-                "write": write_package_4,
-                "signatures": {name: text.replace("dow_size_l", "dow_l") for name, text in PUBLISHED_4.items()},
-            },
-            f"_flash_attn_fwd of flash-attn-4 4.0.0b36 {OTHER}",
-        ),
+        ({"write": write_package_4, "signatures": OLD_4}, f"_flash_attn_fwd of flash-attn-4 4.0.0b36 {OTHER}"),
         (
             {
                 "write": write_package_4,
@@ -452,12 +446,9 @@ def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(e
 
 
 @pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
-def test_a_run_prints_why_flash_attn_is_left_aside(
-    attention, is_told, install, monkeypatch, tmp_path, tiny_config, random_sequences
-):
+def test_a_run_prints_why_flash_attn_is_left_aside(attention, is_told, made, install, monkeypatch, tmp_path):
     install(version="2.6.3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    made = make_training(tmp_path / "made", tiny_config, random_sequences)
     config = TrainConfig(
         plan=made / "plan",
         model_config=made / "config.json",
@@ -469,9 +460,8 @@ def test_a_run_prints_why_flash_attn_is_left_aside(
     model_config = read_config(made / "config.json")
     model = new_model(model_config, torch.bfloat16, 0, kernels=Kernels(attention), runs_on=torch.device("cuda", 0))
     model.kernels.left_out["torch-cudnn"] = "it fails on this device (no plan)"
-    said = describe_run(
-        config, open_data(config, model_config, RankLayout()), Built(model, model), 12, [], Comparison(True, None, [])
-    )
+    data, nothing = open_data(config, model_config, RankLayout()), Comparison(True, None, [])
+    said = describe_run(config, data, Built(model, model), 12, [], nothing, Job())
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
     assert (said[2] == told) == is_told and (told in said) == is_told

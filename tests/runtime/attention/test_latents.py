@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
@@ -23,22 +21,22 @@ from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.attention.latents import Expand, page_shapes, watch_expansion
 from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import kv_shapes
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.proof.prove import spread_weights
-from chunkplan_runtime.sharing import Span
 from tests.runtime.attention.test_attention import plain
 from tests.support.alive import store_bytes
 from tests.support.mixed_chunks import LENGTHS, MIXED
 
 #: Types with latents, and what their default configs leave out.
-LATENT: dict[str, dict[str, Any]] = {
+LATENT = {
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v3": {},
     "glm4_moe_lite": {},
@@ -57,8 +55,8 @@ SHARING = {
 
 
 @pytest.fixture
-def model() -> Callable[..., CausalLM]:
-    def make(model_type: str, dtype: torch.dtype = torch.float64) -> CausalLM:
+def model():
+    def make(model_type, dtype=torch.float64):
         document = tiny_document(AutoConfig.for_model(model_type, **LATENT.get(model_type, {})).to_dict())
         if model_type == "gemma3n_text":
             document |= SHARING | {"intermediate_size": [48] * 5, "activation_sparsity_pattern": [0.0] * 5}
@@ -71,7 +69,7 @@ def model() -> Callable[..., CausalLM]:
 
 
 @pytest.fixture
-def plan(handmade_plan: Any, random_sequences: Any) -> Callable[[int], Any]:
+def plan(handmade_plan, random_sequences):
     """Packed, split and mixed chunks."""
     return lambda k: handmade_plan([(ids % 64, target) for ids, target in random_sequences(LENGTHS)], [{0: MIXED}], k=k)
 
@@ -85,10 +83,10 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+def kept(monkeypatch):
     found, write = Kept(), StateStore.write
 
-    def watched(self: StateStore, span: Span, layer: int, tensors: tuple[Tensor, ...], **how: bool) -> None:
+    def watched(self, span, layer, tensors, **how):
         if tensors[0].dim() == 4:  # where pages are counted they hold nothing
             found.widths[layer] = tuple(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
             found.dtypes.update(tensor.dtype for tensor in tensors)
@@ -98,7 +96,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     return found
 
 
-def work_of(plan: Any, model: CausalLM) -> RankWork:
+def work_of(plan, model):
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=model.vocab_size, max_positions=256))).ranks
     return work
 
@@ -108,9 +106,7 @@ def work_of(plan: Any, model: CausalLM) -> RankWork:
     [(1, True, True), *(pytest.param(2, on_host, False, marks=pytest.mark.soak) for on_host in (False, True))],
 )
 @pytest.mark.parametrize("model_type", LATENT)
-def test_latents_are_kept_and_exact(
-    model_type: str, k: int, kv_offload: bool, checkpointing: bool, model: Any, plan: Any, kept: Kept
-) -> None:
+def test_latents_are_kept_and_exact(model_type, k, kv_offload, checkpointing, model, plan, kept):
     run = model(model_type)
     if checkpointing:
         run.set_checkpointing("full")
@@ -121,7 +117,7 @@ def test_latents_are_kept_and_exact(
 
 
 @pytest.mark.parametrize("trained", ["all but it", "it alone"])
-def test_a_projection_that_is_frozen_or_trained_alone_is_exact(trained: str, model: Any, plan: Any, kept: Kept) -> None:
+def test_a_projection_that_is_frozen_or_trained_alone_is_exact(trained, model, plan, kept):
     run = model("minicpm3")
     for name, weight in run.model.named_parameters():
         weight.requires_grad_(("kv_b_proj" in name) == (trained == "it alone"))
@@ -132,7 +128,7 @@ def test_a_projection_that_is_frozen_or_trained_alone_is_exact(trained: str, mod
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_adapters_on_the_projection_are_exact(checkpointing: bool, model: Any, plan: Any, kept: Kept) -> None:
+def test_adapters_on_the_projection_are_exact(checkpointing, model, plan, kept):
     run = add_lora(model("deepseek_v3"), rank=2, alpha=4, targets=("kv_b_proj", "q_a_proj"))
     spread_weights(run.model)  # peft starts one of each two at zero
     if checkpointing:
@@ -143,7 +139,7 @@ def test_adapters_on_the_projection_are_exact(checkpointing: bool, model: Any, p
     assert set(kept.widths.values()) == {WIDTHS}
 
 
-def test_with_dropout_in_the_layer_nothing_is_expanded_again(model: Any, plan: Any, kept: Kept) -> None:
+def test_with_dropout_in_the_layer_nothing_is_expanded_again(model, plan, kept):
     """It would draw otherwise; so gradients are the same bits whatever K."""
     gradients = []
     for k in (1, 2):
@@ -157,16 +153,14 @@ def test_with_dropout_in_the_layer_nothing_is_expanded_again(model: Any, plan: A
 
 
 @pytest.mark.parametrize("how", ["in their place", "in place"])
-def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(
-    how: str, model: Any, plan: Any, kept: Kept
-) -> None:
+def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(how, model, plan, kept):
     class Scaled(MiniCPM3Attention):
         """Changes its keys after they were made."""
 
-        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        def forward(self, *arguments, **keywords):
             made = self.expand_kv
 
-            def then_scaled(*latents: Tensor) -> tuple[Tensor, Tensor]:
+            def then_scaled(*latents):
                 key, value = made(*latents)
                 return (key * 1.5 if how == "in their place" else key.mul_(1.5)), value
 
@@ -184,11 +178,11 @@ def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(
     assert kept.widths == {0: WIDTHS, 1: EXPANDED}
 
 
-def most_bytes(model: CausalLM, work: RankWork) -> int:
+def most_bytes(model, work):
     """The most that pages take in a step: when the last part of a sequence has run backward."""
     executor, held, finish = RankExecutor(model), [], StateStore.finish_backward
 
-    def watched(self: StateStore, span: Span) -> None:
+    def watched(self, span):
         held.append(store_bytes(self))
         finish(self, span)
 
@@ -198,7 +192,7 @@ def most_bytes(model: CausalLM, work: RankWork) -> int:
     return max(held)
 
 
-def test_pages_take_the_bytes_of_latents(model: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_take_the_bytes_of_latents(model, plan, monkeypatch):
     """Of 23 and of 30 tokens, not at once; in float64 gradients take as much again."""
     run = model("minicpm3")
     work = work_of(plan(1), run)
@@ -207,10 +201,10 @@ def test_pages_take_the_bytes_of_latents(model: Any, plan: Any, monkeypatch: pyt
     assert most_bytes(run, work) == 30 * run.config.num_hidden_layers * sum(EXPANDED) * 8 * 2
 
 
-def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_part_is_expanded_at_once(model, plan, monkeypatch):
     run, expanded, expand = model("minicpm3"), [], Expand.__call__
 
-    def watched(self: Expand, latents: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def watched(self, latents):
         expanded.append(latents[0].shape[2])
         return expand(self, latents)
 
@@ -219,14 +213,14 @@ def test_no_more_than_a_part_is_expanded_at_once(model: Any, plan: Any, monkeypa
     assert {*expanded} == {8, 3, 12, 13, 1, 16}, "the parts of two sequences"
 
 
-def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: Any) -> None:
+def test_no_keys_and_values_of_a_part_stay_for_its_backward(model, plan):
     """They are made again of latents, which autograd keeps anyway: for the weights of the projection."""
     run = model("minicpm3")
     work = work_of(plan(2), run)
-    saved: list[tuple[int, ...]] = []
+    saved = []
     executor = RankExecutor(run)
 
-    def around(action: Any) -> Any:
+    def around(action):
         is_part = action.chunk_id == 4
         return torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: (is_part and saved.append(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
@@ -239,7 +233,7 @@ def test_no_keys_and_values_of_a_part_stay_for_its_backward(model: Any, plan: An
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_latents_in_bfloat16_are_close_to_float64(autocast: bool, model: Any, plan: Any, kept: Kept) -> None:
+def test_latents_in_bfloat16_are_close_to_float64(autocast, model, plan, kept):
     """With autocast too, where a backward runs outside of it; it is the pages that are in bfloat16 then."""
     exact, close = model("minicpm3"), model("minicpm3", torch.float32 if autocast else torch.bfloat16)
     exact.model.load_state_dict({name: value.double() for name, value in close.model.state_dict().items()})
@@ -257,17 +251,17 @@ def test_latents_in_bfloat16_are_close_to_float64(autocast: bool, model: Any, pl
 class _NoWaits:
     """Links to no other stage, while which are open no memory may be taken."""
 
-    def open(self, *_: Any) -> Any:
+    def open(self, *_):
         return no_device_waits()
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "longcat_flash", "gemma3n_text"])
-def test_host_memory_is_reserved_for_just_what_pages_keep(model_type: str, model: Any, plan: Any) -> None:
+def test_host_memory_is_reserved_for_just_what_pages_keep(model_type, model, plan):
     """Of layers that attend twice, too."""
     run = model(model_type, torch.bfloat16)
     taken = []
     for links in (None, _NoWaits()):
-        executor = RankExecutor(run, kv_offload=True, links=links)  # type: ignore[arg-type]
+        executor = RankExecutor(run, kv_offload=True, links=links)
         with nullcontext() if links else patch.object(HostMemory, "reserve"):  # so that it is taken when it is needed
             executor.run(work_of(plan(2), run), 10)
         assert isinstance(executor.memory, HostMemory)
@@ -275,16 +269,14 @@ def test_host_memory_is_reserved_for_just_what_pages_keep(model_type: str, model
     assert taken[0] == taken[1]
 
 
-def shared_layers(run: CausalLM) -> list[int]:
+def shared_layers(run):
     return [index for index, layer in run.own_layers.items() if layer.self_attn.is_kv_shared_layer]
 
 
 @pytest.mark.parametrize(
     ("k", "kv_offload"), [(2, True), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, True), (2, False)))]
 )
-def test_layers_that_share_keys_and_values_share_pages(
-    k: int, kv_offload: bool, model: Any, plan: Any, kept: Kept
-) -> None:
+def test_layers_that_share_keys_and_values_share_pages(k, kv_offload, model, plan, kept):
     run = model("gemma3n_text")
     assert shared_layers(run) == [3, 4]
     report = compare_plan(*plan(k), run, kv_offload=kv_offload)
@@ -294,7 +286,7 @@ def test_layers_that_share_keys_and_values_share_pages(
     assert most_bytes(run, work_of(plan(k), run)) == 30 * 3 * 2 * heads * dim * 8 * 2
 
 
-def test_layers_that_share_pages_do_so_too_when_they_run_again(model: Any, plan: Any, kept: Kept) -> None:
+def test_layers_that_share_pages_do_so_too_when_they_run_again(model, plan, kept):
     """A later layer runs again before the one whose keys and values it has, and takes those of the first run."""
     gradients = []
     for checkpointing in (False, True):
@@ -312,13 +304,13 @@ class _Latent(nn.Module):
 
     is_causal = True
 
-    def __init__(self, layer: int, rank: int) -> None:
+    def __init__(self, layer, rank):
         super().__init__()
         self.layer_idx = layer
         self.kv_b_proj = nn.Linear(rank, 2 * (3 + 4), dtype=torch.float64)
         watch_expansion(self)
 
-    def expand_kv(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, latent, rotary):
         key, value = self.kv_b_proj(latent[:, 0]).unflatten(-1, (2, 7)).transpose(1, 2).split([3, 4], -1)
         return torch.cat([key, rotary.expand(-1, 2, -1, -1)], -1), value
 
@@ -335,28 +327,21 @@ class _Latent(nn.Module):
 )
 @settings(max_examples=60)
 def test_any_parts_have_the_gradients_of_the_whole_sequence(
-    rank: int,
-    parts: list[int],
-    beside: int,
-    page_tokens: int,
-    window: int | None,
-    on_host: bool,
-    sharing: int,
-    seed: int,
-) -> None:
+    rank, parts, beside, page_tokens, window, on_host, sharing, seed
+):
     """Of latents where that saves enough, else of keys; more layers attend with the same ones; a whole one beside."""
     torch.manual_seed(seed)
     length, attend = sum(parts), Kernels("reference")
     layers = [_Latent(layer, rank) for layer in range(1 + sharing)]
     numbers = [(1, rank), (1, 2), *[(2, 5)] * (1 + sharing), *[(2, 4)] * (1 + sharing)]
 
-    def drawn(tokens: int) -> list[Tensor]:
+    def drawn(tokens):
         made = [torch.randn(heads, tokens, dim, dtype=torch.float64) for heads, dim in numbers]
         return [each.requires_grad_() for each in made]
 
     whole, other = drawn(length), drawn(beside)
 
-    def expected(tensors: list[Tensor]) -> Tensor:
+    def expected(tensors):
         latent, rotary, *rest = tensors
         key, value = type(layers[0]).expand_kv(layers[0], latent[None], rotary[None])
         form = Form(0.4, causal=True, reach=None if window is None else window - 1)
@@ -373,7 +358,7 @@ def test_any_parts_have_the_gradients_of_the_whole_sequence(
         each.grad = None
 
     store = StateStore(page_tokens, HostMemory(torch.device("cpu")) if on_host else None)
-    done: list[tuple[Span, Tensor]] = []
+    done = []
     start = 0
     for part in parts:
         span = Span(7, start, start + part, length, 0)
@@ -389,7 +374,7 @@ def test_any_parts_have_the_gradients_of_the_whole_sequence(
         latent, rotary, *rest = given_tensors
         key, value = layers[0].expand_kv(latent, rotary)
         loss = torch.zeros((), dtype=torch.float64)
-        before: Tensor | float = 0.0
+        before = 0.0
         for place, layer in enumerate(layers):
             # The output of a layer goes into the next one, which so runs backward before it.
             out, _ = chunk_attention(layer, rest[place] + 0 * before, key, value, Mask(window), scaling=0.4)

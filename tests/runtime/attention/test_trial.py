@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from chunkplan.cost.attention_rates import AttentionRates
+from chunkplan.cost.hardware import AttentionRates
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong

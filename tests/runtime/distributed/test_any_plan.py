@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
-from tests.runtime.distributed.test_gradients import check, four_layers
+from tests.runtime.distributed.test_gradients import check
 from tests.runtime.distributed.test_sharing import random_blocks
 from tests.support.analyses import write_analysis
-from tests.support.process_pool import ProcessPool, process_pool
+from tests.support.distributed_cases import four_layers
 from tests.support.shared_plans import given_blocks
 
 #: Schedules of pipelines, the first ones with groups of ranks too.
@@ -29,13 +26,7 @@ SCHEDULES = (*FOR_GROUPS, "interleaved", "zero-bubble-v")
 PLANS, FEW = 100, (0, 4, 9)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as started:
-        yield started
-
-
-def random_plan(seed: int) -> tuple[int, dict[str, Any], list[int], bool]:
+def random_plan(seed):
     """So many processes, the settings of a plan for them, lengths of sequences, and whether ranks share some of these.
 
     There may be more ranks than processes, and a rank without a chunk.
@@ -46,7 +37,7 @@ def random_plan(seed: int) -> tuple[int, dict[str, Any], list[int], bool]:
     dp = world_size // pp * chance.choice([1, 1, 2])
     shares = chance.random() < 0.4
     lengths = chance.sample(range(2, 60), chance.randint(2, 9))
-    plan: dict[str, Any] = {"dp": dp, "pp": pp, "k": chance.choice([1, 2, 3, 9]), "chunk_size": chance.randint(5, 16)}
+    plan = {"dp": dp, "pp": pp, "k": chance.choice([1, 2, 3, 9]), "chunk_size": chance.randint(5, 16)}
     plan |= {"global_batch": chance.randint(2, len(lengths)), "tail_sharing": chance.random() < 0.3}
     if pp > 1:
         plan["schedule"] = chance.choice(FOR_GROUPS if shares else SCHEDULES)
@@ -58,13 +49,7 @@ def random_plan(seed: int) -> tuple[int, dict[str, Any], list[int], bool]:
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed in FEW else pytest.mark.soak) for seed in range(PLANS)]
 )
-def test_any_plan_is_exact_whatever_is_shared(
-    seed: int,
-    pool: ProcessPool,
-    tmp_path: Path,
-    tiny_config: Callable[..., Any],
-    random_sequences: Callable[[Sequence[int], int], Any],
-) -> None:
+def test_any_plan_is_exact_whatever_is_shared(seed, pool, tmp_path, tiny_config, random_sequences):
     """In float64, the last step of the plan too, which may be short of sequences."""
     world_size, plan, lengths, shares = random_plan(seed)
     chance = random.Random(f"{seed} how")

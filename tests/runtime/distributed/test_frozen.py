@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
 from tests.runtime.distributed.test_gradients import check
-from tests.runtime.distributed.test_gradients import made as made  # a fixture
-from tests.runtime.distributed.test_train import all_well, options, same_run
 from tests.runtime.test_parity import MODELS
-from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.training_checks import learning, lines, make_training, same_weights
+from tests.support.training_cases import all_well
+from tests.support.training_checks import learning, lines, same_run, same_weights
 
 TIED = MODELS["llama with biases, tied"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as started:
-        yield started
 
 
 @pytest.mark.parametrize(
@@ -43,48 +31,34 @@ def pool() -> Iterator[ProcessPool]:
         ),
     ],
 )
-def test_what_is_trained_has_the_gradients_of_plain_training(
-    pool: ProcessPool, made: Any, world_size: int, plan: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_what_is_trained_has_the_gradients_of_plain_training(pool, plan_of, world_size, plan, how):
     """In float64, of a head of its own; whole layers, ends of the model, single matrices."""
-    check(pool, world_size, made(**{"k": 2, **plan}), evaluates=True, **how)
+    check(pool, world_size, plan_of(**{"k": 2, **plan}), evaluates=True, **how)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_tied_weights_are_frozen_by_either_name(pool: ProcessPool, made: Any, name: str) -> None:
-    check(pool, 2, made(TIED, pp=2), freeze=[name])
-    check(pool, 2, made(TIED, pp=2), train_only=[name])
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, tiny_config, random_sequences) -> Path:
-    """With plans on one process, and on four; `base/` is a saved model."""
-    folder = make_training(tmp_path_factory.mktemp("frozen") / "made", tiny_config, random_sequences)
-    for name, layout in (("one", {}), ("both", {"dp": 2, "pp": 2})):
-        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off", **layout}
-        build(folder / "analysis", folder / name, PlanConfig(**settings))
-    assert main(options(folder, folder / "run", "--max-steps", 1, plan="one")) == 0
-    (folder / "run" / "final").rename(folder / "base")
-    return folder
+def test_tied_weights_are_frozen_by_either_name(pool, plan_of, name):
+    check(pool, 2, plan_of(TIED, pp=2), freeze=[name])
+    check(pool, 2, plan_of(TIED, pp=2), train_only=[name])
 
 
 FROZEN = ("--freeze", "model.embed_tokens*,*.0.self_attn.*")
 
 
-def learn(trained: Path, output: Path, *more: object, plan: str = "one") -> list[str]:
-    arguments = ["--plan", trained / plan, "--model", trained / "base", "--output", output, "--lr", "3e-3"]
+def learn(base, output, *more, plan="one"):
+    arguments = ["--plan", base.parent / plan, "--model", base, "--output", output, "--lr", "3e-3"]
     return [str(argument) for argument in (*arguments, "--device", "cpu", *more)]
 
 
-def is_frozen(name: str) -> bool:
+def is_frozen(name):
     return name.startswith("model.embed_tokens") or ".0.self_attn." in name
 
 
-def test_frozen_weights_stay_and_no_checkpoint_holds_them(trained, tmp_path, capsys):
+def test_frozen_weights_stay_and_no_checkpoint_holds_them(base, tmp_path, capsys):
     more = (*FROZEN, "--save-every", 2, "--max-steps", 4, "--precision", "bf16")
-    assert main(learn(trained, tmp_path / "run", *more)) == 0
+    assert main(learn(base, tmp_path / "run", *more)) == 0
     said = capsys.readouterr().err
-    before, after = (load_file(path / "model.safetensors") for path in (trained / "base", tmp_path / "run" / "final"))
+    before, after = (load_file(path / "model.safetensors") for path in (base, tmp_path / "run" / "final"))
     trained_names = {name for name in before if not is_frozen(name)}
     for name, weight in before.items():
         assert torch.equal(weight.bfloat16(), after[name]) == is_frozen(name), name
@@ -96,16 +70,16 @@ def test_frozen_weights_stay_and_no_checkpoint_holds_them(trained, tmp_path, cap
     assert {name.partition(":")[0] for name in load_file(states) if not name.startswith("step:")} == trained_names
 
 
-def test_a_run_with_frozen_weights_goes_on_and_not_with_others(trained, tmp_path, capsys):
+def test_a_run_with_frozen_weights_goes_on_and_not_with_others(base, tmp_path, capsys):
     more = (*FROZEN, "--save-every", 2, "--max-steps", 5)
-    assert main(learn(trained, tmp_path / "whole", *more)) == 0
+    assert main(learn(base, tmp_path / "whole", *more)) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
     for other in (("--freeze", "model.embed_tokens*"), ("--train-only", "*.mlp.*")):
-        again = [word for word in learn(trained, tmp_path / "run", *more) if word not in FROZEN]
+        again = [word for word in learn(base, tmp_path / "run", *more) if word not in FROZEN]
         assert main([*again, *other, "--resume"]) == 2
         assert "is of another run: --freeze was" in capsys.readouterr().err
-    assert main(learn(trained, tmp_path / "run", *more, "--resume")) == 0
+    assert main(learn(base, tmp_path / "run", *more, "--resume")) == 0
     assert "resumed   at step 4" in capsys.readouterr().err
     assert learning(tmp_path / "run") == learning(tmp_path / "whole")
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
@@ -113,26 +87,22 @@ def test_a_run_with_frozen_weights_goes_on_and_not_with_others(trained, tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("weights", marks=pytest.mark.soak)])
-def test_four_processes_with_frozen_weights_train_as_one_does(trained, tmp_path, sharding):
+def test_four_processes_with_frozen_weights_train_as_one_does(base, trainers, tmp_path, sharding):
     more = (*FROZEN, "--precision", "fp64", "--save-every", 0, "--max-steps", 3)
-    assert main(learn(trained, tmp_path / "one", *more)) == 0
-    (tmp_path / "one" / "evals.jsonl").touch()
-    with process_pool(4, joined=False) as unjoined:
-        all_well(unjoined, 4, learn(trained, tmp_path / "both", *more, "--sharding", sharding, plan="both"))
-    (tmp_path / "both" / "evals.jsonl").touch()
+    assert main(learn(base, tmp_path / "one", *more)) == 0
+    all_well(trainers, 4, learn(base, tmp_path / "both", *more, "--sharding", sharding, plan="both"))
     same_run(tmp_path / "one", tmp_path / "both")
     after = load_file(tmp_path / "both" / "final" / "model.safetensors")
-    for name, weight in load_file(trained / "base" / "model.safetensors").items():
+    for name, weight in load_file(base / "model.safetensors").items():
         assert not is_frozen(name) or torch.equal(weight.double(), after[name])
 
 
-def test_frozen_rows_are_kept_in_the_dtype_they_are_used_in(trained, tmp_path):
+def test_frozen_rows_are_kept_in_the_dtype_they_are_used_in(base, trainers, tmp_path):
     """On two processes in bfloat16; what is trained has fp32 master weights."""
     more = (*FROZEN, "--precision", "bf16", "--save-every", 2, "--max-steps", 2)
-    with process_pool(4, joined=False) as unjoined:
-        all_well(unjoined, 4, learn(trained, tmp_path / "run", *more, plan="both"))
+    all_well(trainers, 4, learn(base, tmp_path / "run", *more, plan="both"))
     after = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    for name, weight in load_file(trained / "base" / "model.safetensors").items():
+    for name, weight in load_file(base / "model.safetensors").items():
         assert after[name].dtype == torch.bfloat16
         assert not is_frozen(name) or torch.equal(weight.bfloat16(), after[name])
     assert all(row["grad_norm"] > 0 for row in lines(tmp_path / "run" / "metrics.jsonl"))
@@ -157,8 +127,8 @@ def test_frozen_rows_are_kept_in_the_dtype_they_are_used_in(trained, tmp_path):
         (("--freeze", "*norm*", "--lora-rank", 2), "--freeze with adapters of rank 2", "leave --freeze out"),
     ],
 )
-def test_patterns_that_say_nothing_are_refused(trained, tmp_path, capsys, more, said, hint):
-    assert main(learn(trained, tmp_path / "run", *more)) == 2
+def test_patterns_that_say_nothing_are_refused(base, tmp_path, capsys, more, said, hint):
+    assert main(learn(base, tmp_path / "run", *more)) == 2
     message, _, hinted = capsys.readouterr().err.rstrip().rpartition("\nhint: ")
     assert said in message and hint in hinted
     assert not (tmp_path / "run").exists()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ PRECISIONS = {"fp32": 1e-4, "bf16": 3e-2}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     """Plans, and a model that a step on a CPU has left, for weights that are drawn depend on the device."""
     pytest.importorskip("numba", reason="the planner makes these plans, and needs numba")
     from chunkplan import PlanConfig, build
@@ -60,7 +59,7 @@ def test_two_gpus_train_as_one_does(made, plan, more, precision):
 def test_two_processes_on_one_gpu_are_refused_once(tmp_path, monkeypatch):
     """Both are shown the first GPU alone."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu_plans  # type: ignore[import-not-found]
+    import gpu_plans
 
     analysis = gpu_plans.write_tokens(gpu_plans.PLANS["toy-dp8"], tmp_path / "analysis")
     model = gpu_plans.write_model("toy", tmp_path)
@@ -78,13 +77,13 @@ def test_two_processes_on_one_gpu_are_refused_once(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def words(made: Path, plan: str, precision: str) -> list[str]:
+def words(made, plan, precision):
     """The options of a run from the model that is there, into a folder of its own."""
     how = ("--model", made / "start" / "final", "--precision", precision, "--save-every", 2, "--lr", 3e-3)
     return [str(word) for word in ("--plan", made / "gpus" / plan, "--output", made / f"{plan}-{precision}", *how)]
 
 
-def run(size: int, arguments: list[str]) -> None:
+def run(size, arguments):
     launcher = [
         sys.executable,
         "-m",

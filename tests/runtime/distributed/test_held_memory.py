@@ -6,9 +6,6 @@ That is no less than what is measured, and no more than a tenth above it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan import CostModel, PlanConfig, build, plan_report
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.held import Held
-from chunkplan.cost.memory import StageMemory, stage_memory
+from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model_config import shape_of_config
 from tests.support.analyses import write_analysis
-from tests.support.ports import free_port
-from tests.support.process_pool import ProcessPool, process_pool
-from tests.support.training_cases import run_main_and_count
+from tests.support.training_cases import run_main_and_count, together
 
 SIZES = {
     "hidden_size": 128,
@@ -31,24 +26,15 @@ SIZES = {
     "num_hidden_layers": 8,
     "max_position_embeddings": 4096,
 }
-MODELS: dict[str, dict[str, int]] = {
-    "llama": {},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-}
+MODELS = {"llama": {}, "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}}
 #: ChunkSizes with which most is of states, and of activations.
 FEW, MANY = 32, 256
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4, joined=False) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: Any, tiny_config: Any, random_sequences: Any) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     """Configs, and plans of two steps in which every rank has two chunks, so that there are sums beside the second."""
-    folder: Path = tmp_path_factory.mktemp("held")
+    folder = tmp_path_factory.mktemp("held")
     for chunk_size in (FEW, MANY):
         analysis = folder / f"analysis-{chunk_size}"
         write_analysis(analysis, random_sequences([chunk_size] * 8, seed=1))
@@ -60,21 +46,33 @@ def made(tmp_path_factory: Any, tiny_config: Any, random_sequences: Any) -> Path
     return folder
 
 
-def run(pool: ProcessPool, plan: Path, output: Path, size: int, *more: object) -> list[tuple[int, int]]:
+def run(trainers, plan, output, size, *more):
     """Of each of `size` processes the bytes between steps and the most in one, of what operators have made."""
     given = ["--plan", plan, "--output", output, "--lr", "3e-3", "--device", "cpu"]
     arguments = [str(each) for each in (*given, "--max-steps", 2, *more)]
-    told = pool.run(size, run_main_and_count, size=size, port=free_port(), arguments=[arguments])
+    told = together(trainers, size, arguments, run=run_main_and_count)
     assert [code for code, *_ in told] == [0] * size, told
     return [(between, most) for _, _, between, most in told]
 
 
-def counted(config: Path, dp: int, chunk_size: int, **cost: Any) -> StageMemory:
+def counted(config, dp, chunk_size, **cost):
     """What the planner counts of a stage with all layers that holds a chunk."""
     shape = shape_of_config(json.loads(config.read_text()), "a test")
     held = [Held(chunk_size)]
     [found] = stage_memory(CostModel(shape=shape, **cost), dp=dp, layers=(8,), chunk_size=chunk_size, held=held)
     return found
+
+
+def check_fullest(trainers, config, folder, sequences, planned, cost, of_step=0):
+    """Build a plan and run it: what `inspect` says of the fullest process is what is measured, less `of_step` bytes."""
+    model = CostModel(shape=shape_of_config(json.loads(config.read_text()), "a test"), **cost)
+    write_analysis(folder / "analysis", sequences)
+    build(folder / "analysis", folder / "plan", planned, cost=model)
+    memory = plan_report(folder / "plan").memory.memory
+    more = [f"--{name}={cost[name]}" for name in ("precision", "sharding", "checkpointing")]
+    held = run(trainers, folder / "plan", folder / "run", planned.dp * planned.pp, *more, "--model-config", config)
+    most = max(most for _, most in held) - of_step
+    assert most <= memory.total - memory.reserved <= 1.1 * most
 
 
 #: Model, what replicas share, ChunkSize, level, precision.
@@ -97,16 +95,7 @@ SWEEP = [
     ("model_type", "sharding", "chunk_size", "level", "precision"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in SWEEP if case not in CASES)],
 )
-def test_two_processes(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    model_type: str,
-    sharding: Any,
-    chunk_size: int,
-    level: str,
-    precision: Any,
-) -> None:
+def test_two_processes(trainers, made, tmp_path, model_type, sharding, chunk_size, level, precision):
     """No sum of gradients is there before a process waits for it, as if another one came late to all of them."""
     config = made / f"{model_type}.json"
     more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
@@ -114,7 +103,7 @@ def test_two_processes(
     predicted = found.total - found.reserved
     rows = {"bf16": 0, "fp32": 4}[precision]  # bytes of a weight that are shared between steps beside its states
     states = found.optimizer * (1 + rows / 8)
-    for between, most in run(pool, made / f"plan-2-{chunk_size}", tmp_path / "run", 2, *more):
+    for between, most in run(trainers, made / f"plan-2-{chunk_size}", tmp_path / "run", 2, *more):
         assert most <= predicted <= 1.1 * most
         assert between == pytest.approx(states, rel=0.01)  # norms are no matrices
 
@@ -142,16 +131,7 @@ def test_two_processes(
         ),
     ],
 )
-def test_adapters(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    model_type: str,
-    dp: int,
-    sharding: Any,
-    chunk_size: int,
-    level: str,
-) -> None:
+def test_adapters(trainers, made, tmp_path, model_type, dp, sharding, chunk_size, level):
     """Of a process alone, weights that are loaded are not made by operators: their bytes are those of the file.
 
     But for those of experts, which operators put together into one weight.
@@ -166,7 +146,7 @@ def test_adapters(
     more += ["--sharding", sharding]
     found = counted(config, dp, chunk_size, lora_rank=4, checkpointing=level, sharding=sharding)
     predicted = found.total - found.reserved
-    for _, most in run(pool, made / f"plan-{dp}-{chunk_size}", tmp_path / "run", dp, *more):
+    for _, most in run(trainers, made / f"plan-{dp}-{chunk_size}", tmp_path / "run", dp, *more):
         assert most + loaded <= predicted <= 1.1 * (most + loaded)
 
 
@@ -191,35 +171,16 @@ def test_adapters(
     ],
 )
 def test_stages_of_a_pipeline(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    random_sequences: Any,
-    model_type: str,
-    dp: int,
-    schedule: str,
-    chunk_size: int,
-    sharding: Any,
-    level: str,
-    precision: Any,
-) -> None:
+    trainers, made, tmp_path, random_sequences, model_type, dp, schedule, chunk_size, sharding, level, precision
+):
     """Of the fullest one, as `inspect` says.
 
     In each of two steps a rank has four chunks, so that there are sums of gradients while a stage holds two of them.
     """
-    config = made / f"{model_type}.json"
-    shape = shape_of_config(json.loads(config.read_text()), "a test")
-    cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision)
+    cost = {"sharding": sharding, "checkpointing": level, "precision": precision}
     planned = PlanConfig(chunk_size=chunk_size, k=1, global_batch=4 * dp, dp=dp, pp=2, cp="off", schedule=schedule)
-    write_analysis(tmp_path / "analysis", random_sequences([chunk_size] * 8 * dp, seed=1))
-    build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
-    memory = plan_report(tmp_path / "plan").memory
-    assert memory is not None
-    predicted = memory.memory.total - memory.memory.reserved
-    more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
-    held = run(pool, tmp_path / "plan", tmp_path / "run", 2 * dp, *more)
-    most = max(most for _, most in held)
-    assert most <= predicted <= 1.1 * most
+    sequences = random_sequences([chunk_size] * 8 * dp, seed=1)
+    check_fullest(trainers, made / f"{model_type}.json", tmp_path, sequences, planned, cost)
 
 
 @pytest.mark.parametrize(
@@ -253,35 +214,17 @@ def test_stages_of_a_pipeline(
     ],
 )
 def test_split_sequences(
-    pool: ProcessPool,
-    made: Path,
-    tmp_path: Path,
-    random_sequences: Any,
-    dp: int,
-    k: int,
-    num_chunks: float,
-    sharding: Any,
-    level: str,
-    precision: Any,
-    kv_offload: bool,
-) -> None:
+    trainers, made, tmp_path, random_sequences, dp, k, num_chunks, sharding, level, precision, kv_offload
+):
     """In each of two steps a rank has one of `num_chunks` chunks of which K hold activations, and a shorter sequence.
 
     With KV offload that fills a chunk: the fullest moment is still one in which keys are there. Half a chunk more is
     cut into parts that differ by a token.
     """
-    config = made / "llama.json"
-    shape = shape_of_config(json.loads(config.read_text()), "a test")
-    cost = CostModel(shape=shape, sharding=sharding, checkpointing=level, precision=precision, kv_offload=kv_offload)
+    cost = {"sharding": sharding, "checkpointing": level, "precision": precision, "kv_offload": kv_offload}
     split = "full" if num_chunks == int(num_chunks) else "even"
     planned = PlanConfig(chunk_size=MANY, k=k, global_batch=2 * dp, dp=dp, cp="off", epochs=2, split=split)
     lengths = [int(num_chunks * MANY), MANY if kv_offload else FEW]
-    write_analysis(tmp_path / "analysis", random_sequences(lengths * dp, seed=1))
-    build(tmp_path / "analysis", tmp_path / "plan", planned, cost=cost)
-    memory = plan_report(tmp_path / "plan").memory
-    assert memory is not None
-    predicted = memory.memory.total - memory.memory.reserved
-    more = ["--precision", precision, "--sharding", sharding, "--checkpointing", level, "--model-config", config]
+    sequences = random_sequences(lengths * dp, seed=1)
     of_step = 12 * sum(lengths)  # token ids, positions and labels
-    most = max(most for _, most in run(pool, tmp_path / "plan", tmp_path / "run", dp, *more)) - of_step
-    assert most <= predicted <= 1.1 * most
+    check_fullest(trainers, made / "llama.json", tmp_path, sequences, planned, cost, of_step)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.distributed.launch import OwnGpu, check_gpus, find_own_gpu, joined
+from chunkplan_runtime.distributed.job import OwnGpu, check_gpus, find_own_gpu, joined
 from tests.support.distributed_cases import refuse_gpus
 from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
 
 NO_GPU = OwnGpu("node0", 0, 0, None)
 
 
-def gpu(uuid: str | None, index: int = 0, num_seen: int = 1, machine: str = "node0") -> OwnGpu:
+def gpu(uuid, index=0, num_seen=1, machine="node0"):
     return OwnGpu(machine, index, num_seen, uuid)
 
 
@@ -55,18 +54,14 @@ def test_processes_without_a_gpu_of_their_own_are_named(processes, message):
     assert raised.value.where in ("node0", "node1") and "--device cpu" in raised.value.hint
 
 
-def test_every_process_refuses_what_two_of_them_share():
+def test_every_process_refuses_what_two_of_them_share(pool):
     """Two processes, over gloo: the one that has nothing to complain about does as well."""
-    with process_pool(2) as pool:
-        assert pool.run(2, refuse_gpus, gpus=[gpu("a"), gpu("b")]) == [None, None]
-        assert (
-            pool.run(2, refuse_gpus, gpus=[gpu("a"), gpu("a")])
-            == ["node0: processes 0 and 1 of 2 would share a GPU (a)"] * 2
-        )
-        assert (
-            pool.run(2, refuse_gpus, gpus=[gpu("a"), gpu(None, 1, 0)])
-            == ["node0: process 1 of 2 would take GPU 1, and sees 0"] * 2
-        )
+    for own, said in (
+        ([gpu("a"), gpu("b")], None),
+        ([gpu("a"), gpu("a")], "node0: processes 0 and 1 of 2 would share a GPU (a)"),
+        ([gpu("a"), gpu(None, 1, 0)], "node0: process 1 of 2 would take GPU 1, and sees 0"),
+    ):
+        assert pool.run(2, refuse_gpus, gpus=own) == [said] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +26,7 @@ from chunkplan_runtime.distributed.stages import (
     split_layers,
 )
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import (
-    CausalLM,
-    load_model,
-    meta_model,
-    meta_weight,
-    new_model,
-    read_config,
-)
+from chunkplan_runtime.models.model import load_model, meta_model, meta_weight, new_model, read_config
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.training.final import save_parts
 from tests.support.places import ROOT
@@ -61,7 +52,7 @@ OTHERS = (
 )
 
 
-def saved(model_type: str, folder: Path, **changes: Any) -> Any:
+def saved(model_type, folder, **changes):
     """The config of a small model in `folder`."""
     disable_progress_bar()
     document = tiny_document(AutoConfig.for_model(model_type, **changes).to_dict())
@@ -69,13 +60,13 @@ def saved(model_type: str, folder: Path, **changes: Any) -> Any:
     return read_config(str(folder))
 
 
-def part(folder: Path, config: Any, layout: RankLayout, dtype: torch.dtype = torch.float32) -> CausalLM:
+def part(folder, config, layout, dtype=torch.float32):
     layers = split_layers(config.num_hidden_layers, layout.pp)
     return load_shard(str(folder), config, dtype, layers, layout, kernels=Kernels(), device=CPU)[0]
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
-def test_a_part_is_what_is_cut_from_the_whole_model(model_type: str, tmp_path: Path) -> None:
+def test_a_part_is_what_is_cut_from_the_whole_model(model_type, tmp_path):
     config = saved(model_type, tmp_path / "saved")
     for dp, pp in ((1, 2), (3, 1), (2, 2)):
         for rank in range(dp * pp):
@@ -97,14 +88,12 @@ def test_a_part_is_what_is_cut_from_the_whole_model(model_type: str, tmp_path: P
             assert not buffers and type(own.model) is type(whole.model)
 
 
-def test_a_process_reads_its_layers_only_and_holds_its_rows_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_reads_its_layers_only_and_holds_its_rows_of_them(tmp_path, monkeypatch):
     config = saved("qwen2", tmp_path / "saved", tie_word_embeddings=False)
-    read: set[str] = set()
+    read = set()
     original = StoredTensor.__getitem__
 
-    def noted(stored: StoredTensor, where: Any) -> torch.Tensor:
+    def noted(stored, where):
         if where is ...:  # no sample of it
             read.add(stored.name)
         return original(stored, where)
@@ -120,12 +109,12 @@ def test_a_process_reads_its_layers_only_and_holds_its_rows_of_them(
     assert held == sum(each.nbytes for each in load_file(tmp_path / "saved" / "model.safetensors").values())
 
 
-def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path):
     config = saved("qwen2", tmp_path / "saved")
     file, second = tmp_path / "saved" / "model.safetensors", RankLayout(dp=2, pp=2, process=3)
     weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
 
-    def write(**changed: torch.Tensor) -> None:
+    def write(**changed):
         save_file({key: each for key, each in (weights | changed).items() if each.ndim}, file, {"format": "pt"})
 
     write(**{name: torch.zeros(())})  # left out
@@ -141,7 +130,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_with_its_file(tmp_path: Path) 
         part(tmp_path / "saved", config, second)
 
 
-def test_a_checkpoint_with_both_of_two_weights_that_are_one_is_loaded_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_with_both_of_two_weights_that_are_one_is_loaded_whole(tmp_path):
     config = saved("qwen2", tmp_path / "saved", tie_word_embeddings=True)
     file = tmp_path / "saved" / "model.safetensors"
     weights = load_file(file)
@@ -150,7 +139,7 @@ def test_a_checkpoint_with_both_of_two_weights_that_are_one_is_loaded_whole(tmp_
         part(tmp_path / "saved", config, RankLayout(dp=2))
 
 
-def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: Path) -> None:
+def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path):
     config = saved("qwen2", tmp_path / "one")
     load_model(str(tmp_path / "one"), config, torch.float32).model.save_pretrained(
         tmp_path / "split", max_shard_size="50KB"
@@ -160,7 +149,7 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
     weights["model.norm.weight"] += 1
     save_file(weights, tmp_path / "other" / "model.safetensors", {"format": "pt"})
 
-    def identity(name: str) -> str:
+    def identity(name):
         paths = (tmp_path / name).glob("*.safetensors")
         return stages._identity(stages.open_files(paths))
 
@@ -169,7 +158,7 @@ def test_another_checkpoint_has_another_identity_however_it_is_split(tmp_path: P
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)])
-def test_what_is_saved_in_parts_is_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+def test_what_is_saved_in_parts_is_what_transformers_saves(model_type, tmp_path):
     """Tensors with their names and dtypes, config and generation config; in one file or in several with an index."""
     config = saved(model_type, tmp_path / "saved")
     held = load_model(str(tmp_path / "saved"), config, torch.bfloat16).model
@@ -196,7 +185,7 @@ def test_what_is_saved_in_parts_is_what_transformers_saves(model_type: str, tmp_
 
 
 @pytest.mark.soak
-def test_a_process_needs_host_memory_for_its_share_and_little_more() -> None:
+def test_a_process_needs_host_memory_for_its_share_and_little_more():
     """Loading and saving, on four processes, with fp32 master weights where they are sharded and where they are not.
 
     Of so large a model that the freed memory that the C library keeps, some 20 MiB whatever the model, is little.

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.operations import MEETINGS
 from chunkplan.planfile.load import load_plan
 from tests.runtime.distributed.test_gradients import check
-from tests.runtime.distributed.test_gradients import made as made  # a fixture
 from tests.runtime.test_parity import MODELS
 from tests.support.distributed_cases import compare_master_weights
-from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.reduction_cases import count_of_slots
 
 UNEVEN = [23, 5, 9, 3, 1, 30, 8]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as started:
-        yield started
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
@@ -48,15 +37,13 @@ def pool() -> Iterator[ProcessPool]:
         ),
     ],
 )
-def test_whatever_is_shared_gradients_are_those_of_one_process(
-    pool: ProcessPool, made: Any, sharding: str, world_size: int, plan: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_whatever_is_shared_gradients_are_those_of_one_process(pool, plan_of, sharding, world_size, plan, how):
     """Of any K, with unequal counts of chunks, or none, on pipelines of any order."""
     settings = {"lengths": UNEVEN, "global_batch": 4, **plan}
     check(
         pool,
         world_size,
-        made(MODELS["llama with biases, tied"], **settings),
+        plan_of(MODELS["llama with biases, tied"], **settings),
         sharding=sharding,
         **{"steps": (0, 1), **how},
     )
@@ -72,15 +59,13 @@ def test_whatever_is_shared_gradients_are_those_of_one_process(
         pytest.param({"dp": 2, "pp": 2, "schedule": "interleaved"}, marks=pytest.mark.soak),
     ],
 )
-def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(
-    pool: ProcessPool, made: Any, sharding: Sharding, plan: dict[str, Any]
-) -> None:
+def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(pool, plan_of, sharding, plan):
     """Of the same sizes; also a replica that has less to do than others.
 
     In all slots they send what a ring of the ranks sends in the times that slots are predicted with. Predicted are
     matrices; two norms a layer come to them.
     """
-    settings = made({"model_type": "llama"}, lengths=UNEVEN, **plan)
+    settings = plan_of({"model_type": "llama"}, lengths=UNEVEN, **plan)
     found = pool.run(4, count_of_slots, **settings, sharding=sharding)
     opened = load_plan(settings["plan"])
     dp, pp = opened.config.dp, opened.config.pp
@@ -123,17 +108,17 @@ def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(
 
 
 @pytest.mark.parametrize("sharding", ["gradients", "weights"])
-def test_bfloat16_is_summed_in_float32_whatever_is_shared(pool: ProcessPool, made: Any, sharding: str) -> None:
+def test_bfloat16_is_summed_in_float32_whatever_is_shared(pool, plan_of, sharding):
     """Also between the halves of backwards, beside whole ones."""
-    plan = made(lengths=UNEVEN, dp=2, pp=2, k=2, schedule="zero-bubble")
+    plan = plan_of(lengths=UNEVEN, dp=2, pp=2, k=2, schedule="zero-bubble")
     found = pool.run(4, compare_master_weights, **plan, sharding=sharding)
     assert max(error for error, _ in found) < 1e-6
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_layers_before_the_first_that_is_trained_are_in_no_backward(pool: ProcessPool, made: Any, layer: int) -> None:
+def test_layers_before_the_first_that_is_trained_are_in_no_backward(pool, plan_of, layer):
     """On the first stage; on the others there is a gradient for the stage before."""
-    plan = made(dp=2, pp=2, k=2)
+    plan = plan_of(dp=2, pp=2, k=2)
     found = pool.run(4, compare_master_weights, **plan, targets=(f"{layer}.self_attn.q_proj",), sharding="weights")
     assert [count for _, count in found] == ([2, 2, 0, 0] if layer == 0 else [0, 0, 2, 2])
     assert max(error for error, _ in found) < 2e-2

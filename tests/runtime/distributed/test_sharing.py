@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +22,11 @@ from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.layout import choose_layout
-from tests.runtime.distributed.test_gradients import check, four_layers
+from tests.runtime.distributed.test_gradients import check
 from tests.runtime.test_parity import MODELS
 from tests.support.analyses import write_analysis
-from tests.support.distributed_cases import compare_master_weights
+from tests.support.distributed_cases import compare_master_weights, four_layers
 from tests.support.memory_cases import exchange_peaks
-from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.reduction_cases import layers_ahead, record
 from tests.support.shared_plans import given_blocks
 from tests.support.sharing_cases import made_groups, refused_backend, sent_bytes
@@ -47,23 +43,10 @@ WAYS = {"heads": BY_HEADS, "pages": BY_PAGES, "both": BY_BOTH}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]
-) -> Callable[..., dict[str, Path]]:
+def made(tmp_path_factory, tiny_config, random_sequences):
     """`make(blocks, model, **settings of the plan)`: see `given_blocks`."""
 
-    def make(
-        blocks: Mapping[int, tuple[int, ...]],
-        model: dict[str, Any] | None = None,
-        lengths: Sequence[int] = LENGTHS,
-        **plan: Any,
-    ) -> dict[str, Path]:
+    def make(blocks, model=None, lengths=LENGTHS, **plan):
         folder = tmp_path_factory.mktemp("sharing")
         write_analysis(folder / "analysis", random_sequences(lengths, seed=3))
         settings = {"chunk_size": 8, "k": 2, "dp": 4, "cp": "auto", "global_batch": len(lengths), **plan}
@@ -90,9 +73,7 @@ def made(
         pytest.param(*each, marks=pytest.mark.soak) for each in (*product(("heads", "pages"), (1, 2, 100)), ("both", 1))
     ],
 )
-def test_ranks_that_share_sequences_have_the_gradients_of_one_process(
-    pool: ProcessPool, made: Any, way: str, k: int
-) -> None:
+def test_ranks_that_share_sequences_have_the_gradients_of_one_process(pool, made, way, k):
     check(pool, 4, made(WAYS[way], k=k), evaluates=True)
 
 
@@ -110,12 +91,12 @@ def test_ranks_that_share_sequences_have_the_gradients_of_one_process(
         ),
     ],
 )
-def test_models_are_exact_where_processes_share_sequences(pool: ProcessPool, made: Any, name: str, way: str) -> None:
+def test_models_are_exact_where_processes_share_sequences(pool, made, name, way):
     check(pool, 4, made(WAYS[way], MODELS[name], k=2))
 
 
 @pytest.mark.parametrize("way", [pytest.param("heads", marks=pytest.mark.soak), "pages"])
-def test_pipelines_that_share_sequences_are_exact(pool: ProcessPool, made: Any, way: str) -> None:
+def test_pipelines_that_share_sequences_are_exact(pool, made, way):
     """Two of two stages; with tied embeddings, in an evaluation too."""
     blocks = {97: (0, 2, 2), 26: (0, 2, 1)} if way == "heads" else {97: (0, 2, 1), 26: (0, 2, 2)}
     model = MODELS["llama with biases, tied"]
@@ -131,9 +112,7 @@ def test_pipelines_that_share_sequences_are_exact(pool: ProcessPool, made: Any, 
         (1, 1, {}),
     ],
 )
-def test_a_plan_like_one_of_eight_ranks_is_exact_on_fewer_processes(
-    pool: ProcessPool, made: Any, tmp_path: Path, dp: int, pp: int, blocks: dict[int, tuple[int, ...]]
-) -> None:
+def test_a_plan_like_one_of_eight_ranks_is_exact_on_fewer_processes(pool, made, tmp_path, dp, pp, blocks):
     model = {"model_type": "qwen2", "sliding_window": 10, "use_sliding_window": True, "max_window_layers": 2}
     eight = {97: (0, 8, 4), 26: (4, 2, 1), 30: (4, 4, 2), 9: (2, 2, 2)}
     plan = made(eight, model, dp=8, pp=pp, chunk_size=4, k=2)
@@ -160,18 +139,14 @@ def test_a_plan_like_one_of_eight_ranks_is_exact_on_fewer_processes(
         ),
     ],
 )
-def test_shared_chunks_that_keep_attention_are_exact(
-    pool: ProcessPool, made: Any, way: str, name: str, how: dict[str, Any]
-) -> None:
+def test_shared_chunks_that_keep_attention_are_exact(pool, made, way, name, how):
     """What nobody attends with again nobody sends in the recompute, and nobody waits for."""
     check(pool, 4, made(WAYS[way], MODELS[name], k=1), keep_attention=True, **how)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.soak) for way in ("heads", "pages")), "both"])
-def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequences(
-    pool: ProcessPool, made: Any, way: str
-) -> None:
+def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequences(pool, made, way):
     plan = made(WAYS[way], MODELS["gemma3_text"], k=1)
     check(pool, 4, plan, lora=True, kv_offload=True, checkpointing=True, evaluates=True)
     check(pool, 4, plan, kv_offload=True, checkpointing="offload")
@@ -182,17 +157,13 @@ def test_adapters_and_what_saves_memory_are_exact_where_processes_share_sequence
     [{97: (0, 2, 2), 26: (0, 2, 1)}, pytest.param({97: (0, 2, 1), 30: (0, 2, 2)}, marks=pytest.mark.soak)],
     ids=["heads", "pages"],
 )
-def test_pipelines_that_share_sequences_with_kv_on_the_host_do_not_wait_for_the_device(
-    pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]]
-) -> None:
+def test_pipelines_that_share_sequences_with_kv_on_the_host_do_not_wait_for_the_device(pool, made, blocks):
     plan = made(blocks, MODELS["gemma2, softcaps and sliding window"], dp=2, pp=2, k=1)
     check(pool, 4, plan, run=compare_waiting, kv_offload=True, evaluates=True)
 
 
 @pytest.mark.soak
-def test_bfloat16_sums_gradients_in_float32_where_processes_share_sequences(
-    pool: ProcessPool, made: Any, tmp_path: Path
-) -> None:
+def test_bfloat16_sums_gradients_in_float32_where_processes_share_sequences(pool, made, tmp_path):
     """Chunks and pages are others than on one process, so that results differ by rounding."""
     plan = made(BY_BOTH, k=1)
     alone = build_like(plan["plan"], tmp_path / "alone", dp=1).path
@@ -201,7 +172,7 @@ def test_bfloat16_sums_gradients_in_float32_where_processes_share_sequences(
 
 
 @pytest.mark.parametrize("heads", [*(pytest.param(heads, marks=pytest.mark.soak) for heads in (4, 1)), 2])
-def test_what_is_sent_in_a_layer_is_what_the_planner_counts(pool: ProcessPool, made: Any, heads: int) -> None:
+def test_what_is_sent_in_a_layer_is_what_the_planner_counts(pool, made, heads):
     """Its formula in bytes: a link of a byte a nanosecond, behind which nothing hides."""
     plan = made({96: (0, 4, heads)}, lengths=[96], k=100)
     [step] = load_plan(plan["plan"]).iter_steps()
@@ -226,9 +197,7 @@ def test_what_is_sent_in_a_layer_is_what_the_planner_counts(pool: ProcessPool, m
 @pytest.mark.parametrize(
     "heads, k", [(1, 2), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((4, 1), (4, 2), (1, 1)))]
 )
-def test_what_exchanging_takes_in_a_layer_is_what_the_planner_predicts(
-    pool: ProcessPool, made: Any, heads: int, k: int
-) -> None:
+def test_what_exchanging_takes_in_a_layer_is_what_the_planner_predicts(pool, made, heads, k):
     plan = made({96: (0, 4, heads)}, lengths=[96], k=k)
     shape = shape_of_config(json.loads(plan["config"].read_text()), "")
     precision, dtype = ("fp32", torch.float32) if k == 1 else ("bf16", torch.bfloat16)
@@ -239,7 +208,7 @@ def test_what_exchanging_takes_in_a_layer_is_what_the_planner_predicts(
         assert measured <= predicted <= 1.1 * measured, (predicted, measured)
 
 
-def test_pages_out_of_reach_of_a_window_are_not_sent(pool: ProcessPool, made: Any) -> None:
+def test_pages_out_of_reach_of_a_window_are_not_sent(pool, made):
     """Of a prefix of 64 tokens, 7 are seen; a process sends as many as that has that has most of them."""
     model = {"model_type": "mistral", "sliding_window": 8, "num_hidden_layers": 1}
     plan = made({96: (0, 4, 1)}, model, lengths=[96], k=100)
@@ -252,7 +221,7 @@ def test_pages_out_of_reach_of_a_window_are_not_sent(pool: ProcessPool, made: An
         }
 
 
-def test_groups_that_share_sequences_are_used_before_the_first_step(pool: ProcessPool, made: Any) -> None:
+def test_groups_that_share_sequences_are_used_before_the_first_step(pool, made):
     """Of all processes, of replicas, of those that share heads and of those that share pages; one of two is both."""
     for before, during in pool.run(4, used_groups, **made(BY_BOTH)):
         assert len({group for group, _ in during}) == 4
@@ -273,8 +242,8 @@ ONE_MEETING_AFTER_ANOTHER = {97: (0, 4, 4), 26: (0, 2, 1)}
     ids=["all meet last", "pairs meet last", "some meet later"],
 )
 def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_reduced_before_all_are_done(
-    pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], reduces_early: bool
-) -> None:
+    pool, made, blocks, reduces_early
+):
     """All have the same shared chunk last, or each its own; but not one that another process goes on after."""
     plan = made(blocks, lengths=list(blocks), k=1)
     processes = record(pool, plan)
@@ -285,7 +254,7 @@ def test_only_where_a_process_meets_another_after_its_last_chunk_nothing_is_redu
     check(pool, 4, plan)
 
 
-def test_reducing_in_last_backwards_whoever_meets_would_launch_in_no_one_order(pool: ProcessPool, made: Any) -> None:
+def test_reducing_in_last_backwards_whoever_meets_would_launch_in_no_one_order(pool, made):
     """The test above has this plan too, in which what is launched has one order."""
     plan = made(ONE_MEETING_AFTER_ANOTHER, lengths=list(ONE_MEETING_AFTER_ANOTHER), k=1)
     with pytest.raises(CycleError):
@@ -293,21 +262,19 @@ def test_reducing_in_last_backwards_whoever_meets_would_launch_in_no_one_order(p
 
 
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.soak) for way in ("heads", "pages")), "both"])
-def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(
-    pool: ProcessPool, made: Any, way: str
-) -> None:
+def test_weights_that_are_gathered_for_every_chunk_leave_the_same_gradients(pool, made, way):
     plan = made(WAYS[way], MODELS["gemma2, softcaps and sliding window"], k=2)
     check(pool, 4, plan, sharding="weights", checkpointing=True, evaluates=True)
 
 
-def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool: ProcessPool) -> None:
+def test_a_backend_that_cannot_exchange_is_refused_by_name_before_the_first_step(pool):
     for said in pool.run(2, refused_backend):
         assert said.startswith("processes cannot share sequences: the backend idle does not exchange tensors on cpu (")
         assert "`--cp off`" in said
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 152), marks=pytest.mark.soak)], ids=["few", "many"])
-def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, made: Any, seeds: range) -> None:
+def test_random_plans_are_exact_and_nobody_waits_for_ever(pool, made, seeds):
     """Any blocks in any order of widths, by heads and pages.
 
     And what processes launch has one order, with what they reduce in their last backwards.
@@ -327,26 +294,20 @@ def test_random_plans_are_exact_and_nobody_waits_for_ever(pool: ProcessPool, mad
 @pytest.mark.parametrize(
     "seeds", [range(10, 11), pytest.param(range(11, 28), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_random_plans_are_exact_where_weights_are_gathered_for_every_chunk(
-    pool: ProcessPool, made: Any, seeds: range
-) -> None:
+def test_random_plans_are_exact_where_weights_are_gathered_for_every_chunk(pool, made, seeds):
     for seed in seeds:
         chance = random.Random(seed)
         pp = chance.choice([1, 1, 2])
         dp = 2 if pp == 2 else chance.choice([2, 4])
         lengths = chance.sample(range(2, 120), chance.randint(2, 9))
-        settings = {
-            "k": chance.choice([1, 2, 5]),
-            "pp": pp,
-            "split": chance.choice(["full", "cost"]),
-        }
+        settings = {"k": chance.choice([1, 2, 5]), "pp": pp, "split": chance.choice(["full", "cost"])}
         plan = made(
             random_blocks(chance, lengths, dp), lengths=lengths, dp=dp, chunk_size=chance.randint(4, 9), **settings
         )
         check(pool, dp * pp, plan, sharding=chance.choice(["gradients", "weights"]), evaluates=True)
 
 
-def random_blocks(chance: random.Random, lengths: Sequence[int], dp: int) -> dict[int, tuple[int, int, int]]:
+def random_blocks(chance, lengths, dp):
     """Who shares which of these sequences, of `dp` ranks."""
     blocks = {}
     for tokens in lengths:
@@ -366,8 +327,8 @@ def random_blocks(chance: random.Random, lengths: Sequence[int], dp: int) -> dic
     ],
 )
 def test_a_process_makes_the_groups_that_its_plan_uses_and_no_second_one_of_all_processes(
-    pool: ProcessPool, made: Any, blocks: dict[int, tuple[int, ...]], how: dict[str, int], sizes: list[list[int]]
-) -> None:
+    pool, made, blocks, how, sizes
+):
     """Of replicas, and those that share; in a pipeline two of a link, and of both ends. The default group is there."""
     found = pool.run(4, made_groups, **made(blocks, **how))
     assert found == [(1 + len(each), each) for each in sizes]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from chunkplan import PlanConfig, build, load_plan
-from chunkplan.cost.model import Sharding
 from chunkplan.errors import DataError
-from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan_runtime.distributed.sharding import paddings_of
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.layout import RankLayout, one_pipeline
 
 LENGTHS = np.array([23, 5, 9, 3, 1, 30, 8, 41, 17, 2, 6, 12, 11, 4, 27, 19])
 
-PIPELINES: dict[str, dict[str, Any]] = {
+PIPELINES = {
     "one stage": {},
     "1F1B": {"pp": 2, "schedule": "1f1b"},
     "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
@@ -50,18 +46,18 @@ PADDINGS = {
 Event = tuple[str, Any, int]
 
 
-def make_plan(folder: Path, **config: Any) -> Plan:
+def make_plan(folder, **config):
     np.save(folder / "lengths.npy", LENGTHS)
     settings = PlanConfig(chunk_size=8, k=1, global_batch=LENGTHS.size, **{"dp": 4, "cp": "off", **config})
     return load_plan(build(folder / "lengths.npy", folder / "plan", settings).path)
 
 
-def events_of(work: StepWork, layout: RankLayout, sharding: Sharding, *, only_forwards: bool) -> Iterator[Event]:
+def events_of(work, layout, sharding, *, only_forwards):
     """What a process does in a step, in order, by its paddings and its own actions."""
     paddings = iter(paddings_of(work, layout, sharding, only_forwards=only_forwards))
     last = layout.num_model_stages - 1
 
-    def padded() -> Iterator[Event]:
+    def padded():
         yield from (("meet", PADDINGS[sharding][op], stage) for op, stage in next(paddings))
 
     for rank in layout.dp_ranks(work.plan.config.dp):
@@ -83,7 +79,7 @@ def events_of(work: StepWork, layout: RankLayout, sharding: Sharding, *, only_fo
     assert next(paddings, None) is None
 
 
-def walk(processes: dict[tuple[int, int], list[Event]]) -> None:
+def walk(processes):
     """Have processes, by stage and pipeline, do their events, until all are done; all of a stage meet."""
     position, sent = dict.fromkeys(processes, 0), set[Any]()
     moving = True
@@ -110,9 +106,9 @@ def walk(processes: dict[tuple[int, int], list[Event]]) -> None:
     assert not stuck, "they wait for each other for ever"
 
 
-def slots_of(step: PlanStep, ranks: tuple[int, ...], stage: int, sharding: str, *, only_forwards: bool) -> list[Event]:
+def slots_of(step, ranks, stage, sharding, *, only_forwards):
     """What a stage of some ranks meets for, by the slots of the plan alone."""
-    found: dict[int, Event] = {}
+    found = {}
     for rank in ranks:
         for action, slot in zip(step.actions[rank, stage], step.slots[rank, stage], strict=True):
             if action.op in MEETS[sharding] and (not only_forwards or action.op in ("forward", "forward_kv")):
@@ -120,7 +116,7 @@ def slots_of(step: PlanStep, ranks: tuple[int, ...], stage: int, sharding: str, 
     return [found[slot] for slot in sorted(found)]
 
 
-def check(plan: Plan, dp: int, sharding: Sharding, *, only_forwards: bool) -> None:
+def check(plan, dp, sharding, *, only_forwards):
     pipeline = one_pipeline(plan)
     for step in plan.iter_steps():
         work = StepWork(step, [], plan, reduces_early=False)
@@ -140,7 +136,7 @@ def check(plan: Plan, dp: int, sharding: Sharding, *, only_forwards: bool) -> No
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_on_any_number_of_processes_all_meet_in_the_slots_of_the_plan(tmp_path: Path, pipeline: str) -> None:
+def test_on_any_number_of_processes_all_meet_in_the_slots_of_the_plan(tmp_path, pipeline):
     """Of any sharding, in a step and in an evaluation; no process waits for ever."""
     plan = make_plan(tmp_path, **PIPELINES[pipeline])
     for dp in (1, 2, 4):
@@ -152,7 +148,7 @@ def test_on_any_number_of_processes_all_meet_in_the_slots_of_the_plan(tmp_path: 
 @pytest.mark.soak
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("dp", [6, 8])
-def test_on_any_divisor_of_more_ranks_too(tmp_path: Path, pipeline: str, dp: int) -> None:
+def test_on_any_divisor_of_more_ranks_too(tmp_path, pipeline, dp):
     """Some of which have nothing to do."""
     plan = make_plan(tmp_path, **PIPELINES[pipeline], dp=dp, last_batch="keep")
     for divisor in (each for each in range(1, dp + 1) if dp % each == 0):
@@ -161,14 +157,14 @@ def test_on_any_divisor_of_more_ranks_too(tmp_path: Path, pipeline: str, dp: int
         check(plan, divisor, "weights", only_forwards=True)
 
 
-def test_ranks_that_share_sequences_meet_in_the_slots_too(tmp_path: Path) -> None:
+def test_ranks_that_share_sequences_meet_in_the_slots_too(tmp_path):
     plan = make_plan(tmp_path, cp="auto")
     assert any(chunk.cp_size > 1 for step in plan.iter_steps() for each in step.chunks.values() for chunk in each)
     for sharding in ("gradients", "weights"):
         check(plan, 4, sharding, only_forwards=False)
 
 
-def test_a_slot_in_which_nobody_of_a_round_acts_is_left_out(tmp_path: Path) -> None:
+def test_a_slot_in_which_nobody_of_a_round_acts_is_left_out(tmp_path):
     """On one process for two ranks each, of which one has more to do than the others."""
     plan = make_plan(tmp_path)
     step = next(plan.iter_steps())
@@ -189,7 +185,7 @@ def test_a_slot_in_which_nobody_of_a_round_acts_is_left_out(tmp_path: Path) -> N
         (lambda slots: [], "without slots that go up"),
     ],
 )
-def test_slots_that_processes_cannot_walk_through_are_refused(tmp_path: Path, slots: Any, message: str) -> None:
+def test_slots_that_processes_cannot_walk_through_are_refused(tmp_path, slots, message):
     """By all of them, before the first one fetches anything."""
     plan = make_plan(tmp_path)
     step = next(plan.iter_steps())
@@ -200,7 +196,7 @@ def test_slots_that_processes_cannot_walk_through_are_refused(tmp_path: Path, sl
         assert "chunkplan validate" in refused.value.hint
 
 
-def test_several_ops_in_a_slot_are_refused(tmp_path: Path) -> None:
+def test_several_ops_in_a_slot_are_refused(tmp_path):
     plan = make_plan(tmp_path)
     step = next(plan.iter_steps())
     for rank in range(4):

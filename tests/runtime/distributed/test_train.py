@@ -11,106 +11,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from chunkplan import CostModel, PlanConfig, build, load_plan
-from chunkplan.cost.shape import QWEN2_5_7B
+from chunkplan import PlanConfig, build, load_plan
+from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import new_model, read_config
+from chunkplan_runtime.models.model import read_config
 from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training import setup
-from chunkplan_runtime.training.setup import own_stage, stage_layers
 from tests.support import training_checks
 from tests.support.analyses import write_analysis
-from tests.support.ports import free_port
-from tests.support.process_pool import ProcessPool, process_pool
 from tests.support.training_cases import (
-    run_main,
+    all_well,
     run_main_counting_reductions,
     run_main_on_gpus,
     run_main_with_versions,
     run_main_without,
+    together,
 )
-from tests.support.training_checks import hidden_files, learning, lines, make_training, same_weights
+from tests.support.training_checks import hidden_files, learning, lines, same_run, same_weights
 from tests.support.wait_cases import stalled_main
 
-#: Plans of the same steps: name -> their layout.
-PLANS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "four": {"dp": 4},
-    "both": {"dp": 2, "pp": 2},
-    "search": {"pp": 2, "schedule": "search"},
-    "split": {"dp": 2, "pp": 2, "schedule": "zero-bubble"},
-    "long": {"pp": 2, "epochs": 40},
-    "equal": {"dp": 2, "k": 1, "equal_chunks": True},
-}
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
-    folder = make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
-    for name, changes in PLANS.items():
-        settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "holdout": 2, "cp": "off", **changes}
-        build(folder / "analysis", folder / name, PlanConfig(**settings))
-    of_three_layers = CostModel(shape=QWEN2_5_7B.first(3))
-    layers = {"pp": 2, "stage_layers": (1, 2)}
-    uneven = PlanConfig(chunk_size=8, k=2, global_batch=4, epochs=6, holdout=2, dp=2, cp="off", **layers)
-    build(folder / "analysis", folder / "uneven", uneven, cost=of_three_layers)
-    tied = tiny_config("qwen2", tie_word_embeddings=True, num_hidden_layers=3)
-    (folder / "tied.json").write_text(json.dumps(tied))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(4, joined=False) as started:
-        yield started
-
-
-def options(made: Path, output: Path, *more: object, plan: str) -> list[str]:
+def options(made, output, *more, plan):
     """Without GPUs, of which there may be too few."""
     return training_checks.options(made, output, "--device", "cpu", *more, plan=plan)
-
-
-def together(
-    pool: ProcessPool, size: int, *arguments: list[str], gpus: list[str] | None = None
-) -> list[tuple[int, str]]:
-    """Exit codes and stderr by rank; one command line for all, or one for each. `gpus`: UUIDs, one for each."""
-    port = free_port()
-    how = {"size": size, "port": port, "arguments": list(arguments)}
-    told = pool.run(size, run_main_on_gpus, uuids=gpus, **how) if gpus else pool.run(size, run_main, **how)
-    pool.stop()  # a run ends with its processes; after a failure the watchdog ends some that still live
-    return told
-
-
-def all_well(pool: ProcessPool, size: int, arguments: list[str]) -> str:
-    """What the main process said; the others have nothing to say."""
-    told = together(pool, size, arguments)
-    assert [code for code, _ in told] == [0] * size, told
-    assert [text for _, text in told[1:]] == [""] * (size - 1)
-    return told[0][1]
-
-
-def same_run(one: Path, other: Path, tolerance: float = 1e-12) -> None:
-    """Losses, norms and evaluations agree, and so do the weights of final/."""
-    assert len(learning(one)) == len(learning(other)) > 0
-    for row, expected in zip(learning(one), learning(other), strict=True):
-        assert row["loss"] == pytest.approx(expected["loss"], rel=tolerance)
-        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
-        assert row["source_losses"] == pytest.approx(expected["source_losses"], rel=tolerance)
-    for row, expected in zip(lines(one / "evals.jsonl"), lines(other / "evals.jsonl"), strict=True):
-        assert row["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
-    [file] = (path.name for path in (one / "final").glob("*.safetensors"))
-    weights, expected_weights = load_file(one / "final" / file), load_file(other / "final" / file)
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected_weights[name], rtol=1e3 * tolerance, atol=1e3 * tolerance)
 
 
 @pytest.mark.parametrize(("plan", "has_links"), [("one", False), ("four", False), ("search", True), ("both", True)])
@@ -119,24 +48,21 @@ def test_kernels_are_those_for_stages_that_wait_for_each_other_where_there_are_s
     assert setup._kernels(config, load_plan(made / plan))._has_links == has_links
 
 
-def test_a_process_that_attends_by_another_kernel_is_named(pool, made, tmp_path):
+def test_a_process_that_attends_by_another_kernel_is_named(trainers, made, tmp_path):
     """As where a kernel is not installed, or fails, on one machine: each chooses for itself."""
     arguments = options(made, tmp_path / "out", "--max-steps", 1, plan="search")
-    how = {"size": 2, "port": free_port(), "arguments": [arguments]}
-    told = pool.run(2, run_main_without, missing=["torch-cuda", "torch-cpu"], **how)
-    pool.stop()
+    told = together(trainers, 2, arguments, run=run_main_without, missing=["torch-cuda", "torch-cpu"])
     assert [code for code, _ in told] == [0, 0], told
     assert "in fp32, attention torch-cpu (full)\n" in told[0][1]
     assert "attends   otherwise on process 1 of 2 (stage 1 of pipeline 0): reference (full)\n" in told[0][1]
 
 
 def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
-    config = read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))])
-    plan = load_plan(made / "uneven")
+    config = setup.choose_device(read_options([*map(str, options(made, tmp_path / "run", plan="uneven"))]))
+    plan, model_config = load_plan(made / "uneven"), read_config(made / "tied.json")
     for stage, own in enumerate(((0,), (1, 2))):
-        model, layout = new_model(read_config(made / "tied.json"), torch.float32, 0), RankLayout(pp=2, process=stage)
-        split = stage_layers(model.config, config, plan, layout)
-        layers = own_stage(model, split, layout, torch.device("cpu")).model.get_decoder().layers
+        job = Job(RankLayout(pp=2, process=stage), SimpleNamespace())
+        layers = setup._load_part(config, model_config, plan, job)[0].model.get_decoder().layers
         assert tuple(index for index, layer in enumerate(layers) if list(layer.parameters())) == own
 
 
@@ -161,14 +87,14 @@ def test_stages_have_the_layers_that_the_plan_says(made, tmp_path):
     ],
     ids=["few", "others"],
 )
-def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
+def test_every_layout_trains_as_one_process_does(made, tmp_path, trainers, layouts):
     """Tied embeddings at both ends of a pipeline; an uneven split of three layers; weights sharded during steps."""
     more = ("--precision", "fp64", "--model-config", made / "tied.json")
     more = (*more, "--eval-every", 2, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
     for place, (size, plan, how) in enumerate(layouts):
         output = tmp_path / f"{place}-{plan}-{size}"
-        said = all_well(pool, size, options(made, output, *more, *how, plan=plan))
+        said = all_well(trainers, size, options(made, output, *more, *how, plan=plan))
         same_run(tmp_path / "one", output)
         assert f"{size} processes" in said
         of_stages = re.search(r"this run has .*--stage-layers 1,2$", said, re.M)
@@ -181,13 +107,12 @@ def test_every_layout_trains_as_one_process_does(made, tmp_path, pool, layouts):
 
 
 @pytest.mark.soak
-def test_a_run_reduces_in_last_backwards(made, tmp_path, pool):
+def test_a_run_reduces_in_last_backwards(made, tmp_path, trainers):
     """A process without a chunk reduces its layers after all else, no other does. An evaluation is between steps."""
     more = ("--precision", "fp64", "--eval-every", 1, "--save-every", 0, "--max-steps", 3)
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
-    how = {"size": 4, "port": free_port(), "arguments": [options(made, tmp_path / "four", *more, plan="four")]}
-    told = pool.run(4, run_main_counting_reductions, **how)
-    pool.stop()
+    arguments = options(made, tmp_path / "four", *more, plan="four")
+    told = together(trainers, 4, arguments, run=run_main_counting_reductions)
     steps = list(itertools.islice(load_plan(made / "four").iter_steps(), 3))
     num_layers = json.loads((made / "config.json").read_text())["num_hidden_layers"]
     expected = [(0, num_layers * sum(not step.chunks.get(rank) for step in steps)) for rank in range(4)]
@@ -198,15 +123,10 @@ def test_a_run_reduces_in_last_backwards(made, tmp_path, pool):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("more", "changes"),
-    [
-        ((), {}),
-        ((), {"pp": 2}),
-        (("--sharding", "weights"), {"pp": 2}),
-        (("--sharding", "gradients"), {}),
-    ],
+    [((), {}), ((), {"pp": 2}), (("--sharding", "weights"), {"pp": 2}), (("--sharding", "gradients"), {})],
 )
 def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
-    more, changes, tiny_config, random_sequences, tmp_path, pool
+    more, changes, tiny_config, random_sequences, tmp_path, trainers
 ):
     """With a head of its own: a chunk that has no targets gives it no gradient, and embeddings one in float32."""
     first, *others = random_sequences([9, 7, 8], seed=4)
@@ -217,19 +137,17 @@ def test_a_process_whose_whole_step_has_no_targets_trains_in_bfloat16(
         settings = {"chunk_size": 16, "k": 1, "global_batch": 2, "epochs": 2, "cp": "off", **how}
         build(tmp_path / "analysis", tmp_path / name, PlanConfig(**settings))
         words = ("--precision", "bf16", "--save-every", 0, *(more if how else ()))
-        all_well(pool, size, options(tmp_path, tmp_path / f"{name}-run", *words, plan=name))
+        all_well(trainers, size, options(tmp_path, tmp_path / f"{name}-run", *words, plan=name))
     found, wanted = learning(tmp_path / "two-run"), learning(tmp_path / "one-run")
     assert len(found) == 4
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-2)
     assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in wanted], rel=2e-2)
 
 
-def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
+def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, trainers):
     """And goes on: the other one is late."""
     arguments = options(made, tmp_path / "run", "--max-steps", 1, "--save-every", 0, plan="search")
-    port = free_port()
-    (code, _), (other_code, told) = pool.run(2, stalled_main, size=2, port=port, arguments=[arguments])
-    pool.stop()
+    (code, _), (other_code, told) = together(trainers, 2, arguments, run=stalled_main)
     assert (code, other_code) == (0, 0)
     who = re.escape("warning: process 1 of 2 (stage 1 of pipeline 0) has not moved for 500.0 ms: ")
     place = r"step 0, rank 0, waiting for chunk \d+ from the stage before"
@@ -237,32 +155,32 @@ def test_a_process_that_does_not_move_says_where_it_is(made, tmp_path, pool):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(made, tmp_path, pool, precision):
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(made, tmp_path, trainers, precision):
     more = ("--precision", precision, "--save-every", 2, "--keep-last", 9)
     arguments = options(made, tmp_path / "run", *more, plan="both")
-    all_well(pool, 4, arguments)
+    all_well(trainers, 4, arguments)
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    assert "resumed   at step 2" in all_well(pool, 4, [*arguments, "--resume"])
+    assert "resumed   at step 2" in all_well(trainers, 4, [*arguments, "--resume"])
     assert learning(tmp_path / "run") == learning(tmp_path / "whole")
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.soak
-def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, pool):
+def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, trainers):
     """Written by four, read by two; written by those, read by one."""
     more = ("--precision", "fp64", "--save-every", 2, "--keep-last", 9)
     arguments = options(made, tmp_path / "run", *more, plan="four")
-    all_well(pool, 4, arguments)
+    all_well(trainers, 4, arguments)
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     for size, step in ((2, 2), (1, 4)):
         shutil.rmtree(tmp_path / "run" / "final")
         for later in range(step + 2, 8, 2):
             shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{later:08d}", ignore_errors=True)
         if size > 1:
-            said = all_well(pool, size, [*arguments, "--resume"])
+            said = all_well(trainers, size, [*arguments, "--resume"])
             assert f"resumed   at step {step}" in said
         else:
             assert main([*arguments, "--resume"]) == 0
@@ -270,7 +188,7 @@ def test_checkpoints_are_read_by_other_numbers_of_processes(made, tmp_path, pool
 
 
 @pytest.mark.soak
-def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
+def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, trainers):
     """Only they are trained, held by checkpoints and saved."""
     base = tmp_path / "base"
     assert main(options(made, base, "--max-steps", 1, plan="one")) == 0
@@ -292,31 +210,31 @@ def test_adapters_on_several_processes_are_those_of_one(made, tmp_path, pool):
     one = [str(word) for word in (*where, "--output", tmp_path / "one")]
     both = [str(word) for word in (*where, "--output", tmp_path / "both", "--plan", made / "both")]
     assert main(one) == 0
-    all_well(pool, 4, both)
+    all_well(trainers, 4, both)
     same_run(tmp_path / "one", tmp_path / "both")
     assert (tmp_path / "both" / "final" / "adapter_config.json").exists()
     held = [load_file(file) for file in (tmp_path / "both" / "checkpoints" / "step-00000002" / "weights").iterdir()]
     assert all("lora_" in name or name.startswith("step:") for tensors in held for name in tensors)
     shutil.rmtree(tmp_path / "both" / "final")
-    all_well(pool, 2, [*both, "--resume"])
+    all_well(trainers, 2, [*both, "--resume"])
     same_run(tmp_path / "one", tmp_path / "both")
 
 
 @pytest.mark.soak
-def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, pool):
+def test_processes_that_were_given_different_things_are_refused_once(made, tmp_path, trainers):
     mine = options(made, tmp_path / "run", plan="both")
     other = options(made, tmp_path / "run", plan="search")
-    told = together(pool, 2, other, mine)
+    told = together(trainers, 2, other, mine)
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     hashes = [load_plan(made / name).content_hash[:12] for name in ("search", "both")]
     assert f"do not have the same plan: {hashes[0]}... on process 0; {hashes[1]}... on process 1" in said
-    told = together(pool, 4, mine, mine, options(made, tmp_path / "run", plan="four"))  # which is for other groups
+    told = together(trainers, 4, mine, mine, options(made, tmp_path / "run", plan="four"))  # which is for other groups
     assert [code for code, _ in told] == [2] * 4
     [said] = [text for _, text in told if text]
     hashes = [load_plan(made / name).content_hash[:12] for name in ("both", "four")]
     assert f"same plan: {hashes[0]}... on processes 0, 1; {hashes[1]}... on processes 2, 3\n" in said
-    told = together(pool, 3, mine)
+    told = together(trainers, 3, mine)
     assert [code for code, _ in told] == [2] * 3
     [said] = [text for _, text in told if text]
     assert "3 processes cannot share the plan's 2 data-parallel ranks of 2 stages each evenly" in said
@@ -335,26 +253,26 @@ def test_processes_that_were_given_different_things_are_refused_once(made, tmp_p
         ),
     ],
 )
-def test_processes_that_were_given_different_options_are_refused_once(made, tmp_path, pool, more, said):
+def test_processes_that_were_given_different_options_are_refused_once(made, tmp_path, trainers, more, said):
     arguments = options(made, tmp_path / "run", plan="search")
-    told = together(pool, 2, arguments, [*arguments, *more])
+    told = together(trainers, 2, arguments, [*arguments, *more])
     assert [code for code, _ in told] == [2, 2]
     [printed] = [text for _, text in told if text]
     assert said in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_processes_with_other_versions_of_a_package_are_refused_by_name(made, tmp_path, pool):
-    arguments, versions = [options(made, tmp_path / "run", plan="four")], ["5.17.0", "5.17.0", "5.18.1", "5.17.0"]
-    told = pool.run(4, run_main_with_versions, versions=versions, size=4, port=free_port(), arguments=arguments)
-    pool.stop()
+def test_processes_with_other_versions_of_a_package_are_refused_by_name(made, tmp_path, trainers):
+    arguments, versions = options(made, tmp_path / "run", plan="four"), ["5.17.0", "5.17.0", "5.18.1", "5.17.0"]
+    told = together(trainers, 4, arguments, run=run_main_with_versions, versions=versions)
     assert [code for code, _ in told] == [2] * 4
     [said] = [text for _, text in told if text]
     assert "not have the same transformers: 5.17.0 on processes 0, 1, 3; 5.18.1 on process 2\n" in said
 
 
-def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, pool):
-    told = together(pool, 2, training_checks.options(made, tmp_path / "run", plan="search"), gpus=["GPU-a", "GPU-a"])
+def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, trainers):
+    arguments = training_checks.options(made, tmp_path / "run", plan="search")
+    told = together(trainers, 2, arguments, run=run_main_on_gpus, uuids=["GPU-a", "GPU-a"])
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert "processes 0 and 1 of 2 would share a GPU (GPU-a)" in said and "hint: start as many processes" in said
@@ -362,11 +280,11 @@ def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, 
 
 
 @pytest.mark.soak
-def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, pool):
-    kill_and_go_on(made, tmp_path, pool)
+def test_a_process_that_is_killed_ends_the_run_which_goes_on_bit_for_bit(made, tmp_path, trainers):
+    kill_and_go_on(made, tmp_path, trainers)
 
 
-def kill_and_go_on(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
+def kill_and_go_on(made, tmp_path, trainers):
     """Under torchrun; the message names the process and its step."""
     how = ("--save-every", 2, "--max-steps", 40)
     arguments = options(made, tmp_path / "run", *how, plan="long")
@@ -386,17 +304,17 @@ def kill_and_go_on(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
     [step] = re.findall(r"process 1 of 2 \(stage 1 of pipeline 0\) died at step (\d+): ", error)
     assert abs(int(step) - len(lines(metrics))) <= 1
     assert not (tmp_path / "run" / "final").exists()
-    all_well(pool, 2, [*arguments, "--resume"])
-    all_well(pool, 2, options(made, tmp_path / "whole", *how, plan="long"))
+    all_well(trainers, 2, [*arguments, "--resume"])
+    all_well(trainers, 2, options(made, tmp_path / "whole", *how, plan="long"))
     assert learning(tmp_path / "run") == learning(tmp_path / "whole")
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
     assert hidden_files(tmp_path / "run") == []
 
 
-def children(process: int) -> list[int]:
+def children(process):
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def environment_of(process: int) -> dict[str, str]:
+def environment_of(process):
     entries = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from chunkplan import PlanConfig, build
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan_runtime.train import main
-from tests.runtime.distributed.test_train import all_well, kill_and_go_on, options, same_run, together
-from tests.runtime.distributed.test_train import pool as pool  # a fixture
+from tests.runtime.distributed.test_train import kill_and_go_on, options
 from tests.support.analyses import write_analysis
-from tests.support.process_pool import ProcessPool
-from tests.support.training_checks import learning, same_weights
+from tests.support.training_cases import all_well, together
+from tests.support.training_checks import learning, same_run, same_weights
 
-PLANS: dict[str, dict[str, Any]] = {
+PLANS = {
     "one": {},
     "virtual": {"pp": 2, "schedule": "interleaved"},
     "both": {"pp": 2, "dp": 2, "schedule": "interleaved"},
@@ -28,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
+def made(tmp_path_factory, tiny_config, random_sequences):
     folder = tmp_path_factory.mktemp("virtual")
     write_analysis(folder / "analysis", random_sequences([25, 6, 14, 40, 3, 9], seed=4))
     for name, changes in PLANS.items():
@@ -49,34 +46,32 @@ def made(tmp_path_factory, tiny_config, random_sequences) -> Path:
     ],
 )
 def test_a_run_on_virtual_stages_is_that_of_one_process_and_goes_on_bit_for_bit(
-    made: Path, tmp_path: Path, pool: ProcessPool, plan: str, size: int, more: tuple[str, ...]
-) -> None:
+    made, tmp_path, trainers, plan, size, more
+):
     how = ("--precision", "fp64", "--save-every", 2, "--keep-last", 9, "--eval-every", 2, "--max-steps", 4)
     assert main(options(made, tmp_path / "one", *how, plan="one")) == 0
     arguments = options(made, tmp_path / "run", *how, *more, plan=plan)
-    assert "2 pipeline stages of 2 virtual stages)" in all_well(pool, size, arguments)
+    assert "2 pipeline stages of 2 virtual stages)" in all_well(trainers, size, arguments)
     same_run(tmp_path / "one", tmp_path / "run")
     assert json.loads((tmp_path / "run" / "measured.json").read_text())["processes"]
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "final")
     for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
         shutil.rmtree(checkpoint)
-    assert "resumed   at step 2" in all_well(pool, size, [*arguments, "--resume"])
+    assert "resumed   at step 2" in all_well(trainers, size, [*arguments, "--resume"])
     assert learning(tmp_path / "run") == learning(tmp_path / "whole")
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_an_evaluation_plan_for_other_virtual_stages_is_refused(made: Path, tmp_path: Path, pool: ProcessPool) -> None:
+def test_an_evaluation_plan_for_other_virtual_stages_is_refused(made, tmp_path, trainers):
     held_out = load_held_out(load_plan(made / "1f1b"))
     assert held_out is not None
-    told = together(pool, 2, options(made, tmp_path / "run", "--eval-plan", held_out.path, plan="virtual"))
+    told = together(trainers, 2, options(made, tmp_path / "run", "--eval-plan", held_out.path, plan="virtual"))
     assert [code for code, _ in told] == [2, 2]
     [said] = [text for _, text in told if text]
     assert f"the evaluation plan {held_out.path} is for other virtual stages than {made / 'virtual'}" in said
 
 
 @pytest.mark.soak
-def test_a_process_with_virtual_stages_that_is_killed_is_named_and_the_run_goes_on(
-    made: Path, tmp_path: Path, pool: ProcessPool
-) -> None:
-    kill_and_go_on(made, tmp_path, pool)
+def test_a_process_with_virtual_stages_that_is_killed_is_named_and_the_run_goes_on(made, tmp_path, trainers):
+    kill_and_go_on(made, tmp_path, trainers)

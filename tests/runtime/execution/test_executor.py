@@ -17,8 +17,8 @@ from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.pages import KVRequest
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import Head, new_model
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import store_bytes
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]

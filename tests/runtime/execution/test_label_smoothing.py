@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
@@ -15,9 +14,8 @@ from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
 from chunkplan_runtime.train import main
-from tests.runtime.distributed.test_train import all_well, same_run
-from tests.support.process_pool import process_pool
-from tests.support.training_checks import lines, make_training, options
+from tests.support.training_cases import all_well
+from tests.support.training_checks import lines, options, same_run
 
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
@@ -64,16 +62,11 @@ def test_it_is_exact_in_chunks_and_in_blocks_of_the_head(
 
 
 @pytest.mark.soak
-def test_four_processes_smooth_as_one_does(tmp_path, tiny_config, random_sequences):
-    made = make_training(tmp_path / "made", tiny_config, random_sequences)
-    settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off", "holdout": 2}
-    for name, layout in (("one", {}), ("both", {"dp": 2, "pp": 2})):
-        build(made / "analysis", made / name, PlanConfig(**settings, **layout))
+def test_four_processes_smooth_as_one_does(made, trainers, tmp_path):
     more = ("--device", "cpu", "--max-steps", 3, "--label-smoothing", 0.2, "--save-every", 0)
     assert main(options(made, tmp_path / "plain", *more, "--label-smoothing", 0, plan="one")) == 0
     assert main(options(made, tmp_path / "one", *more, plan="one")) == 0
-    with process_pool(4, joined=False) as pool:
-        all_well(pool, 4, options(made, tmp_path / "both", *more, plan="both"))
+    all_well(trainers, 4, options(made, tmp_path / "both", *more, plan="both"))
     same_run(tmp_path / "one", tmp_path / "both", tolerance=1e-4)
     first, plain = (lines(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("one", "plain"))
     assert abs(first - plain) > 1e-4

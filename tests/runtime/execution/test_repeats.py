@@ -12,9 +12,9 @@ from chunkplan.errors import DataError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import store_bytes
 
 LENGTHS = [23, 4, 9]

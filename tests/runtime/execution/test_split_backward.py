@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from chunkplan.cost.activations import activation_bytes_per_token, pending_bytes_per_token
@@ -20,9 +17,8 @@ from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import DataError
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.models import products
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
@@ -31,9 +27,9 @@ from tests.runtime.test_parity import MODELS, few_of
 TARGETS = 50
 
 
-def split(actions: Sequence[Action], weights_after: Callable[[int], int]) -> list[Action]:
+def split(actions, weights_after):
     """`actions` with their backwards in halves: that of weights so many actions after that of inputs as it says."""
-    placed: list[tuple[float, Action]] = []
+    placed = []
     for at, action in enumerate(actions):
         if action.op != "backward":
             placed.append((at, action))
@@ -43,23 +39,23 @@ def split(actions: Sequence[Action], weights_after: Callable[[int], int]) -> lis
     return [action for _, action in sorted(placed, key=lambda each: each[0])]
 
 
-def at_once(work: RankWork) -> RankWork:
+def at_once(work):
     return replace(work, actions=split(work.actions, lambda _: 0))
 
 
-def at_the_end(work: RankWork) -> RankWork:
+def at_the_end(work):
     return replace(work, actions=split(work.actions, lambda left: left))
 
 
 @pytest.fixture
-def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
-    def make(entries: dict[str, Any], dtype: torch.dtype = torch.float64) -> CausalLM:
+def model_of(tiny_config):
+    def make(entries, dtype=torch.float64):
         return new_model(AutoConfig.for_model(**tiny_config(**entries)), dtype, seed=1)
 
     return make
 
 
-def gradients_of(model: CausalLM, work: RankWork, **how: Any) -> dict[str, Tensor]:
+def gradients_of(model, work, **how):
     """Those of all that is trained, after one step."""
     with evaluate_in_float64(model.model):
         RankExecutor(model, seed=3, **how).run(work, TARGETS)
@@ -69,7 +65,7 @@ def gradients_of(model: CausalLM, work: RankWork, **how: Any) -> dict[str, Tenso
     return gradients
 
 
-def run_input_halves(model: CausalLM, work: RankWork) -> RankExecutor:
+def run_input_halves(model, work):
     """Run all of a step but the weight halves."""
     actions = [action for action in at_once(work).actions if action.op != "backward_weight"]
     executor = RankExecutor(model)
@@ -78,7 +74,7 @@ def run_input_halves(model: CausalLM, work: RankWork) -> RankExecutor:
     return executor
 
 
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+def check_same(found, expected, tolerance=1e-12):
     assert found.keys() == expected.keys()
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name, gradient in expected.items():
@@ -122,7 +118,7 @@ SPLIT = {
 @pytest.mark.parametrize(
     "name", few_of([*SPLIT, *(name for name in MODELS if name not in SPLIT)], ("qwen3_moe", "gpt_oss, sinks", "gpt2"))
 )
-def test_halves_add_up_to_whole_backwards_wherever_those_of_weights_are(model_of: Any, name: str) -> None:
+def test_halves_add_up_to_whole_backwards_wherever_those_of_weights_are(model_of, name):
     model = model_of({**MODELS, **SPLIT}[name])
     randoms = random.Random(0)
     for k in (1, 2):
@@ -132,7 +128,7 @@ def test_halves_add_up_to_whole_backwards_wherever_those_of_weights_are(model_of
             check_same(gradients_of(model, replace(work, actions=actions)), expected)
 
 
-def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_others_before(model_of: Any) -> None:
+def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_others_before(model_of):
     """Those of embeddings and head, here one matrix, and of norms and biases are not worth a half."""
     model = model_of(SPLIT["llama with biases, tied"])
     run_input_halves(model, work_of(random_sequences(97), 2))
@@ -141,19 +137,19 @@ def test_weights_of_products_have_their_gradients_in_the_weight_half_and_all_oth
     assert after == {name for name, value in model.model.named_parameters() if ".layers." in name and value.ndim == 2}
 
 
-def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_half_leaves_no_copies_of_gradients(model_of, monkeypatch):
     """What hooks of weights find is what was computed: they are read and written once."""
     model = model_of(SPLIT["llama with biases, tied"])
     backward = products._SumOfProducts.backward
-    made: list[int] = []
-    found: list[int] = []
+    made = []
+    found = []
 
-    def summed(*given: Any) -> Any:
+    def summed(*given):
         gradient, _ = backward(*given)
         made.append(gradient.data_ptr())
         return gradient, None
 
-    def take(weight: torch.Tensor) -> None:
+    def take(weight):
         if weight.grad is not None:
             found.append(weight.grad.data_ptr())
             weight.grad = None
@@ -175,7 +171,7 @@ def test_a_weight_half_leaves_no_copies_of_gradients(model_of: Any, monkeypatch:
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("gpt_oss, sinks", "nemotron_h")),
     ],
 )
-def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, checkpointing: bool) -> None:
+def test_adapters_and_checkpoints_are_exact_in_halves(model_of, name, checkpointing):
     """Frozen weights have no half; what adapters drop out is the same in both."""
     model = add_lora(model_of(SPLIT[name]), rank=3, alpha=6.0, dropout=0.3)
     adapters = [(each, value) for each, value in model.model.named_parameters() if "lora_B" in each]
@@ -193,7 +189,7 @@ def test_adapters_and_checkpoints_are_exact_in_halves(model_of: Any, name: str, 
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "qwen3_next"))]
 )
-def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of: Any, name: str) -> None:
+def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of, name):
     model = model_of({**MODELS, **RECURRENT}[name])
     work = work_of(random_sequences(97), 1)
     expected = gradients_of(model, work)
@@ -205,7 +201,7 @@ def test_a_layer_that_is_checkpointed_leaves_its_products_too(model_of: Any, nam
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss, sinks"])
-def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> None:
+def test_products_of_groups_have_their_halves_too(model_of, name):
     """In float32 experts are products of groups of rows, in float64 a product for each."""
     model = model_of({**MODELS[name], "hidden_size": 32, "intermediate_size": 48}, torch.float32)
     work = work_of(random_sequences(97), 2)
@@ -221,7 +217,7 @@ def test_products_of_groups_have_their_halves_too(model_of: Any, name: str) -> N
     assert all(value.grad is None for value in stacks)
 
 
-def num_kept(executor: RankExecutor) -> int:
+def num_kept(executor):
     """Bytes of what is kept between halves, each once."""
     factors = [each for kept in executor.halves.kept.values() for each in kept]
     storages = [tensor.untyped_storage() for each in factors for tensor in (each.left, each.right)]
@@ -229,9 +225,7 @@ def num_kept(executor: RankExecutor) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_what_they_make(
-    model_of: Any, checkpointing: bool
-) -> None:
+def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_what_they_make(model_of, checkpointing):
     """What several products read is kept once: of hidden size h queries, keys and values, and gate and up."""
     model = model_of(MODELS["llama"])
     if checkpointing:
@@ -240,16 +234,16 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
     hidden, queries, keys, mlp = 32, 32, 16, 48
     of_token = 2 * 8 * ((2 * hidden + queries + mlp) + (queries + 2 * keys + 2 * hidden + 2 * mlp))
     executor = RankExecutor(model)
-    saved: list[tuple[int, Any]] = []
-    waiting: set[int] = set()
-    at_work: list[Action] = []
+    saved = []
+    waiting = set()
+    at_work = []
 
-    def look() -> None:
+    def look():
         assert num_kept(executor) == of_token * sum(work.chunks[each].num_tokens for each in waiting)
         assert not [chunk for chunk, ref in saved if ref() is not None and chunk in waiting]
 
     @contextmanager
-    def around(action: Action) -> Iterator[None]:
+    def around(action):
         look()
         at_work[:] = [action]
         yield
@@ -259,7 +253,7 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
             waiting.remove(action.chunk_id)
 
     class Saved:
-        def __init__(self, tensor: Tensor) -> None:
+        def __init__(self, tensor):
             self.tensor = tensor
             saved.append((at_work[0].chunk_id, weakref.ref(self)))
 
@@ -272,9 +266,7 @@ def test_between_halves_nothing_is_kept_but_inputs_of_products_and_gradients_of_
 @pytest.mark.parametrize(
     ("name", "rank"), [*((name, 0) for name in SPLIT if name != "gpt2"), ("llama with biases, tied", 4)]
 )
-def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(
-    model_of: Any, name: str, rank: int
-) -> None:
+def test_the_planner_says_of_no_model_that_less_is_kept_between_halves_than_is(model_of, name, rank):
     """With adapters too, which have all that a weight half has."""
     model = model_of(SPLIT[name], torch.float32)
     cost = CostModel(shape=shape_of_config(model.config.to_dict(), "a test"), precision="fp32", lora_rank=rank)
@@ -305,7 +297,7 @@ SPLIT_ACTIONS = [("forward", 0), ("backward_input", 0), ("backward_weight", 0)]
         ([SPLIT_ACTIONS[0], ("backward", 0), SPLIT_ACTIONS[2]], "backward_weight of chunk 0 after backward"),
     ],
 )
-def test_halves_in_no_order_are_refused_with_their_place(model_of: Any, actions: Any, message: str) -> None:
+def test_halves_in_no_order_are_refused_with_their_place(model_of, actions, message):
     work = work_of(random_sequences(97), 1)
     first = replace(work, actions=[Action(*each, 0) for each in actions], chunks={0: work.chunks[0]})
     with pytest.raises(DataError, match=f"{message}\n") as raised:
@@ -314,7 +306,7 @@ def test_halves_in_no_order_are_refused_with_their_place(model_of: Any, actions:
     assert "chunkplan validate" in str(raised.value.hint)
 
 
-def test_what_a_step_that_failed_has_left_between_halves_is_forgotten(model_of: Any) -> None:
+def test_what_a_step_that_failed_has_left_between_halves_is_forgotten(model_of):
     model = model_of(MODELS["llama"])
     work = work_of(random_sequences(97), 2)
     expected = gradients_of(model, work)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.failures.watchdog import Heartbeat
-from chunkplan_runtime.sharing import Activity
+from chunkplan_runtime.layout import Activity
 from tests.runtime.failures.test_watchdog import END_IT, RESUME, WHY, Outcomes
 from tests.support.analyses import write_analysis
 from tests.support.shared_plans import given_blocks
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Any], random_sequences: Callable[..., Any]
-) -> Outcomes:
+def outcomes(tmp_path_factory, tiny_config, random_sequences):
     """Of a step with one sequence of 42 tokens in chunks of 6 a process, of which one has activations at a time."""
     folder = tmp_path_factory.mktemp("faults")
     write_analysis(folder / "analysis", random_sequences([42], seed=4))
@@ -41,15 +37,13 @@ SUMS = r"adding up gradients of the page of tokens \d+ to \d+ of sequence 0 with
 ANY = r"\w+"
 
 
-def at(rank: int, action: str) -> str:
+def at(rank, action):
     return rf"step 0, rank {rank}, in the {action} of chunk \d"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("action", ["forward", "backward"])
-def test_who_dies_among_those_that_share_heads_is_named_with_what_the_other_waits_for(
-    outcomes: Outcomes, action: str
-) -> None:
+def test_who_dies_among_those_that_share_heads_is_named_with_what_the_other_waits_for(outcomes, action):
     assert outcomes.codes(f"heads-{action}-kill") == [1, -9]
     kind = "forward(_kv)?" if action == "forward" else action
     expected = (
@@ -61,7 +55,7 @@ def test_who_dies_among_those_that_share_heads_is_named_with_what_the_other_wait
 
 
 @pytest.mark.soak
-def test_who_dies_among_those_that_share_pages_is_named_with_all_that_wait_for_it(outcomes: Outcomes) -> None:
+def test_who_dies_among_those_that_share_pages_is_named_with_all_that_wait_for_it(outcomes):
     assert outcomes.codes("pages-forward-kill") == [1, 1, -9]
     assert re.search(
         r"^error: process 2 of 3 \(data parallel\) died at step 0: nothing heard of it for 2 s"
@@ -72,7 +66,7 @@ def test_who_dies_among_those_that_share_pages_is_named_with_all_that_wait_for_i
 
 
 @pytest.mark.soak
-def test_the_process_with_the_store_is_named_with_the_gradients_that_another_waits_for(outcomes: Outcomes) -> None:
+def test_the_process_with_the_store_is_named_with_the_gradients_that_another_waits_for(outcomes):
     assert outcomes.codes("sums-backward-kill") == [-9, 1, 1]
     assert re.search(
         r"^error: process 0 of 3 \(data parallel\) died at step 0: its store closed the connection"
@@ -83,7 +77,7 @@ def test_the_process_with_the_store_is_named_with_the_gradients_that_another_wai
 
 
 @pytest.mark.soak
-def test_who_is_suspended_is_named_with_what_the_others_wait_for(outcomes: Outcomes) -> None:
+def test_who_is_suspended_is_named_with_what_the_others_wait_for(outcomes):
     assert outcomes.codes("pages-forward-stop") == [1] * 3
     error, hint = outcomes.printed("pages-forward-stop").splitlines()
     assert re.fullmatch(
@@ -96,7 +90,7 @@ def test_who_is_suspended_is_named_with_what_the_others_wait_for(outcomes: Outco
 
 
 @pytest.mark.soak
-def test_who_is_late_is_waited_for_with_a_warning_that_names_it(outcomes: Outcomes) -> None:
+def test_who_is_late_is_waited_for_with_a_warning_that_names_it(outcomes):
     """It says itself that it waits for nobody."""
     assert outcomes.codes("heads-forward-sleep") == [0, 0]
     late, other = (
@@ -108,7 +102,7 @@ def test_who_is_late_is_waited_for_with_a_warning_that_names_it(outcomes: Outcom
     assert re.search(rf"{late}$", printed, re.M)
 
 
-def test_whoever_finds_a_process_lost_knows_who_waits_for_it() -> None:
+def test_whoever_finds_a_process_lost_knows_who_waits_for_it():
     """All but process 0 hear of that one alone, until they have something to say."""
     store = HashStore()
     beats = [Heartbeat(store, rank, 3) for rank in range(3)]

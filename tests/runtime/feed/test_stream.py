@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from chunkplan import PlanConfig, build, load_analysis
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from tests.support.plan_rows import changed_rows
 
 IDS = np.arange(10)
 TARGET = np.array([0, 0, 1, 1, 0, 1, 1, 1, 0, 1], bool)
@@ -145,11 +145,9 @@ def test_a_token_outside_of_the_vocabulary_is_refused_whatever_the_manifest_says
     ],
 )
 def test_a_plan_that_asks_for_other_tokens_is_refused(written, tmp_path, segment, message):
-    plan, path = shutil.copytree(written[0], tmp_path / "plan"), tmp_path / "plan" / "chunks.parquet"
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    rows[1]["segments"][0] = dict(zip(("sequence_id", "start", "end"), segment, strict=True))
-    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    plan = shutil.copytree(written[0], tmp_path / "plan")
+    with changed_rows(plan / "chunks.parquet") as rows:
+        rows[1]["segments"][0] = dict(zip(("sequence_id", "start", "end"), segment, strict=True))
     with pytest.raises(DataError, match=message) as raised:
         next(iter(stream((plan, written[1]))))
     assert raised.value.hint == "build the plan again"

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from chunkplan_runtime.attention.kernel import Form
 from tests.runtime.attention.test_attention import plain
 from tests.support.kv_cases import attend_together, read_and_add
-from tests.support.process_pool import ProcessPool, process_pool
 
 #: (heads, dim) of what is kept of a token: of keys, a latent that all heads have in common, and something odd.
 SHAPES = [(4, 8), (1, 20), (2, 3)]
 PARTS = [(0, 9), (9, 20), (20, 24), (24, 47)]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPool]:
-    with process_pool(3) as started:
-        yield started
-
-
-def tensors_of(shapes: list[tuple[int, int]], tokens: int = 47) -> list[torch.Tensor]:
+def tensors_of(shapes, tokens=47):
     torch.manual_seed(0)
     return [torch.randn(heads, tokens, dim, dtype=torch.float64) for heads, dim in shapes]
 
 
-def weights_of(processes: range) -> torch.Tensor:
+def weights_of(processes):
     """What is added to a token's gradients, in what it holds itself: by its own part and all later ones."""
     by_part = [sum(range(part + 1, len(PARTS) + 1)) for part in range(len(PARTS))]
     lengths = torch.tensor([stop - start for start, stop in PARTS])
@@ -37,7 +28,7 @@ def weights_of(processes: range) -> torch.Tensor:
 
 @pytest.mark.parametrize("page_tokens", [1, 12, 100])
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
-def test_tensors_of_any_widths_are_kept_with_their_gradients(on_host: bool, page_tokens: int) -> None:
+def test_tensors_of_any_widths_are_kept_with_their_gradients(on_host, page_tokens):
     tensors = tensors_of(SHAPES)
     read, gradients = read_and_add(
         0, tensors=tensors, parts=PARTS, page_tokens=page_tokens, on_host=on_host, shared=False
@@ -48,7 +39,7 @@ def test_tensors_of_any_widths_are_kept_with_their_gradients(on_host: bool, page
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
-def test_tensors_of_any_widths_are_shared_with_their_gradients(pool: ProcessPool, on_host: bool) -> None:
+def test_tensors_of_any_widths_are_shared_with_their_gradients(pool, on_host):
     """Three processes keep a third of each part; of one with four tokens they keep one, one and two."""
     tensors = tensors_of(SHAPES)
     found = pool.run(3, read_and_add, tensors=tensors, parts=PARTS, page_tokens=12, on_host=on_host, shared=True)
@@ -65,9 +56,7 @@ def test_tensors_of_any_widths_are_shared_with_their_gradients(pool: ProcessPool
 
 
 @pytest.mark.parametrize("by_heads", [True, False], ids=["heads", "pages"])
-def test_values_of_another_width_than_keys_are_attended_to_by_processes_together(
-    pool: ProcessPool, by_heads: bool
-) -> None:
+def test_values_of_another_width_than_keys_are_attended_to_by_processes_together(pool, by_heads):
     query, key, value, grad_out = tensors_of([(4, 8), (2, 8), (2, 5), (4, 5)])
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     expected, _ = plain(*leaves, Form(0.3, causal=True))

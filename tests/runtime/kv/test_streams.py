@@ -5,8 +5,6 @@ A CPU does one thing after another; what streams and events allow is followed he
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -16,17 +14,17 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.models.model import new_model
-from tests.support.streams import FROM_HOST, KERNELS, TO_HOST, Operation, Streams, races
+from tests.support.streams import FROM_HOST, KERNELS, TO_HOST, Streams, races
 
 #: The operators that are attention to a page.
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 @pytest.fixture
-def record(tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def record(tiny_config, handmade_plan, random_sequences, monkeypatch):
     """`record(model_type, checkpointing, kept)` -> a second step's operations, on five pages; the device's buffers."""
 
-    def run(model_type: str, checkpointing: str = "none", kept: Any = None) -> tuple[list[Operation], HostMemory]:
+    def run(model_type, checkpointing="none", kept=None):
         changes = {"sliding_window": 30} if model_type == "gemma3_text" else {}
         config = AutoConfig.for_model(**tiny_config(model_type, num_hidden_layers=2, **changes))
         model = new_model(config, torch.float32, seed=1)
@@ -45,7 +43,7 @@ def record(tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypa
     return run
 
 
-HOW: list[Any] = [
+HOW = [
     pytest.param("qwen3", "none", None, marks=pytest.mark.soak),  # less than the next but one
     ("qwen3", "offload", None),
     ("qwen3", "none", {0: "host", 1: "host", 2: "gpu", 3: "host"}),
@@ -55,15 +53,13 @@ HOW: list[Any] = [
 
 
 @pytest.mark.parametrize(("model_type", "checkpointing", "kept"), HOW)
-def test_what_streams_do_at_once_touches_nothing_in_common(
-    record: Any, model_type: str, checkpointing: str, kept: Any
-) -> None:
+def test_what_streams_do_at_once_touches_nothing_in_common(record, model_type, checkpointing, kept):
     operations, _ = record(model_type, checkpointing, kept)
     assert {each.name for each in operations if each.stream != KERNELS} == {"copy_"}
     assert races(operations) == []
 
 
-def test_every_copy_of_a_page_has_attention_to_another_one_to_run_beside(record: Any) -> None:
+def test_every_copy_of_a_page_has_attention_to_another_one_to_run_beside(record):
     """From when a fetch may begin until who needs it; from when gradients may leave until who waits for that.
 
     Fetches are asked for before that attention is, so that a host that is not ahead is no hindrance: all but those of
@@ -74,7 +70,7 @@ def test_every_copy_of_a_page_has_attention_to_another_one_to_run_beside(record:
     attention = [each.number for each in kernels if each.name in ATTENTION]
     gradients = [_range(each) for buffer in memory._buffers for each in buffer.gradients]
     buffers = gradients + [_range(each) for buffer in memory._buffers for each in buffer.tensors]
-    beside: dict[int, list[int]] = {FROM_HOST: [], TO_HOST: []}
+    beside = {FROM_HOST: [], TO_HOST: []}
     late, num_asked, num_written = set(), 0, 0
     for each in operations:
         num_asked += each.stream == KERNELS
@@ -92,9 +88,9 @@ def test_every_copy_of_a_page_has_attention_to_another_one_to_run_beside(record:
     assert len(late) <= num_written / 2 + 10 * 2 * 2
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def _range(tensor):
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _touch(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+def _touch(ranges, others):
     return any(start < end and begin < stop for start, stop in ranges for begin, end in others)

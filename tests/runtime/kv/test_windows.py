@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -23,21 +20,21 @@ CHUNK, NUM_CHUNKS = 8, 24
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("window", [8, 20, 32, 70])
 def test_no_more_tokens_have_gradients_than_the_planner_counts(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypatch: pytest.MonkeyPatch, window: int, k: int
-) -> None:
+    tiny_config, handmade_plan, random_sequences, monkeypatch, window, k
+):
     """And in some moment as many, but for a page."""
     config = tiny_config("mistral", sliding_window=window)
     chunks = [[(0, start, start + CHUNK)] for start in range(0, NUM_CHUNKS * CHUNK, CHUNK)]
     plan = handmade_plan(random_sequences([NUM_CHUNKS * CHUNK]), [{0: chunks}], k=k)
-    stores: list[StateStore] = []
-    counts: list[int] = []
+    stores = []
+    counts = []
     make, blocks = StateStore.__init__, StateStore.blocks
 
-    def made(store: StateStore, *args: Any, **options: Any) -> None:
+    def made(store, *args, **options):
         make(store, *args, **options)
         stores.append(store)
 
-    def counted(own: StateStore, *args: Any) -> Iterator[Any]:
+    def counted(own, *args):
         for block in blocks(own, *args):
             layers = [pages for store in stores for each in store._sequences.values() for pages in each.layers.values()]
             counts.append(max(sum(page.capacity for page in pages if page.gradients) for pages in layers))

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.attention.interface import prepare_attention
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.feed.stream import RankWork
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import fuse
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
-from chunkplan_runtime.train import main
 from chunkplan_runtime.training.optimizer import TrainedWeights
 from tests.runtime.execution.test_split_backward import SPLIT, TARGETS, at_the_end, check_same
 from tests.runtime.test_parity import MODELS
-from tests.support.training_checks import cost_of_a_run, make_training, options
 
 CHUNK_SIZE = 16
 
@@ -43,17 +34,17 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch):
     """Sums are made in products."""
     monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def graphs(monkeypatch):
     """All graphs that are compiled in a test, here to themselves: what makes code of them is slow."""
-    found: list[Any] = []
+    found = []
 
-    def kept(graph: Any, inputs: Any) -> Any:
+    def kept(graph, inputs):
         found.append(graph)
         return graph
 
@@ -64,10 +55,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
-    def make(
-        name: str, dtype: torch.dtype = torch.float64, *, adapted: bool = False, compiling: bool = False
-    ) -> CausalLM:
+def model_of(tiny_config):
+    def make(name, dtype=torch.float64, *, adapted=False, compiling=False):
         config = tiny_config(**{**MODELS, **SPLIT}[name])
         model = new_model(AutoConfig.for_model(**config), dtype, seed=1)
         fuse(model.model, "torch", model.device)  # norms of transformers are in float32
@@ -83,7 +72,7 @@ def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
     return make
 
 
-def gradients_of(model: CausalLM, work: RankWork, sums: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def gradients_of(model, work, sums=None):
     """Of one step, of `sums` or of the weights themselves."""
     RankExecutor(model, seed=3).run(work, TARGETS)
     weights = dict(model.model.named_parameters()) if sums is None else sums
@@ -93,8 +82,12 @@ def gradients_of(model: CausalLM, work: RankWork, sums: dict[str, Tensor] | None
     return found
 
 
-def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of: Any, graphs: list[Any]) -> None:
-    """Keys alone, forward, backward: whatever borders, prefixes, lengths, layers, K and steps; run again too."""
+def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of, graphs, capsys):
+    """Keys alone, forward, backward: whatever borders, prefixes, lengths, layers, K and steps; run again too.
+
+    Graphs of evaluations would be counted among those that a kind of layers may have, so there are none. What looks
+    into layers is named.
+    """
     model, other = model_of("llama with biases, tied"), model_of("llama with biases, tied", compiling=True)
     for checkpointing in ("none", "full"):
         for each in (model, other):
@@ -103,11 +96,19 @@ def test_all_chunks_and_layers_have_three_graphs_and_the_same_gradients(model_of
             work = work_of(random_sequences(97), k)
             assert len({chunk.num_tokens for chunk in work.chunks.values()}) == 4
             check_same(gradients_of(other, work), gradients_of(model, work))
-    assert len(graphs) == 3
+    other.model.eval()
+    gradients_of(other, work)
+    other.model.train()
+    gradients_of(other, work)
+    assert len(graphs) == 3 and not capsys.readouterr().err
+    other.set_checkpointing("keep-products")
+    gradients_of(other, work)
+    note = "note: layers run as they are, not compiled: checkpoints hold results of their products"
+    assert capsys.readouterr().err.count(note) == 1
 
 
 @pytest.mark.soak
-def test_what_inductor_makes_of_them_has_the_same_gradients(model_of: Any) -> None:
+def test_what_inductor_makes_of_them_has_the_same_gradients(model_of):
     torch._dynamo.reset()
     model, other = model_of("qwen2"), model_of("qwen2", compiling=True)
     for k in (1, 2):
@@ -118,11 +119,9 @@ def test_what_inductor_makes_of_them_has_the_same_gradients(model_of: Any) -> No
 
 @pytest.mark.parametrize("name", ["llama with biases, tied", pytest.param("gpt2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_sums_in_bfloat16_are_those_of_layers_as_they_are(
-    model_of: Any, graphs: list[Any], name: str, adapted: bool
-) -> None:
+def test_sums_in_bfloat16_are_those_of_layers_as_they_are(model_of, graphs, name, adapted):
     """And no matrix of a linear layer has a gradient of its own. GPT-2 gives its matrices transposed: these have."""
-    made: set[str] = set()
+    made = set()
     sums, models = [], []
     for compiling in (False, True):
         model = model_of(name, torch.bfloat16, adapted=adapted, compiling=compiling)
@@ -142,7 +141,7 @@ def test_sums_in_bfloat16_are_those_of_layers_as_they_are(
     assert bool(made) == (name == "gpt2" and not adapted) and graphs
 
 
-def test_two_products_of_the_same_are_both_added(graphs: list[Any]) -> None:
+def test_two_products_of_the_same_are_both_added(graphs):
     """A compiler computes once what is given the same twice."""
     layer, plain = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
     layer.load_state_dict(plain.state_dict())
@@ -160,7 +159,7 @@ def test_two_products_of_the_same_are_both_added(graphs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.soak), "keep-attention"])
-def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list[Any], checkpointing: str) -> None:
+def test_adapters_and_halves_have_the_same_gradients(model_of, graphs, checkpointing):
     """Dropout draws the same. A first layer, whose input has no gradient, has graphs of its own."""
     model, other = model_of("qwen3", adapted=True), model_of("qwen3", adapted=True, compiling=True)
     work = work_of(random_sequences(97), 2)
@@ -179,7 +178,7 @@ def test_adapters_and_halves_have_the_same_gradients(model_of: Any, graphs: list
         pytest.param("gemma3_text", 2, marks=pytest.mark.soak),
     ],
 )
-def test_each_kind_of_layer_has_three_graphs(model_of: Any, graphs: list[Any], name: str, num_kinds: int) -> None:
+def test_each_kind_of_layer_has_three_graphs(model_of, graphs, name, num_kinds):
     """Of float32, in which experts are grouped products."""
     model, other = model_of(name, torch.float32), model_of(name, torch.float32, compiling=True)
     work = work_of(random_sequences(97), 2)
@@ -187,12 +186,12 @@ def test_each_kind_of_layer_has_three_graphs(model_of: Any, graphs: list[Any], n
     assert len(graphs) == 3 * num_kinds
 
 
-def test_sinks_have_their_gradients_in_graphs(model_of: Any, graphs: list[Any]) -> None:
+def test_sinks_have_their_gradients_in_graphs(model_of, graphs):
     """Of attention alone, as this model's experts are no graph."""
     model, other = model_of("gpt_oss, sinks"), model_of("gpt_oss, sinks")
     for layer in other.own_layers.values():
         prepare_attention(layer)
-        attention: Any = layer.self_attn
+        attention = layer.self_attn
         attention.forward = torch.compile(attention.forward, fullgraph=True, dynamic=True, **compiled.BACKEND)
     work = work_of(random_sequences(97), 2)
     check_same(gradients_of(other, work), gradients_of(model, work))
@@ -200,9 +199,7 @@ def test_sinks_have_their_gradients_in_graphs(model_of: Any, graphs: list[Any]) 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_is_not_compiled_says_so_and_goes_on(
-    model_of: Any, graphs: list[Any], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_compiled_says_so_and_goes_on(model_of, graphs, name, capsys):
     dtype = torch.float64 if name == "mixtral" else torch.float32
     model, other = model_of(name, dtype), model_of(name, dtype)
     layers = CompiledLayers(other)
@@ -216,47 +213,10 @@ def test_a_model_that_is_not_compiled_says_so_and_goes_on(
     assert not graphs
 
 
-def test_an_evaluation_makes_no_graphs_and_what_looks_into_layers_is_named(
-    model_of: Any, graphs: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Graphs of evaluations would be counted among those that a kind of layers may have."""
-    model = model_of("qwen2", compiling=True)
-    work = work_of(random_sequences(97), 2)
-    gradients_of(model, work)
-    made = len(graphs)
-    model.model.eval()
-    gradients_of(model, work)
-    model.model.train()
-    gradients_of(model, work)
-    assert len(graphs) == made and not capsys.readouterr().err
-    model.set_checkpointing("keep-products")
-    gradients_of(model, work)
-    note = "note: layers run as they are, not compiled: checkpoints hold results of their products"
-    assert capsys.readouterr().err.count(note) == 1
-
-
-def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of: Any) -> None:
+def test_nothing_of_a_stage_of_several_is_compiled_not_even_its_loss(model_of):
     """It would be in a step, while links are open, and a compiler waits for the device."""
     for stage in (0, 1):
         cut = cut_stage(model_of("qwen2"), split_layers(2, 2), RankLayout(pp=2, process=stage))
         forwards = [layer.forward for layer in cut.own_layers.values()]
         assert "one of several stages" in str(CompiledLayers(cut))
         assert [layer.forward for layer in cut.own_layers.values()] == forwards and not cut.current.compiles
-
-
-def test_layers_are_compiled_as_planned_and_a_run_says_where_they_are_not(
-    tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], graphs: list[Any]
-) -> None:
-    made = make_training(tmp_path / "made", *map(request.getfixturevalue, ("tiny_config", "random_sequences")))
-    cost = replace(cost_of_a_run(made), compile=True)
-    build(made / "analysis", made / "compiled", PlanConfig(chunk_size=8, k=2, global_batch=3), cost=cost)
-    more = ("--device", "cpu", "--precision", "fp32", "--max-steps", 1)
-    assert main(options(made, tmp_path / "planned", *more, plan="compiled")) == 0
-    said = capfd.readouterr().err
-    assert "compiled  2 layers, once for all chunks: the first steps take minutes longer\n" in said
-    assert "predicts  no times" not in said and graphs
-    assert main(options(made, tmp_path / "not", *more, "--no-compile", plan="compiled")) == 0
-    said = capfd.readouterr().err
-    assert "compiled  " not in said
-    assert "the plan's times are for --compile; this run has --no-compile" in said
-    assert "`chunkplan build` with `--no-compile`" in said

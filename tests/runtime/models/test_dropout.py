@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from chunkplan_runtime.execution.executor import RankExecutor
@@ -18,28 +17,28 @@ from chunkplan_runtime.models.model import new_model
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
 
 
-def noisy(draw: Any, forward: Any, hidden: Tensor) -> Tensor:
+def noisy(draw, forward, hidden):
     return draw(forward(hidden))
 
 
-def dropped(hidden: Tensor) -> Tensor:
+def dropped(hidden):
     return nn.functional.dropout(hidden, 0.3)
 
 
-def jittered(hidden: Tensor) -> Tensor:
+def jittered(hidden):
     return hidden * torch.empty_like(hidden).uniform_(0.9, 1.1)
 
 
-def sampled(hidden: Tensor) -> Tensor:
+def sampled(hidden):
     return hidden + torch.bernoulli(hidden.detach().sigmoid())
 
 
-def of_many_tokens(hidden: Tensor) -> Tensor:
+def of_many_tokens(hidden):
     """As an expert draws nothing where no token comes to it."""
     return dropped(hidden) if hidden.shape[-2] > 6 else hidden
 
 
-def of_the_layer(hidden: Tensor) -> Tensor:
+def of_the_layer(hidden):
     """As layers that are left out at random."""
     return hidden * 2 if torch.rand(()) < 0.5 else hidden
 
@@ -57,13 +56,13 @@ def of_the_layer(hidden: Tensor) -> Tensor:
     ],
 )
 def test_a_layer_that_begins_to_draw_after_a_step_draws_alike_whatever_k(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, draw: Any, checkpointing: str
-) -> None:
+    tiny_config, handmade_plan, random_sequences, draw, checkpointing
+):
     model = new_model(AutoConfig.for_model(**tiny_config("qwen2")), torch.float64, seed=3)
     model.set_checkpointing(checkpointing)
     sequences = random_sequences([23, 4, 9])
 
-    def step(k: int) -> tuple[float, dict[str, Tensor]]:
+    def step(k):
         plan = handmade_plan(sequences, [{0: CHUNKS}], k=k)
         work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256)))
         torch.manual_seed(k)  # what was drawn before does not matter

@@ -24,10 +24,8 @@ from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
 from chunkplan_runtime.train import main
 from tests.support.places import ROOT
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main
-from tests.support.training_checks import cost_of_a_run, learning, make_training, options
+from tests.support.training_cases import together
+from tests.support.training_checks import cost_of_a_run, learning, options
 
 CPU = torch.device("cpu")
 CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(2, 0, 9)]]
@@ -174,23 +172,21 @@ def test_gradients_in_chunks_are_exact_with_fused_norms(model, handmade_plan, ra
     assert compare_plan(plan, analysis, made).max_relative_error <= 1e-12
 
 
-def test_processes_train_as_planned_with_fused_norms_and_say_so(tmp_path, tiny_config, random_sequences, capfd):
+def test_processes_train_as_planned_with_fused_norms_and_say_so(made, trainers, tmp_path, capfd):
     """On two stages that share nothing, as on one process; the plan's times are for another kind of run."""
-    made = make_training(tmp_path / "made", tiny_config, random_sequences)
     cost = cost_of_a_run(made)
     fused = CostModel(shape=cost.shape, hardware=cost.hardware, precision="fp32", fused_kernels="torch")
     for pp, name in ((1, "fused"), (2, "stages")):
         plan = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=2, pp=pp)
-        build(made / "analysis", made / name, plan, cost=fused)
+        build(made / "analysis", tmp_path / name, plan, cost=fused)
     more = ("--device", "cpu", "--precision", "fp32")
-    assert main(options(made, tmp_path / "one", *more, plan="fused")) == 0
+    assert main(options(made, tmp_path / "one", *more, plan=tmp_path / "fused")) == 0
     said = capfd.readouterr().err
     assert "fused     by torch: 5 norms\n" in said and "predicts  no times" not in said
-    with process_pool(2, joined=False) as pool:
-        arguments = options(made, tmp_path / "two", *more, plan="stages")
-        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+    arguments = options(made, tmp_path / "two", *more, plan=tmp_path / "stages")
+    told = together(trainers, 2, arguments)
     assert [code for code, _ in told] == [0, 0], told
-    assert main(options(made, tmp_path / "none", *more, "--fused-kernels", "none", plan="fused")) == 0
+    assert main(options(made, tmp_path / "none", *more, "--fused-kernels", "none", plan=tmp_path / "fused")) == 0
     said = capfd.readouterr().err
     assert "fused     " not in said
     assert "the plan's times are for --fused-kernels torch; this run has --fused-kernels none" in said
@@ -200,8 +196,7 @@ def test_processes_train_as_planned_with_fused_norms_and_say_so(tmp_path, tiny_c
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_kernels_that_are_not_there_are_refused(tmp_path, tiny_config, random_sequences, capsys):
-    made = make_training(tmp_path / "made", tiny_config, random_sequences)
+def test_kernels_that_are_not_there_are_refused(made, tmp_path, capsys):
     assert main(options(made, tmp_path / "run", "--fused-kernels", "liger", "--device", "cpu")) == 2
     said = capsys.readouterr().err
     assert "--fused-kernels liger needs liger-kernel" in said or "kernels of liger run on a GPU only" in said

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan_runtime.attention import function
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.reserve import attention_bytes
-from chunkplan_runtime.feed.stream import PlanStream, RankWork, open_plan
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.models.trained import add_lora
@@ -30,7 +26,7 @@ CHUNKS = [[(0, 0, 6)], [(0, 6, 12), (1, 0, 4)], [(0, 12, 18)], [(0, 18, 23)], [(
 KEPT = {0: "host", 1: "gpu", 2: "host"}
 
 #: By what is particular in their attention or crosses the borders of chunks, with what a default config leaves out.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "gpt_oss": {},  # sinks, sliding windows
     "deepseek_v3": {},  # latents
     "gemma3n_text": {},  # layers that borrow keys and values
@@ -75,29 +71,27 @@ MODELS: dict[str, dict[str, Any]] = {
 FEW = ("gpt_oss", "deepseek_v3", "gemma3n_text", "jamba")
 
 
-def config_of(model_type: str) -> Any:
+def config_of(model_type):
     config = AutoConfig.for_model(model_type, **MODELS[model_type])
     return AutoConfig.for_model(**tiny_document(config.to_dict()))
 
 
-def work_of(plan: tuple[Path, Path], vocab_size: int) -> RankWork:
+def work_of(plan, vocab_size):
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=vocab_size, max_positions=None, prefetch=0))).ranks
     return work
 
 
-def step(
-    model: CausalLM, work: RankWork, monkeypatch: pytest.MonkeyPatch, **how: Any
-) -> tuple[dict[str, Tensor], Counter[str], RankExecutor]:
+def step(model, work, monkeypatch, **how):
     """Gradients of a step; by op, how often attention ran in it."""
-    ran: Counter[str] = Counter()
+    ran = Counter()
     doing = [""]
     attend = function._attend_to_ranges
 
-    def counted(*given: Any) -> Any:
+    def counted(*given):
         ran[doing[0]] += 1
         return attend(*given)
 
-    def around(action: Any) -> Any:
+    def around(action):
         doing[0] = action.op
         return torch.enable_grad()
 
@@ -111,10 +105,10 @@ def step(
 
 
 @pytest.fixture
-def works(handmade_plan: Any, random_sequences: Any) -> Callable[[int], list[RankWork]]:
+def works(handmade_plan, random_sequences):
     """The step at K 1 for a vocabulary: in which nothing is kept, and in which chunks keep attention."""
 
-    def make(vocab_size: int) -> list[RankWork]:
+    def make(vocab_size):
         sequences = [(ids % vocab_size, target) for ids, target in random_sequences(LENGTHS)]
         plans = (handmade_plan(sequences, [{0: CHUNKS}], k=1, kept=kept) for kept in ({}, KEPT))
         return [work_of(plan, vocab_size) for plan in plans]
@@ -122,15 +116,19 @@ def works(handmade_plan: Any, random_sequences: Any) -> Callable[[int], list[Ran
     return make
 
 
+#: Levels, and whether keys and values are on the host: the few have one of them each, `make soak` all.
+LEVELS = [("full", True), ("keep-products", True), ("none", False)]
+
+
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(each, marks=() if each in FEW else pytest.mark.soak) for each in MODELS]
+    ("model_type", "levels"),
+    [(name, LEVELS[number % 3 : number % 3 + 1]) for number, name in enumerate(FEW)]
+    + [pytest.param(name, LEVELS, marks=pytest.mark.soak) for name in MODELS],
 )
-def test_gradients_are_the_same_bits_and_no_attention_is_run_in_recomputes(
-    model_type: str, works: Any, monkeypatch: Any
-) -> None:
+def test_gradients_are_the_same_bits_and_no_attention_is_run_in_recomputes(model_type, levels, works, monkeypatch):
     model = new_model(config_of(model_type), torch.float64, seed=3)
     model.model.double()
-    for level, kv_offload in (("none", False), ("keep-products", True), ("full", True)):
+    for level, kv_offload in levels:
         model.set_checkpointing(level)
         with evaluate_in_float64(model.model):
             (plain, ran, _), (found, ran_now, executor) = (
@@ -146,7 +144,7 @@ def test_gradients_are_the_same_bits_and_no_attention_is_run_in_recomputes(
 
 
 @pytest.mark.parametrize("level", CHECKPOINTINGS)
-def test_kept_attention_goes_with_every_level(level: str, works: Any, monkeypatch: Any) -> None:
+def test_kept_attention_goes_with_every_level(level, works, monkeypatch):
     """Of what levels hold of attention is none run in backwards: it is what the recompute took."""
     model = add_lora(new_model(config_of("qwen3_moe"), torch.float64, seed=3), rank=2, alpha=4)
     model.set_checkpointing(f"{level}:1,none:{model.config.num_hidden_layers - 1}")
@@ -161,13 +159,13 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "n
 OF_LAYER = 4 * (16 * 2 + 4)
 
 
-def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list[int]]:
+def held_after_actions(model, work):
     """Bytes that are alive on the device after each action, and of kept attention on the host then."""
     held, on_host = [], []
     with Alive() as alive:
         executor = RankExecutor(model)
 
-        def meet(action: Any) -> None:
+        def meet(action):
             gc.collect()
             kept = [each for results in executor.kept_attention.kept.values() for each in results.held]
             held.append(alive.num_bytes() - executor.kept_attention.host.num_bytes)
@@ -179,8 +177,8 @@ def held_after_actions(model: CausalLM, work: RankWork) -> tuple[list[int], list
 
 @pytest.mark.parametrize("where", ["gpu", "host"])
 def test_a_chunk_holds_out_and_log_sum_exp_of_each_layer_until_its_recompute(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, where: str
-) -> None:
+    tiny_config, handmade_plan, random_sequences, where
+):
     """Of what goes to the host the last layer's are on the device until others are sent or fetched."""
     model = new_model(AutoConfig.for_model(**tiny_config("qwen3", **SIZES)), torch.bfloat16, seed=3)
     for weight in model.model.parameters():
@@ -203,9 +201,7 @@ def test_a_chunk_holds_out_and_log_sum_exp_of_each_layer_until_its_recompute(
     assert more == (leaving if where == "host" else kept)
 
 
-def test_host_memory_is_as_much_as_is_kept_there_at_once(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, monkeypatch: Any
-) -> None:
+def test_host_memory_is_as_much_as_is_kept_there_at_once(tiny_config, handmade_plan, random_sequences, monkeypatch):
     """As many chunks as are kept there at once, each as the largest; none is taken in a second step."""
     model = new_model(AutoConfig.for_model(**tiny_config("qwen3", **SIZES)), torch.bfloat16, seed=3)
     work = work_of(handmade_plan(random_sequences(LENGTHS), [{0: CHUNKS}], k=1, kept=KEPT), 97)
@@ -217,12 +213,12 @@ def test_host_memory_is_as_much_as_is_kept_there_at_once(
     assert {each.data_ptr() for each in host.unused} == memory
 
 
-def test_what_a_run_that_raised_has_kept_reaches_no_other(works: Any, monkeypatch: Any) -> None:
+def test_what_a_run_that_raised_has_kept_reaches_no_other(works, monkeypatch):
     model = new_model(config_of("gpt_oss"), torch.float64, seed=3)
     _, work = works(model.vocab_size)
     plain, _, _ = step(model, work, monkeypatch)
 
-    def fail(action: Any) -> Any:
+    def fail(action):
         if action.op == "recompute":
             raise RuntimeError("here")
         return torch.enable_grad()

@@ -16,10 +16,10 @@ from chunkplan.extras import pip_install
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import load_model, new_model
 from chunkplan_runtime.models.trained import add_lora, in_4bit, num_weights, without_adapters
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.sharing import Span
 
 EXPERTS = {
     "num_experts": 4,

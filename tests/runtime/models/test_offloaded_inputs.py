@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.layout import Span
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
-from chunkplan_runtime.sharing import Span
 from tests.support.alive import Alive
 
 CHUNKS = [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 24)], [(0, 24, 32)], [(1, 0, 3), (2, 0, 5)]]
@@ -29,7 +28,7 @@ LENGTHS = [32, 3, 5]
 LEVELS = ["offload", "offload:2,full:1", "none:1,offload:2", "offload:1,keep-products:1,offload:1"]
 
 #: Several kinds of layers: one runs a chunk segment by segment.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "gemma3_text": {"sliding_window": 8},
@@ -46,9 +45,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 336, "head_dim": 32}
         for place, levels in enumerate(LEVELS)
     ],
 )
-def test_gradients_are_those_of_plain_training(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, model_type: str, levels: str
-) -> None:
+def test_gradients_are_those_of_plain_training(tiny_config, handmade_plan, random_sequences, model_type, levels):
     """Chunks that are discarded among them, and several that are kept."""
     config = AutoConfig.for_model(**tiny_config(model_type, num_hidden_layers=3, **MODELS[model_type]))
     for k in (1, 3):
@@ -60,7 +57,7 @@ def test_gradients_are_those_of_plain_training(
         assert model.current.host_inputs.num_bytes > 0
 
 
-def work_of(handmade_plan: Any, random_sequences: Any, k: int) -> Any:
+def work_of(handmade_plan, random_sequences, k):
     plan = handmade_plan(random_sequences(LENGTHS), [{0: CHUNKS}], k=k)
     [work] = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256))).ranks
     return work
@@ -68,8 +65,8 @@ def work_of(handmade_plan: Any, random_sequences: Any, k: int) -> Any:
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any, k: int
-) -> None:
+    tiny_config, handmade_plan, random_sequences, k
+):
     """K chunks of 8 tokens; of layers that keep their inputs on the device none. All of it is free after a step."""
     config = tiny_config("llama", num_hidden_layers=3)
     model = new_model(AutoConfig.for_model(**config), torch.float32, seed=3)
@@ -85,13 +82,13 @@ def test_the_host_holds_the_inputs_of_all_layers_of_the_chunks_in_flight(
         assert sum(memory.nbytes for memory in held.unused) == held.num_bytes
 
 
-def chunk_of(num_tokens: int) -> ChunkTensors:
+def chunk_of(num_tokens):
     places = torch.arange(num_tokens, dtype=torch.int32)[None]
     labels = torch.zeros(num_tokens, dtype=torch.int64)
     return ChunkTensors(0 * places, places, labels, (Span(0, 0, num_tokens, num_tokens, 0, None),))
 
 
-def model_of(config: dict[str, Any], rank: int, level: str) -> CausalLM:
+def model_of(config, rank, level):
     model = new_model(AutoConfig.for_model(**config), torch.bfloat16, seed=3)
     model = add_lora(model, rank=rank, alpha=4) if rank else model
     model.set_checkpointing(level)
@@ -102,9 +99,7 @@ def model_of(config: dict[str, Any], rank: int, level: str) -> CausalLM:
     ("model_type", "rank"),
     [("llama", 4), *(pytest.param(name, 0, marks=pytest.mark.soak) for name in ("llama", "qwen3"))],
 )
-def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(
-    tiny_config: Any, model_type: str, rank: int
-) -> None:
+def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(tiny_config, model_type, rank):
     """Of each chunk what is around the layers; of all together the two inputs that left last."""
     num_tokens, config = 64, tiny_config(model_type, num_hidden_layers=4, **SIZES)
     model = model_of(config, rank, "offload")
@@ -124,7 +119,7 @@ def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(
     assert model.current.host_inputs.num_bytes == 4 * 4 * num_tokens * SIZES["hidden_size"] * 2
 
 
-def peak_of(config: dict[str, Any], level: str, num_tokens: int) -> int:
+def peak_of(config, level, num_tokens):
     """The most bytes on the device in the backward of a chunk."""
     model = model_of(config, 0, level)
     with Alive() as alive:
@@ -141,7 +136,7 @@ def peak_of(config: dict[str, Any], level: str, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("num_layers", [4, 8])
-def test_a_backward_has_the_inputs_of_two_layers_on_the_device(tiny_config: Any, num_layers: int) -> None:
+def test_a_backward_has_the_inputs_of_two_layers_on_the_device(tiny_config, num_layers):
     """Beside `full` at its fullest, which has those of all layers: in the backward of the last one."""
     num_tokens = 256
     config = tiny_config("llama", num_hidden_layers=num_layers, **SIZES)
@@ -155,14 +150,12 @@ def test_a_backward_has_the_inputs_of_two_layers_on_the_device(tiny_config: Any,
     assert (num_layers - 2) * of_input <= saved <= (num_layers - 1) * of_input
 
 
-def test_what_a_run_that_raised_left_behind_reaches_no_other(
-    tiny_config: Any, handmade_plan: Any, random_sequences: Any
-) -> None:
+def test_what_a_run_that_raised_left_behind_reaches_no_other(tiny_config, handmade_plan, random_sequences):
     config = AutoConfig.for_model(**tiny_config("llama", num_hidden_layers=3))
     model = new_model(config, torch.float64, seed=3)
     work = work_of(handmade_plan, random_sequences, 4)
 
-    def gradients() -> list[torch.Tensor]:
+    def gradients():
         executor = RankExecutor(model)
         executor.run(work, 30)
         found = [weight.grad.clone() for weight in model.model.parameters() if weight.grad is not None]
@@ -172,7 +165,7 @@ def test_what_a_run_that_raised_left_behind_reaches_no_other(
     expected = gradients()
     model.set_checkpointing("offload")
 
-    def fail(action: Any) -> Any:
+    def fail(action):
         if action.op == "backward":
             raise RuntimeError("here")
         return torch.enable_grad()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.feed.stream import RankWork
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.products import Summed, sum_gradients
 from chunkplan_runtime.models.trained import add_lora
@@ -27,7 +24,7 @@ from tests.runtime.execution.test_split_backward import SPLIT, at_the_end, check
 TARGETS = 50
 
 #: Ways that a step runs: its actions, and how layers are held.
-WAYS: dict[str, tuple[Callable[[RankWork], RankWork], str]] = {
+WAYS = {
     "whole": (lambda work: work, "none"),
     "halves": (at_the_end, "none"),
     "run again": (lambda work: work, "keep-projections"),
@@ -35,31 +32,31 @@ WAYS: dict[str, tuple[Callable[[RankWork], RankWork], str]] = {
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch):
     """Sums are made in products."""
     monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
 
 
 @pytest.fixture
-def model_of(tiny_config: Callable[..., Any]) -> Callable[..., CausalLM]:
-    def make(name: str, dtype: torch.dtype, *, adapted: bool = False) -> CausalLM:
+def model_of(tiny_config):
+    def make(name, dtype, *, adapted=False):
         model = new_model(AutoConfig.for_model(**tiny_config(**SPLIT[name])), dtype, seed=1)
         return add_lora(model, rank=3, alpha=6.0) if adapted else model
 
     return make
 
 
-def trained(model: CausalLM) -> dict[str, nn.Parameter]:
+def trained(model):
     return {name: value for name, value in model.model.named_parameters() if value.requires_grad}
 
 
-def run(model: CausalLM, way: str, seed: int = 3) -> None:
+def run(model, way, seed=3):
     as_actions, checkpointing = WAYS[way]
     model.set_checkpointing(checkpointing)
     RankExecutor(model, seed=seed).run(as_actions(work_of(random_sequences(97), 1)), TARGETS)
 
 
-def with_sums(model: CausalLM, made: set[str] | None = None) -> dict[str, SimpleNamespace]:
+def with_sums(model, made=None):
     """The sum of each weight; `made` gets the names of those that ever have a gradient of their own."""
     sums = {name: SimpleNamespace(total=None) for name in trained(model)}
     for name, weight in trained(model).items():
@@ -85,7 +82,7 @@ def with_sums(model: CausalLM, made: set[str] | None = None) -> dict[str, Simple
         pytest.param("llama with biases, tied", "run again", marks=pytest.mark.soak),
     ],
 )
-def test_sums_are_the_gradients_of_ordinary_backwards(model_of: Any, name: str, way: str) -> None:
+def test_sums_are_the_gradients_of_ordinary_backwards(model_of, name, way):
     """Tied embeddings, biases, experts in stacks, matrices that are given transposed, latents, states."""
     model, other = model_of(name, torch.float64), model_of(name, torch.float64)
     sums = with_sums(other)
@@ -102,10 +99,10 @@ def test_sums_are_the_gradients_of_ordinary_backwards(model_of: Any, name: str, 
 
 
 @pytest.mark.parametrize("name", ["llama with biases, tied", "gpt2", "qwen3_moe"])
-def test_no_matrix_has_a_gradient_in_bfloat16(model_of: Any, name: str) -> None:
+def test_no_matrix_has_a_gradient_in_bfloat16(model_of, name):
     """Of what is left, norms and biases have no product, and experts are not matrices but stacks."""
     for way in WAYS:
-        made: set[str] = set()
+        made = set()
         model = model_of(name, torch.bfloat16)
         with_sums(model, made)
         run(model, way)
@@ -115,12 +112,12 @@ def test_no_matrix_has_a_gradient_in_bfloat16(model_of: Any, name: str) -> None:
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["llama with biases, tied", "gpt2"])
-def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of: Any, name: str, adapted: bool) -> None:
+def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of, name, adapted):
     """And take as many products for it: frozen weights make none."""
     model, other = (model_of(name, torch.bfloat16, adapted=adapted) for _ in range(2))
-    sums: dict[str, Tensor] = {}
+    sums = {}
 
-    def add(name: str, weight: nn.Parameter) -> None:
+    def add(name, weight):
         assert weight.grad is not None
         sums[name] = sums[name].add_(weight.grad) if name in sums else weight.grad.float()
         weight.grad = None
@@ -145,18 +142,18 @@ def test_on_a_cpu_master_weights_have_the_bits_of_a_second_pass(model_of: Any, n
 class counting_operators(TorchDispatchMode):  # noqa: N801
     """Within the block operators of torch are counted, by name."""
 
-    def __enter__(self) -> Counter[str]:  # type: ignore[override]
+    def __enter__(self):
         super().__enter__()
         self.found = Counter[str]()
         return self.found
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.found[function.name().partition(".")[0]] += 1
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (5, 5)])
-def test_a_product_is_added_as_the_weight_is_laid_out_however_it_is_given(shape: tuple[int, int]) -> None:
+def test_a_product_is_added_as_the_weight_is_laid_out_however_it_is_given(shape):
     torch.manual_seed(0)
     weight, plain = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
     total = SimpleNamespace(total=None)
@@ -166,22 +163,22 @@ def test_a_product_is_added_as_the_weight_is_laid_out_however_it_is_given(shape:
     for each in (weight, plain):
         for _ in range(2):
             outs = [nn.functional.linear(x, each), torch.addmm(bias, y, each), x @ each.mT, y @ each, each.sum()]
-            sum(((out + 1) ** 2).sum() for out in outs).backward()  # type: ignore[union-attr]
+            sum(((out + 1) ** 2).sum() for out in outs).backward()
     assert weight.grad is None and plain.grad is not None
     torch.testing.assert_close(total.total, plain.grad, rtol=1e-14, atol=0)
 
 
-def test_on_a_cpu_the_gradient_of_a_matrix_is_made_by_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_gradient_of_a_matrix_is_made_by_torch_itself(monkeypatch):
     monkeypatch.undo()
     layer = nn.Linear(3, 3, dtype=torch.bfloat16)
     master = TrainedWeights(layer, master_weights=True).tensors["weight"]
     out = layer(torch.ones(2, 3, dtype=torch.bfloat16))
     assert "Addmm" in type(out.grad_fn).__name__
     out.sum().backward()
-    assert layer.weight.grad is None and torch.equal(master.grad, torch.full((3, 3), 2.0))  # type: ignore[arg-type]
+    assert layer.weight.grad is None and torch.equal(master.grad, torch.full((3, 3), 2.0))
 
 
-def test_a_copy_of_a_trained_weight_has_gradients_of_its_own() -> None:
+def test_a_copy_of_a_trained_weight_has_gradients_of_its_own():
     layer = nn.Linear(3, 3, dtype=torch.bfloat16)
     masters = TrainedWeights(layer, master_weights=True).tensors
     own = copy.deepcopy(layer)
@@ -189,7 +186,7 @@ def test_a_copy_of_a_trained_weight_has_gradients_of_its_own() -> None:
     assert own.weight.grad is not None and masters["weight"].grad is None
 
 
-def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum() -> None:
+def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum():
     layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     [master] = TrainedWeights(layer, master_weights=True).tensors.values()
     x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
@@ -201,14 +198,14 @@ def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum() -> None:
 
 
 @pytest.mark.parametrize("padding", [None, 2, -2])
-def test_rows_that_are_looked_up_are_added_to_the_sum(padding: int | None) -> None:
+def test_rows_that_are_looked_up_are_added_to_the_sum(padding):
     """The same row twice in a chunk, and no gradient of padding."""
     torch.manual_seed(0)
     own, plain = (nn.Embedding(5, 3, padding, dtype=torch.float64) for _ in range(2))
     plain.load_state_dict(own.state_dict())
     total = SimpleNamespace(total=None)
     sum_gradients(own.weight, total, "total")
-    made: list[Tensor | None] = []
+    made = []
     own.weight.register_post_accumulate_grad_hook(lambda weight: made.append(weight.grad))
     for ids in (torch.tensor([[1, 2, 1, 3]]), torch.tensor([[1, 4], [0, 1]])):
         for each in (own, plain):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
+from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.checks import check_plan
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.router_loss import RouterLoss, router_loss_scope
 from chunkplan_runtime.models.trained import add_lora
@@ -32,7 +30,7 @@ from tests.support.mixed_chunks import LENGTHS, MIXED
 from tests.support.router_cases import OF_WHOLE_SEQUENCES
 from tests.support.shared_plans import given_blocks
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 5,
@@ -50,7 +48,7 @@ WEIGHT = 0.5
 
 @pytest.fixture
 def model(tiny_config):
-    def make(model_type="mixtral", **changes) -> CausalLM:
+    def make(model_type="mixtral", **changes):
         document = tiny_config(model_type, **MODELS.get(model_type, {}), **changes)
         config = AutoConfig.for_model(**document, router_aux_loss_coef=WEIGHT, output_router_logits=True)
         made = new_model(config, torch.float64, seed=1)
@@ -64,7 +62,7 @@ def model(tiny_config):
 def step(handmade_plan, random_sequences):
     """`make(k)` -> a step with packed, split and mixed chunks, and its whole sequences."""
 
-    def make(k: int) -> tuple[StepWork, list[tuple[Tensor, Tensor]]]:
+    def make(k):
         drawn = random_sequences(LENGTHS)
         plan, analysis = open_plan(*handmade_plan(drawn, [{0: MIXED}], k=k))
         work = next(iter(PlanStream(plan, analysis, vocab_size=97, max_positions=None, prefetch=0)))
@@ -73,7 +71,7 @@ def step(handmade_plan, random_sequences):
     return make
 
 
-def run_chunks(model: CausalLM, work: StepWork, scope: str | None, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
+def run_chunks(model, work, scope, seed=0):
     executor = RankExecutor(model, seed=seed, router_loss=scope or "none")
     [rank] = work.ranks
     executor.router_loss.begin_step(work.step.num_tokens, partial(executor.evaluate, rank, what="counting"))
@@ -81,9 +79,7 @@ def run_chunks(model: CausalLM, work: StepWork, scope: str | None, seed: int = 0
     return loss + executor.router_loss.value, take_gradients(model)
 
 
-def run_whole(
-    model: CausalLM, sequences: list[tuple[Tensor, Tensor]], of_routers: Any
-) -> tuple[float, dict[str, Tensor]]:
+def run_whole(model, sequences, of_routers):
     attention = model.config._attn_implementation
     model.model.set_attn_implementation("eager")
     num_targets = sum(int(target.sum()) for _, target in sequences)
@@ -93,7 +89,7 @@ def run_whole(
     return loss, take_gradients(model)
 
 
-def assert_same(found: tuple[float, dict[str, Tensor]], whole: tuple[float, dict[str, Tensor]]) -> None:
+def assert_same(found, whole):
     errors = relative_errors(found[1], whole[1], vanishing_gradients(whole[1]))
     assert max(errors.values()) <= 1e-12, max(errors, key=errors.__getitem__)
     assert found[0] == pytest.approx(whole[0], rel=1e-12)
@@ -104,7 +100,7 @@ def assert_same(found: tuple[float, dict[str, Tensor]], whole: tuple[float, dict
 )
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, checkpointing, model, step) -> None:
+def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, checkpointing, model, step):
     """Over the batch as transformers computes it itself, of all sequences in one padded batch."""
     work, sequences = step(k)
     run = model(name)
@@ -120,7 +116,7 @@ def test_the_load_balancing_loss_is_that_of_whole_sequences(name, scope, k, chec
 
 
 @pytest.mark.parametrize("scope", OF_WHOLE_SEQUENCES)
-def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step) -> None:
+def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step):
     work, sequences = step(1)
     run = add_lora(model(), rank=2, alpha=4.0, dropout=0.0, targets=("q_proj", "v_proj"))
     spread_weights(run.model)
@@ -131,7 +127,7 @@ def test_adapters_get_the_gradient_of_routers_that_are_frozen(scope, model, step
     assert_same(found, whole)
 
 
-def test_padding_counts_nowhere(model, handmade_plan, random_sequences, step) -> None:
+def test_padding_counts_nowhere(model, handmade_plan, random_sequences, step):
     """A rank with nothing but a token of padding changes neither what is counted nor over how many tokens."""
     _, sequences = step(2)
     plan, analysis = open_plan(*handmade_plan(random_sequences(LENGTHS), [{0: [*MIXED, []]}], k=2))
@@ -143,7 +139,7 @@ def test_padding_counts_nowhere(model, handmade_plan, random_sequences, step) ->
             assert_same(run_chunks(run, work, scope), run_whole(run, sequences, reference))
 
 
-def test_an_evaluation_between_two_steps_changes_nothing(model, step) -> None:
+def test_an_evaluation_between_two_steps_changes_nothing(model, step):
     work, sequences = step(1)
     run = model()
     with evaluate_in_float64(run.model):
@@ -157,7 +153,7 @@ def test_an_evaluation_between_two_steps_changes_nothing(model, step) -> None:
             assert_same((loss, take_gradients(run)), whole)
 
 
-NOISY: dict[str, dict[str, Any]] = {
+NOISY = {
     "mixtral": {"router_jitter_noise": 0.3},
     "phimoe": {
         "num_local_experts": 4,
@@ -177,7 +173,7 @@ NOISY: dict[str, dict[str, Any]] = {
         *(pytest.param(*each, marks=pytest.mark.soak) for each in (("mixtral", "batch"), ("phimoe", None))),
     ],
 )
-def test_a_chunk_that_runs_again_draws_the_noise_of_routers_that_it_drew(name, scope, model, step, monkeypatch) -> None:
+def test_a_chunk_that_runs_again_draws_the_noise_of_routers_that_it_drew(name, scope, model, step, monkeypatch):
     run = model(name, **NOISY[name])
     with evaluate_in_float64(run.model):
         kept = run_chunks(run, step(100)[0], scope, seed=3)
@@ -187,8 +183,8 @@ def test_a_chunk_that_runs_again_draws_the_noise_of_routers_that_it_drew(name, s
         assert_same(run_chunks(run, step(2)[0], scope, seed=3), kept)
 
 
-def test_what_transformers_has_no_such_loss_for_is_refused_by_name(tiny_config) -> None:
-    def scope(model_type: str, asked: str | None = None, **changes: Any) -> str:
+def test_what_transformers_has_no_such_loss_for_is_refused_by_name(tiny_config):
+    def scope(model_type, asked=None, **changes):
         return router_loss_scope(AutoConfig.for_model(model_type, **changes), asked, "config.json")
 
     assert scope("mixtral") == scope("llama") == scope("mixtral", "none", output_router_logits=True) == "none"
@@ -204,7 +200,7 @@ def test_what_transformers_has_no_such_loss_for_is_refused_by_name(tiny_config) 
         scope("mixtral", "step")
 
 
-def test_by_sequence_no_two_processes_may_share_one(model, tmp_path) -> None:
+def test_by_sequence_no_two_processes_may_share_one(model, tmp_path):
     with given_blocks({40: (0, 2, 1)}):
         np.save(tmp_path / "lengths.npy", [40, 3])
         plan = build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, dp=2, cp="auto"))
@@ -215,7 +211,7 @@ def test_by_sequence_no_two_processes_may_share_one(model, tmp_path) -> None:
     check_plan(model().config, plan, "batch")
 
 
-def test_a_loss_of_no_weight_is_refused(model) -> None:
+def test_a_loss_of_no_weight_is_refused(model):
     made = model()
     made.model.router_aux_loss_coef = 0.0
     with pytest.raises(UsageError, match=r"router_aux_loss_coef is 0\.0"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +17,7 @@ from chunkplan_runtime.models.tiny import tiny_document
 TYPES = ("gemma3", "qwen3_5", "llama4", "mistral3")
 
 
-def whole_model(model_type: str) -> Any:
+def whole_model(model_type):
     tied = {"tie_word_embeddings": False} if model_type in ("qwen3_5", "llama4") else {}
     document = AutoConfig.for_model(model_type, **tied).to_dict()
     parts = {name: tiny_document(value) for name, value in document.items() if name.endswith("_config")}
@@ -32,7 +29,7 @@ def whole_model(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_language_model_has_the_weights_that_it_has_in_the_whole(model_type: str, tmp_path: Path) -> None:
+def test_the_language_model_has_the_weights_that_it_has_in_the_whole(model_type, tmp_path):
     whole = whole_model(model_type)
     whole.save_pretrained(tmp_path / "whole")
     config = read_config(str(tmp_path / "whole"))
@@ -51,7 +48,7 @@ def test_the_language_model_has_the_weights_that_it_has_in_the_whole(model_type:
     )
 
 
-def test_weights_of_the_language_model_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
+def test_weights_of_the_language_model_that_would_be_left_out_are_an_error(tmp_path):
     whole_model("gemma3").save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     save_file(load_file(file) | {"language_model.model.layers.0.more.weight": torch.ones(2)}, file, {"format": "pt"})
@@ -60,14 +57,14 @@ def test_weights_of_the_language_model_that_would_be_left_out_are_an_error(tmp_p
         load_model(str(tmp_path / "whole"), config, torch.float32)
 
 
-def test_a_whole_model_that_was_made_elsewhere_is_refused_by_name() -> None:
+def test_a_whole_model_that_was_made_elsewhere_is_refused_by_name():
     with pytest.raises(UsageError, match="a gemma3 model is one of text and more"):
         check_config(AutoConfig.for_model("gemma3"), "model")
     with pytest.raises(UsageError, match="a bart model has an encoder"):
         check_config(AutoConfig.for_model("bart"), "model")
 
 
-def test_a_config_without_a_type_of_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_config_without_a_type_of_model_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     with pytest.raises(DataError, match="`model_type` is missing"):
         read_config(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -11,13 +10,12 @@ from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
@@ -26,7 +24,7 @@ from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import CausalLM, new_model
+from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import tiny_document
 from chunkplan_runtime.models.trained import add_lora
@@ -41,7 +39,7 @@ from chunkplan_runtime.proof.prove import (
 from tests.support.kept_attention import keeping_attention
 
 #: By what crosses a border of chunks: keys and values, windows of them, latents, tiles, states of every kind.
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {},
     "gpt_oss": {},
     "deepseek_v3": {},
@@ -88,34 +86,34 @@ CASES = st.builds(
 class ThreadLinks:
     """Links between two stages that run in two threads of one process."""
 
-    def __init__(self, queues: dict[str, SimpleQueue[Any]]) -> None:
+    def __init__(self, queues):
         self._queues = queues
 
     @contextmanager
-    def open(self, *_: Any) -> Iterator[None]:
+    def open(self, *_):
         yield
 
-    def send(self, name: str, virtual_stage: int, chunk_id: int, tensor: Tensor) -> None:
+    def send(self, name, virtual_stage, chunk_id, tensor):
         self._queues[name].put(tensor)
 
-    def receive(self, name: str, *_: int) -> Tensor:
-        tensor: Tensor | None = self._queues[name].get()
+    def receive(self, name, *_):
+        tensor = self._queues[name].get()
         if tensor is None:
             raise RuntimeError("the other stage failed")
         return tensor
 
-    def close(self) -> None:
+    def close(self):
         for queue in self._queues.values():
             queue.put(None)
 
 
 @cache
-def config_of(model_type: str) -> Any:
+def config_of(model_type):
     config = AutoConfig.for_model(model_type, **MODELS[model_type])
     return AutoConfig.for_model(**tiny_document(config.to_dict()))
 
 
-def run_case(model_type: str, case: Case, folder: Path) -> float:
+def run_case(model_type, case, folder):
     """The worst relative error of a gradient."""
     model = new_model(config_of(model_type), torch.float64, seed=1)
     model.model.double()
@@ -132,25 +130,25 @@ def run_case(model_type: str, case: Case, folder: Path) -> float:
     with evaluate_in_float64(model.model):
         run_whole(model, analysis, range(len(case.lengths)))
         whole = take_gradients(model)
-    gradients: dict[str, Tensor] = {}
+    gradients = {}
     for own in run_stages(model, case, folder):
         for name, gradient in take_gradients(own).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return max(relative_errors(gradients, whole, vanishing_gradients(whole)).values())
 
 
-def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
+def run_stages(model, case, folder):
     """Run the step on as many stages as it has, each in a thread."""
-    queues: dict[str, SimpleQueue[Any]] = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
+    queues = {"inputs": SimpleQueue(), "gradients": SimpleQueue()}
     half = len(model.own_layers) // 2
     stages = [model]
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
         copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
         stages = [cut_stage(own, cuts, RankLayout(pp=2, process=rank)) for rank, own in enumerate(copies)]
-    failed: list[BaseException] = []
+    failed = []
 
-    def run(stage: int) -> None:
+    def run(stage):
         own, links = stages[stage], ThreadLinks(queues)
         plan, analysis = open_plan(folder / "plan", folder / "analysis", pp=case.pp)
         layout = RankLayout(pp=case.pp, process=stage)
@@ -159,7 +157,7 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
             if case.checkpointing:
                 own.set_checkpointing("full")
             with evaluate_in_float64(own.model):
-                executor = RankExecutor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)  # type: ignore[arg-type]
+                executor = RankExecutor(own, kv_offload=case.kv_offload, links=links if case.pp > 1 else None)
                 for work in stream:
                     for rank in work.ranks:
                         own_work = keeping_attention(rank) if case.keep_attention else rank
@@ -179,12 +177,11 @@ def run_stages(model: CausalLM, case: Case, folder: Path) -> list[CausalLM]:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.soak) for each in MODELS],
+    "model_type", [pytest.param(each, marks=() if each == "lfm2" else pytest.mark.soak) for each in MODELS]
 )
 @given(case=CASES)
 @settings(max_examples=8)
-def test_any_step_is_exact(model_type: str, case: Case) -> None:
+def test_any_step_is_exact(model_type, case):
     # Stages are threads here, and adapters of experts use a cache that all threads of a process have in common.
     assume(not (case.lora and case.pp == 2) or model_type in DENSE)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from chunkplan import PlanConfig, build
 from chunkplan.planfile.analysis_writer import AnalysisWriter
@@ -26,7 +22,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, random_sequences):
+def plans(tmp_path_factory, random_sequences):
     """A folder with the analysis of eleven sequences, a plan of nine of them over two epochs, and one of the others."""
     folder = tmp_path_factory.mktemp("chunk_trainer")
     (folder / "analysis").mkdir()
@@ -49,11 +45,11 @@ def new_model(tiny_config):
 
 
 @pytest.fixture
-def new_trainer(made, new_model, tmp_path):
+def new_trainer(plans, new_model, tmp_path):
     """`make(**settings)` -> a ChunkTrainer of the plan of `made` and a Llama; some settings are its own arguments."""
 
     def make(model=None, kind=ChunkTrainer, callbacks=(), plan=None, eval_plan=None, **settings):
-        data = {"plan": plan or made / "plan", "eval_plan": eval_plan} if issubclass(kind, ChunkTrainer) else {}
+        data = {"plan": plan or plans / "plan", "eval_plan": eval_plan} if issubclass(kind, ChunkTrainer) else {}
         for name in ("train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "fused_kernels"):
             data |= {name: settings.pop(name)} if name in settings else {}
         settings = {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "logging_steps": 1, **settings}

@@ -18,21 +18,11 @@ from chunkplan.extras import pip_install
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.setup import check_layout
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main
-from tests.support.training_checks import after_step, learning, lines, make_training, options, same_weights
+from tests.support.training_cases import together
+from tests.support.training_checks import after_step, learning, lines, same_weights
 
+pytestmark = pytest.mark.usefixtures("base")
 LORA = ("--lora-rank", 4, "--lora-dropout", 0.1, "--lora-targets", "q_proj,v_proj", "--lr", "3e-2")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """As elsewhere, and `base/`: a saved model to adapt."""
-    folder = make_training(tmp_path_factory.mktemp("adapting") / "made", tiny_config, random_sequences)
-    assert main(options(folder, folder / "run", "--max-steps", 1)) == 0
-    (folder / "run" / "final").rename(folder / "base")
-    return folder
 
 
 def adapt(made, output, *more):
@@ -82,25 +72,21 @@ def test_weights_in_4_bits_need_an_extra_that_is_named(made, tmp_path, capsys, m
     assert "weights in 4 bits need bitsandbytes" in said and pip_install("qlora") in said
 
 
-def test_weights_in_4_bits_are_refused_on_several_processes_also_where_only_the_plan_has_them(made, tmp_path):
+def test_weights_in_4_bits_are_refused_on_several_processes_also_where_only_the_plan_has_them(made, trainers, tmp_path):
     """Before any weight is loaded, so bitsandbytes need not be there. Without them the same plan can be trained."""
     config = PlanConfig(chunk_size=8, k=2, global_batch=3, dp=2, cp="off")
     build(made / "analysis", tmp_path / "plan", config, cost=CostModel(lora_rank=4, load_in_4bit=True))
     where = {"--plan": tmp_path / "plan", "--model": made / "base", "--output": tmp_path / "run", "--device": "cpu"}
     words = [str(word) for pair in where.items() for word in pair]
 
-    def told(*more):
-        with process_pool(2, joined=False) as pool:
-            return pool.run(2, run_main, size=2, port=free_port(), arguments=[[*words, *more]])
-
-    (code, said), (other_code, _) = told()
+    (code, said), (other_code, _) = together(trainers, 2, words)
     assert (code, other_code) == (2, 2)
     assert "weights in 4 bits (--load-in-4bit, or as planned) with 2 processes\n" in said
     assert "hint: they are for one process; give --no-load-in-4bit" in said
     assert not (tmp_path / "run").exists()
     with pytest.raises(UsageError, match=r"weights in 4 bits \(--load-in-4bit, or as planned\) with 2 processes"):
         check_layout(read_options([*words, "--load-in-4bit"]), RankLayout(dp=2))
-    ran = told("--no-load-in-4bit", "--max-steps", "1")
+    ran = together(trainers, 2, [*words, "--no-load-in-4bit", "--max-steps", "1"])
     assert [code for code, _ in ran] == [0, 0], ran
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
@@ -17,11 +15,8 @@ from chunkplan_runtime.training.callbacks import LOGGED, LOGGED_OF_EVALUATIONS
 from chunkplan_runtime.training.processes import train_alone
 from chunkplan_runtime.training.run_folder import RunFolder
 from tests.runtime.training.test_best import STOPPING, evaluations
-from tests.runtime.training.test_best import made as made  # a fixture
 from tests.support.places import ROOT
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_with_one_callback
+from tests.support.training_cases import run_with_one_callback, together
 from tests.support.training_checks import learning, lines, options
 
 MOMENTS = re.findall(r"^\| `(on_\w+)` \|", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"), re.M)
@@ -30,17 +25,15 @@ MOMENTS = re.findall(r"^\| `(on_\w+)` \|", (ROOT / "docs" / "training.md").read_
 class Recorder(TrainerCallback):
     """Notes each moment with what it sees there."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-        self.logs: list[dict[str, float]] = []
-        self.metrics: list[dict[str, float]] = []
-        self.states: list[TrainerState] = []
+    def __init__(self):
+        self.seen = []
+        self.logs = []
+        self.metrics = []
+        self.states = []
 
 
-def _note(moment: str) -> Any:
-    def note(
-        self: Recorder, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **more: Any
-    ):
+def _note(moment):
+    def note(self, args, state, control, model=None, optimizer=None, **more):
         assert isinstance(state, TrainerState) and isinstance(control, TrainerControl)
         assert model is not None and optimizer.param_groups
         assert args.max_steps == state.max_steps
@@ -59,7 +52,7 @@ for _moment in MOMENTS:
     setattr(Recorder, _moment, _note(_moment))
 
 
-def train(made: Path, output: Path, callbacks: Sequence[TrainerCallback], *more: object, plan: str = "long") -> None:
+def train(made, output, callbacks, *more, plan="twenty"):
     train_alone(read_options([*options(made, output, *more, plan=plan)]), callbacks)
 
 
@@ -91,7 +84,7 @@ def test_every_moment_comes_in_its_order(made, tmp_path):
 class Asks(TrainerCallback):
     """Evaluates and saves after the first step, not after the second one, and stops after the third."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         control.should_evaluate = control.should_save = state.global_step == 1
         control.should_training_stop = state.global_step == 3
 
@@ -106,14 +99,14 @@ def test_what_a_callback_asks_for_is_done(made, tmp_path, capsys):
 
 
 def test_early_stopping_of_transformers_stops_where_ours_does(made, tmp_path):
-    assert main(options(made, tmp_path / "ours", *STOPPING, plan="long")) == 0
+    assert main(options(made, tmp_path / "ours", *STOPPING, plan="twenty")) == 0
     its = [word for word in STOPPING if word not in ("--early-stopping", 2)]
     train(made, tmp_path / "its", [EarlyStoppingCallback(2)], *its, "--keep-best")
     assert learning(tmp_path / "its") == learning(tmp_path / "ours")
 
 
 class EndsEpoch(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         control.should_epoch_stop = True
 
 
@@ -122,19 +115,18 @@ def test_the_end_of_an_epoch_is_refused(made, tmp_path):
         train(made, tmp_path, [EndsEpoch()])
 
 
-def test_what_one_process_asks_for_all_do(made, tmp_path):
+def test_what_one_process_asks_for_all_do(made, trainers, tmp_path):
     arguments = options(made, tmp_path, "--device", "cpu", "--save-every", 0, plan="pair")
-    with process_pool(2, joined=False) as pool:
-        pool.run(2, run_with_one_callback, size=2, port=free_port(), arguments=arguments, steps=2)
+    together(trainers, 2, arguments, run=run_with_one_callback, steps=2)
     assert [row["step"] for row in learning(tmp_path)] == [0, 1]
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(folder):
     """What tensorboard would show: by name, steps and values of all event files below a folder."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    found = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         data = file.read_bytes()
         while data:
@@ -150,7 +142,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_has_the_metrics_by_their_documented_names(made, tmp_path, capsys):
     """The run says where they are."""
     more = ("--report-to", "tensorboard", "--max-steps", 3, "--eval-every", 2)
-    assert main(options(made, tmp_path, *more, plan="long")) == 0
+    assert main(options(made, tmp_path, *more, plan="twenty")) == 0
     [logs] = re.findall(r"^tracked   tensorboard --logdir (\S+)$", capsys.readouterr().err, re.M)
     found = scalars(Path(logs))
     rows = lines(tmp_path / "metrics.jsonl")

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from chunkplan import PlanConfig, build, load_plan
 from chunkplan_runtime import ChunkTrainer
@@ -61,7 +59,7 @@ def test_a_training_step_has_the_gradients_and_the_loss_of_whole_sequences(
     "router_loss", [None, "sequence", *(pytest.param(asked, marks=pytest.mark.soak) for asked in ("batch", "none"))]
 )
 def test_the_load_balancing_loss_of_routers_is_that_of_whole_sequences(
-    router_loss, made, tmp_path, new_model, handmade_plan, random_sequences
+    router_loss, plans, tmp_path, new_model, handmade_plan, random_sequences
 ):
     """In the gradients and in the loss that is logged, as `Trainer` has it."""
     sequences = random_sequences(LENGTHS)
@@ -152,12 +150,12 @@ def test_adapters_of_peft_have_the_gradients_of_whole_sequences(
     ],
     ids=["sgd", "adamw"],
 )
-def test_a_run_learns_the_weights_that_plain_trainer_learns(learning, made, new_trainer, new_model):
+def test_a_run_learns_the_weights_that_plain_trainer_learns(learning, plans, new_trainer, new_model):
     """Six steps: same clipping, same schedule, and after all of them the same weights, in float64."""
     models = [new_model("qwen3"), new_model("qwen3")]
     trainers = [
         new_trainer(models[0], **learning),
-        new_trainer(models[1], **learning, **plain(made, compute_loss_func=loss_in_float64)),
+        new_trainer(models[1], **learning, **plain(plans, compute_loss_func=loss_in_float64)),
     ]
     before = {name: weight.clone() for name, weight in models[0].state_dict().items()}
     for model, trainer in zip(models, trainers, strict=True):
@@ -175,9 +173,9 @@ def test_a_run_learns_the_weights_that_plain_trainer_learns(learning, made, new_
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-11)
 
 
-def test_a_run_learns_what_transformers_own_loss_teaches(made, new_trainer, new_model):
+def test_a_run_learns_what_transformers_own_loss_teaches(plans, new_trainer, new_model):
     """As above with nothing of transformers replaced, as far as float32 goes; the loss of the whole run too."""
-    trainers = [new_trainer(new_model("llama")), new_trainer(new_model("llama"), **plain(made))]
+    trainers = [new_trainer(new_model("llama")), new_trainer(new_model("llama"), **plain(plans))]
     results = [trainer.train() for trainer in trainers]
     assert results[0].training_loss == pytest.approx(results[1].training_loss, rel=1e-5)
     for mine, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
@@ -211,12 +209,12 @@ def test_a_step_without_targets_changes_nothing(new_trainer, new_model, handmade
     assert all((mine == other).all() for mine, other in zip(model.parameters(), before, strict=True))
 
 
-def test_keys_and_values_in_host_memory_change_nothing(made, new_model, new_trainer, tmp_path):
+def test_keys_and_values_in_host_memory_change_nothing(plans, new_model, new_trainer, tmp_path):
     trainers = [
         ChunkTrainer(
             new_model(),
             args=TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True, max_steps=2, save_strategy="no"),
-            plan=made / "plan",
+            plan=plans / "plan",
             kv_offload=offload,
         )
         for offload in (False, True)

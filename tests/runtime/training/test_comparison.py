@@ -18,15 +18,10 @@ from chunkplan import CostModel, PlanConfig, build, load_hardware, load_plan
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan_runtime.devices import calibrated_name, device_name, is_profile_of, shipped_profile
 from chunkplan_runtime.train import main
-from tests.support.training_checks import cost_of_a_run, lines, make_training, options
+from tests.support.training_checks import cost_of_a_run, lines, options
 
 SCRIPTS = Path(sys.executable).parent
 HERE = device_name(torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    return make_training(tmp_path_factory.mktemp("compared") / "made", tiny_config, random_sequences)
 
 
 def build_with(made, cost, output):
@@ -117,13 +112,6 @@ def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, ca
 def test_where_keys_and_values_lie_is_no_other_time(made, tmp_path):
     assert main(options(made, tmp_path, "--kv-offload", "--max-steps", 1)) == 0
     assert lines(tmp_path / "metrics.jsonl")[0]["predicted_seconds"] > 0
-
-
-@pytest.fixture(scope="module")
-def base(made):
-    """A saved model, to adapt."""
-    assert main(options(made, made / "whole", "--max-steps", 1)) == 0
-    return made / "whole" / "final"
 
 
 ALL, RANK_2 = "all weights trained", "adapters of rank 2"

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
 from chunkplan import PlanConfig, build
 from chunkplan_runtime.models import compiled
 from chunkplan_runtime.train import main
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main_compiled
-from tests.support.training_checks import cost_of_a_run, learning, make_training, options
+from tests.support.training_cases import run_main_compiled, together
+from tests.support.training_checks import cost_of_a_run, learning, options
 
 STEPS = ("--max-steps", 3)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    folder = make_training(tmp_path_factory.mktemp("compiled") / "made", tiny_config, random_sequences)
-    plan = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6, dp=2, cp="off")
-    build(folder / "analysis", folder / "two", plan, cost=cost_of_a_run(folder))
-    return folder
 
 
 def losses(output):
@@ -30,18 +23,30 @@ def losses(output):
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    [("aot_eager", "bf16"), *(pytest.param("inductor", each, marks=pytest.mark.soak) for each in ("fp32", "bf16"))],
+    [
+        ("aot_eager", "fp32"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in product(("inductor",), ("fp32", "bf16"))),
+        pytest.param("aot_eager", "bf16", marks=pytest.mark.soak),
+    ],
 )
-def test_a_run_with_compiled_layers_is_one_without_to_rounding(made, tmp_path, capsys, monkeypatch, backend, precision):
-    """And stops at nothing when it evaluates, saves or goes on."""
+def test_a_run_with_compiled_layers_is_one_without_to_rounding(made, tmp_path, capfd, monkeypatch, backend, precision):
+    """As planned, and stops at nothing when it evaluates, saves or goes on. A run says where they are not compiled."""
     torch._dynamo.reset()
     if backend != "inductor":
         monkeypatch.setattr(compiled, "BACKEND", {"backend": backend})
-    for name, more in (("compiled", ("--compile", "--eval-every", 2)), ("none", ())):
-        words = options(made, tmp_path / name, *STEPS, *more, "--precision", precision, plan="held")
-        assert main(words) == 0
-        said = capsys.readouterr().err
-        assert ("compiled  2 layers, " in said) == (name == "compiled") and "note: layers" not in said
+    plan, cost = tmp_path / "plan", replace(cost_of_a_run(made), compile=True, precision=precision)
+    config = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=3, holdout=2, cp="off")
+    build(made / "analysis", plan, config, cost=cost)
+    more = (*STEPS, "--device", "cpu", "--precision", precision)
+    assert main(options(made, tmp_path / "compiled", *more, "--eval-every", 2, plan=plan)) == 0
+    said = capfd.readouterr().err
+    assert "compiled  2 layers, once for all chunks: the first steps take minutes longer\n" in said
+    assert "predicts  no times" not in said and "note: layers" not in said
+    assert main(options(made, tmp_path / "none", *more, "--no-compile", plan=plan)) == 0
+    said = capfd.readouterr().err
+    assert "compiled  " not in said and "note: layers" not in said
+    assert "the plan's times are for --compile; this run has --no-compile" in said
+    assert "`chunkplan build` with `--no-compile`" in said
     assert losses(tmp_path / "compiled") == pytest.approx(
         losses(tmp_path / "none"), rel=1e-2 if precision == "bf16" else 1e-5
     )
@@ -50,13 +55,14 @@ def test_a_run_with_compiled_layers_is_one_without_to_rounding(made, tmp_path, c
 @pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", "weights", "gradients"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_processes_that_share_weights_train_as_one_without_compiled_layers(made, tmp_path, sharding, precision):
+def test_processes_that_share_weights_train_as_one_without_compiled_layers(
+    made, trainers, tmp_path, sharding, precision
+):
     how = ("--precision", precision)
     assert main(options(made, tmp_path / "one", *STEPS, *how, plan="two")) == 0
     more = ("--compile", "--sharding", sharding, "--device", "cpu")
     arguments = options(made, tmp_path / "two", *STEPS, *how, *more, plan="two")
-    with process_pool(2, joined=False) as pool:
-        told = pool.run(2, run_main_compiled, size=2, port=free_port(), arguments=[arguments])
+    told = together(trainers, 2, arguments, run=run_main_compiled)
     assert [code for code, _ in told] == [0, 0], told
     assert "compiled  2 layers, " in told[0][1] and "note: layers" not in told[0][1]
     assert losses(tmp_path / "two") == pytest.approx(

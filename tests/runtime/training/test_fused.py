@@ -6,33 +6,12 @@ import signal
 
 import pytest
 
-from chunkplan import PlanConfig, build
 from chunkplan_runtime.train import main
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main
-from tests.support.training_checks import (
-    after_step,
-    cost_of_a_run,
-    learning,
-    lines,
-    make_training,
-    options,
-    same_weights,
-)
+from tests.support.training_cases import together
+from tests.support.training_checks import after_step, learning, lines, options, same_weights
 
+pytestmark = pytest.mark.usefixtures("base")
 FUSED = ("--fused-kernels", "torch", "--max-steps", 4)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """As elsewhere, with a plan for two ranks; `base/`: a saved model."""
-    folder = make_training(tmp_path_factory.mktemp("fused") / "made", tiny_config, random_sequences)
-    plan = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6, dp=2, cp="off")
-    build(folder / "analysis", folder / "two", plan, cost=cost_of_a_run(folder))
-    assert main(options(folder, folder / "run", "--max-steps", 1)) == 0
-    (folder / "run" / "final").rename(folder / "base")
-    return folder
 
 
 def losses(output):
@@ -69,11 +48,10 @@ def test_evaluation_and_adapters_are_those_without_fused_kernels(made, tmp_path,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["weights", "gradients"])
-def test_processes_that_share_weights_train_as_one_without_fused_kernels(made, tmp_path, sharding):
+def test_processes_that_share_weights_train_as_one_without_fused_kernels(made, trainers, tmp_path, sharding):
     assert main(options(made, tmp_path / "one", *FUSED, "--fused-kernels", "none", plan="two")) == 0
     arguments = options(made, tmp_path / "two", *FUSED, "--sharding", sharding, "--device", "cpu", plan="two")
-    with process_pool(2, joined=False) as pool:
-        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
+    told = together(trainers, 2, arguments)
     assert [code for code, _ in told] == [0, 0], told
     assert "fused     by torch: 5 norms\n" in told[0][1]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

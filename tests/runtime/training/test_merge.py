@@ -10,29 +10,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chunkplan import PlanConfig, build
 from chunkplan.errors import UsageError
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.train import main
 from chunkplan_runtime.training.final import check_mergeable, merge_adapters
-from tests.runtime.distributed.test_train import all_well
-from tests.support.process_pool import process_pool
-from tests.support.training_checks import make_training, options
+from tests.support.training_cases import all_well
 
+pytestmark = pytest.mark.usefixtures("base")
 TOKENS = torch.arange(1, 60)[None]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """As elsewhere, and `base/`: a saved model to adapt."""
-    folder = make_training(tmp_path_factory.mktemp("merging") / "made", tiny_config, random_sequences)
-    settings = {"chunk_size": 8, "k": 2, "global_batch": 4, "epochs": 6, "cp": "off"}
-    for name, layout in (("one", {}), ("both", {"dp": 2, "pp": 2})):
-        build(folder / "analysis", folder / name, PlanConfig(**settings, **layout))
-    assert main(options(folder, folder / "run", "--max-steps", 1)) == 0
-    (folder / "run" / "final").rename(folder / "base")
-    return folder
 
 
 def adapt(made, output, *more, plan="one", model="base"):
@@ -67,10 +53,9 @@ def test_a_merged_model_computes_what_base_and_adapters_do(made, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sharding", ["optimizer", pytest.param("weights", marks=pytest.mark.soak)])
-def test_four_processes_merge_what_one_does(made, tmp_path, sharding):
+def test_four_processes_merge_what_one_does(made, trainers, tmp_path, sharding):
     assert main(adapt(made, tmp_path / "one", "--merge-adapters")) == 0
-    with process_pool(4, joined=False) as pool:
-        all_well(pool, 4, adapt(made, tmp_path / "both", "--merge-adapters", "--sharding", sharding, plan="both"))
+    all_well(trainers, 4, adapt(made, tmp_path / "both", "--merge-adapters", "--sharding", sharding, plan="both"))
     one, both = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "both"))
     assert one.keys() == both.keys()
     for name, weight in one.items():

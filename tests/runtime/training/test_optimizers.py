@@ -21,30 +21,23 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main, read_options
 from chunkplan_runtime.training.optimizer import blocks_shape, make_optimizer
-from tests.support.ports import free_port
-from tests.support.process_pool import process_pool
-from tests.support.training_cases import run_main
-from tests.support.training_checks import (
-    after_step,
-    cost_of_a_run,
-    learning,
-    lines,
-    make_training,
-    options,
-    same_weights,
-)
+from tests.support import training_checks
+from tests.support.training_cases import together
+from tests.support.training_checks import after_step, cost_of_a_run, learning, lines, same_weights
 
+pytestmark = pytest.mark.usefixtures("wide")
 NOT_INSTALLED = "the extra qlora is not installed"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """As elsewhere, with rows of 256 numbers, a block; and a plan on two data-parallel ranks."""
-    folder = make_training(tmp_path_factory.mktemp("optimizers") / "made", tiny_config, random_sequences)
-    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
-    (folder / "config.json").write_text(json.dumps({**tiny_config("qwen2"), **wide, "head_dim": 32}))
-    build(folder / "analysis", folder / "pair", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=6, cp="off", dp=2))
-    return folder
+def wide(made, tiny_config):
+    """A model with rows of 256 numbers, a block."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    (made / "wide.json").write_text(json.dumps({**tiny_config("qwen2"), **sizes, "head_dim": 32}))
+
+
+def options(made, output, *more, **plan):
+    return training_checks.options(made, output, "--model-config", made / "wide.json", *more, **plan)
 
 
 def need(optimizer):
@@ -73,14 +66,15 @@ def test_each_learns_and_a_stopped_run_goes_on_bit_for_bit(made, tmp_path, monke
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", pytest.param("sgd", marks=pytest.mark.soak)])
-def test_processes_that_share_states_learn_what_one_does_and_others_read_their_checkpoints(made, tmp_path, optimizer):
+def test_processes_that_share_states_learn_what_one_does_and_others_read_their_checkpoints(
+    made, trainers, tmp_path, optimizer
+):
     need(optimizer)
     more = ("--device", "cpu", "--optimizer", optimizer, "--save-every", 2, "--keep-last", 9)
-    assert main(options(made, tmp_path / "one", *more, plan="pair")) == 0
-    arguments = options(made, tmp_path / "two", *more, plan="pair")
-    with process_pool(2, joined=False) as pool:
-        told = pool.run(2, run_main, size=2, port=free_port(), arguments=[arguments])
-        assert [code for code, _ in told] == [0, 0], told
+    assert main(options(made, tmp_path / "one", *more, plan="two")) == 0
+    arguments = options(made, tmp_path / "two", *more, plan="two")
+    told = together(trainers, 2, arguments)
+    assert [code for code, _ in told] == [0, 0], told
     shutil.rmtree(tmp_path / "two" / "final")
     for path in sorted((tmp_path / "two" / "checkpoints").iterdir())[2:]:
         shutil.rmtree(path)
@@ -126,7 +120,7 @@ def test_what_cannot_be_is_refused(made, tmp_path, capsys, monkeypatch):
 
 
 def test_rows_and_columns_are_not_shared(made, tmp_path):
-    config = read_options(options(made, tmp_path / "two", "--optimizer", "adafactor", plan="pair"))
+    config = read_options(options(made, tmp_path / "two", "--optimizer", "adafactor", plan="two"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         rows = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -17,7 +17,7 @@ from chunkplan_runtime.training.config import TrainConfig
 NEEDED = ["--plan", "p", "--output", "o", "--model", "m"]
 
 
-def read(*arguments: object) -> TrainConfig:
+def read(*arguments):
     return read_options([str(argument) for argument in arguments])
 
 

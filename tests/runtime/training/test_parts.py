@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, TrainingArguments, get_scheduler
 
-from chunkplan_runtime.distributed.sharding import clip, gradient_norm
+from chunkplan_runtime.distributed.job import clip, gradient_norm
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
-from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig, learning_rate_factor
+from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig
 from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
 from chunkplan_runtime.training.trainer import _essence
@@ -43,8 +43,8 @@ def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     theirs = get_scheduler(name, optimizer, num_warmup, 40, scheduler_specific_kwargs=more or None)
     for step in range(40):
-        factor = learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=lowest)
-        assert 3e-4 * factor == theirs.get_last_lr()[0], step
+        rate = replace(CONFIG, lr=3e-4, lr_schedule=schedule, warmup=warmup, min_lr=lowest).learning_rate(step, 40)
+        assert rate == theirs.get_last_lr()[0], step
         optimizer.step()
         theirs.step()
 
@@ -52,7 +52,8 @@ def test_the_rate_of_every_step_is_that_of_transformers(schedule, lowest, warmup
 @pytest.mark.parametrize("schedule", LR_SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10, 0.25, 100])
 def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warmup):
-    factors = [learning_rate_factor(schedule, step, 40, warmup=warmup, lowest=0.1) for step in range(40)]
+    config = replace(CONFIG, lr=1.0, lr_schedule=schedule, warmup=warmup, min_lr=0.1)
+    factors = [config.learning_rate(step, 40) for step in range(40)]
     top = min({0.25: 10}.get(warmup, warmup), 40)
     rise, fall = factors[:top], factors[top:]
     assert rise == [step / (10 if warmup == 0.25 else warmup) for step in range(top)]
@@ -63,9 +64,10 @@ def test_a_rate_rises_once_then_never_and_stays_within_its_bounds(schedule, warm
 
 
 def test_a_lowest_rate_is_where_a_schedule_ends():
-    at = {name: learning_rate_factor(name, 30, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
+    configs = {name: replace(CONFIG, lr=1.0, lr_schedule=name, warmup=20, min_lr=0.2) for name in LR_SCHEDULES}
+    at = {name: config.learning_rate(30, 40) for name, config in configs.items()}
     assert at == {"constant": 1, "linear": pytest.approx(0.6), "cosine": pytest.approx(0.6)}
-    ends = {name: learning_rate_factor(name, 40, 40, warmup=20, lowest=0.2) for name in LR_SCHEDULES}
+    ends = {name: config.learning_rate(40, 40) for name, config in configs.items()}
     assert ends == {"constant": 1, "linear": pytest.approx(0.2), "cosine": pytest.approx(0.2)}
 
 
@@ -137,7 +139,7 @@ def test_fp32_master_weights_keep_what_bfloat16_would_round_away(tiny_config):
 
 def test_the_norm_of_large_gradients_is_not_that_of_float32_sums(monkeypatch):
     """Three million values in one tensor or in three, looked at in pieces: the same to the last digits of float32."""
-    monkeypatch.setattr("chunkplan_runtime.distributed.sharding.NUMBERS_AT_ONCE", 1_000_000)
+    monkeypatch.setattr("chunkplan_runtime.distributed.job.NUMBERS_AT_ONCE", 1_000_000)
     whole, parts = torch.nn.Parameter(torch.zeros(3 << 20)), [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in "abc"]
     whole.grad = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
     for part, gradient in zip(parts, whole.grad.split(1 << 20), strict=True):
@@ -275,18 +277,14 @@ _LATENTS = 32 * 16 + 16 * 4 * 12 + 32 * (16 + 4) + 16 * 4 * (8 + 6) + 4 * 6 * 32
         ),
     ],
 )
-def test_flops_are_those_counted_by_hand(
-    tiny_config, handmade_plan, random_sequences, kind, changes, weights, widths
-) -> None:
+def test_flops_are_those_counted_by_hand(tiny_config, handmade_plan, random_sequences, kind, changes, weights, widths):
     model = new_model(AutoConfig.for_model(**tiny_config(kind, **changes)), torch.float32, 0)
     assert flops(model, [23, 9], handmade_plan, random_sequences) == pytest.approx(
         6 * ((weights + 32 * 97) * 32 + sum(width * pairs(window, [23, 9]) for window, width in widths.items()))
     )
 
 
-def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(
-    tiny_config, handmade_plan, random_sequences
-) -> None:
+def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(tiny_config, handmade_plan, random_sequences):
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
     config = tiny_config("qwen3_next", num_hidden_layers=3, layer_types=kinds, num_experts=4, **sizes)
@@ -295,7 +293,7 @@ def test_layers_that_keep_a_state_have_no_part_that_grows_with_the_square(
     assert twice - 2 * once == pytest.approx(6 * 4 * (8 + 8) * (pairs(None, [32]) - 2 * pairs(None, [16])))
 
 
-def flops(model, lengths, handmade_plan, random_sequences) -> float:
+def flops(model, lengths, handmade_plan, random_sequences):
     plan, analysis = handmade_plan(
         random_sequences(lengths), [{0: [[(i, 0, length)] for i, length in enumerate(lengths)]}]
     )
@@ -303,7 +301,7 @@ def flops(model, lengths, handmade_plan, random_sequences) -> float:
     return FlopCounter(model).count(work.step)
 
 
-def pairs(window, lengths) -> float:
+def pairs(window, lengths):
     """How many keys queries see, where one sees half of itself."""
     return sum(min(place + 0.5, window or place + 1) for length in lengths for place in range(length))
 

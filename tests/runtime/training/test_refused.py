@@ -23,10 +23,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime import ChunkTrainer
 from tests.support.analyses import write_analysis
-from tests.support.hf_cases import (
-    pad,
-    with_adapters,
-)
+from tests.support.hf_cases import pad, with_adapters
 from tests.support.shared_plans import given_blocks
 
 pytestmark = [
@@ -36,8 +33,8 @@ pytestmark = [
 ]
 
 
-def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
-    build(made / "analysis", tmp_path / "other", PlanConfig(chunk_size=8, k=1, global_batch=3, seed=1))
+def test_only_a_checkpoint_of_this_plan_is_resumed(plans, new_trainer, tmp_path):
+    build(plans / "analysis", tmp_path / "other", PlanConfig(chunk_size=8, k=1, global_batch=3, seed=1))
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "lr_scheduler_type": "constant"}
     trainer = new_trainer(plan=tmp_path / "other", **settings)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
@@ -59,10 +56,10 @@ def test_only_a_checkpoint_of_this_plan_is_resumed(made, new_trainer, tmp_path):
         new_trainer(plan=tmp_path / "other", **settings).train(resume_from_checkpoint=True)
 
 
-def test_a_run_goes_on_with_a_plan_like_its_own(made, new_trainer, new_model, tmp_path):
+def test_a_run_goes_on_with_a_plan_like_its_own(plans, new_trainer, new_model, tmp_path):
     """In the middle of an epoch, which has three steps; for other ranks, and with more epochs."""
-    build_like(made / "plan", tmp_path / "like", dp=3, chunk_size=6)
-    build(made / "analysis", tmp_path / "more", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=3, holdout=2))
+    build_like(plans / "plan", tmp_path / "like", dp=3, chunk_size=6)
+    build(plans / "analysis", tmp_path / "more", PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=3, holdout=2))
     settings = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
     models = {name: new_model() for name in ("whole", "run", "like", "more")}
     new_trainer(models["whole"], output_dir=str(tmp_path / "whole"), max_steps=4, lr_scheduler_type="constant").train()
@@ -127,11 +124,11 @@ def test_a_setting_that_could_only_be_ignored_is_refused(settings, message, hint
         "preprocess_logits_for_metrics",
     ],
 )
-def test_an_argument_that_could_only_be_ignored_is_refused(name, made, new_model):
+def test_an_argument_that_could_only_be_ignored_is_refused(name, plans, new_model):
     with pytest.raises(UsageError, match=f"ChunkTrainer takes no {name}"):
-        ChunkTrainer(new_model(), plan=made / "plan", **{name: pad})
+        ChunkTrainer(new_model(), plan=plans / "plan", **{name: pad})
     with pytest.raises(UsageError, match="no argument 'trainset'"):
-        ChunkTrainer(new_model(), plan=made / "plan", trainset=[])
+        ChunkTrainer(new_model(), plan=plans / "plan", trainset=[])
 
 
 def test_other_precisions_and_processes_are_refused(new_trainer, monkeypatch):
@@ -144,7 +141,7 @@ def test_other_precisions_and_processes_are_refused(new_trainer, monkeypatch):
         new_trainer()
 
 
-def test_models_that_chunks_would_get_wrong_are_refused(made, tiny_config, new_trainer, new_model):
+def test_models_that_chunks_would_get_wrong_are_refused(plans, tiny_config, new_trainer, new_model):
     config = AutoConfig.for_model(**tiny_config())
     for model, message in (
         (torch.nn.Linear(2, 2), "Linear: not a model of transformers"),
@@ -168,7 +165,7 @@ def test_models_that_chunks_would_get_wrong_are_refused(made, tiny_config, new_t
         new_trainer(spread)
 
 
-def test_what_a_chunk_trainer_cannot_do_is_refused(made, new_trainer, new_model, tmp_path, random_sequences):
+def test_what_a_chunk_trainer_cannot_do_is_refused(plans, new_trainer, new_model, tmp_path, random_sequences):
     class OwnLoss(ChunkTrainer):
         def compute_loss(self, *args, **kwargs):
             return 0
@@ -181,16 +178,16 @@ def test_what_a_chunk_trainer_cannot_do_is_refused(made, new_trainer, new_model,
             refused([])
     with pytest.raises(UsageError, match="evaluate takes no eval_dataset"):
         trainer.evaluate([1])
-    build(made / "analysis", tmp_path / "all", PlanConfig(chunk_size=8, k=2, global_batch=3))
+    build(plans / "analysis", tmp_path / "all", PlanConfig(chunk_size=8, k=2, global_batch=3))
     with pytest.raises(UsageError, match="there is no evaluation plan"):
         new_trainer(plan=tmp_path / "all").evaluate()
     with pytest.raises(UsageError, match="there is no evaluation plan"):
         new_trainer(plan=tmp_path / "all", eval_strategy="epoch")
 
 
-def test_the_plan_beside_has_to_hold_what_the_plan_holds_out(made, new_trainer, tmp_path):
+def test_the_plan_beside_has_to_hold_what_the_plan_holds_out(plans, new_trainer, tmp_path):
     for folder, held_out in (("plan", 2), ("other", 3)):
-        build(made / "analysis", tmp_path / folder, PlanConfig(chunk_size=8, k=2, global_batch=3, holdout=held_out))
+        build(plans / "analysis", tmp_path / folder, PlanConfig(chunk_size=8, k=2, global_batch=3, holdout=held_out))
     (tmp_path / "plan-eval").rename(tmp_path / "mine")
     (tmp_path / "other-eval").rename(tmp_path / "plan-eval")
     with pytest.raises(DataError, match=r"not what .+ holds out"):

@@ -27,7 +27,6 @@ from tests.support.training_checks import (
     hidden_files,
     learning,
     lines,
-    make_training,
     options,
     same_weights,
 )
@@ -37,11 +36,6 @@ TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "1", "--master-port", "
 #: What a machine that only trains need not have, and what training must not need.
 ABSENT = ["polars", "ortools", "msgspec", "typer", "rich", "numba", "chunkplan.intake"]
 ABSENT += ["chunkplan.planning", "chunkplan.schedule", "chunkplan.simulation"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    return make_training(tmp_path_factory.mktemp("resuming") / "made", tiny_config, random_sequences)
 
 
 #: Imports once, then is forked for every command line that it reads: the module as it runs by itself, begun sooner.
@@ -384,7 +378,7 @@ def test_a_second_run_in_a_folder_at_work_is_refused(made, tmp_path, capsys):
 
 
 def test_a_file_system_without_locks_can_be_trained_on(made, tmp_path, monkeypatch):
-    def flock(descriptor: int, operation: int) -> None:
+    def flock(descriptor, operation):
         raise OSError(errno.EBADF, "as NFS answers for a folder")
 
     monkeypatch.setattr("fcntl.flock", flock)

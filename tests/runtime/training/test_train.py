@@ -22,7 +22,6 @@ from tests.support.training_checks import (
     hidden_files,
     learning,
     lines,
-    make_training,
     options,
     same_weights,
 )
@@ -31,12 +30,6 @@ KEYS = {
     *("step", "epoch", "loss", "target_tokens", "tokens", "grad_norm", "lr", "tokens_per_second", "mfu", "spike"),
     *("peak_memory_bytes", "seconds", "predicted_seconds", "wait_seconds", "source_losses"),
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny_config, random_sequences):
-    """A folder with an analysis, a model's config.json, and plans of it."""
-    return make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
 
 
 @pytest.fixture(scope="module")

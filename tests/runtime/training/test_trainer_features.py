@@ -6,23 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from chunkplan import PlanConfig, build
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime import ChunkTrainer, open_plan
-from tests.support.hf_cases import (
-    Sequences,
-    plain,
-    whole_gradients,
-    with_adapters,
-)
+from tests.support.hf_cases import Sequences, plain, whole_gradients, with_adapters
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -41,12 +31,12 @@ class Events(TrainerCallback):
                 setattr(self, name, lambda *args, _name=name, **kwargs: self.names.append(_name))
 
 
-def test_callbacks_are_called_when_plain_trainer_calls_them(made, new_trainer, tmp_path):
+def test_callbacks_are_called_when_plain_trainer_calls_them(plans, new_trainer, tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
     called = []
-    _, analysis = open_plan(made / "plan")
-    evaluation = Sequences(load_plan(made / "plan-eval"), analysis)
-    for number, more in enumerate([{}, plain(made, eval_dataset=evaluation, per_device_eval_batch_size=3)]):
+    _, analysis = open_plan(plans / "plan")
+    evaluation = Sequences(load_plan(plans / "plan-eval"), analysis)
+    for number, more in enumerate([{}, plain(plans, eval_dataset=evaluation, per_device_eval_batch_size=3)]):
         events = Events()
         more = {**more, "output_dir": str(tmp_path / str(number)), "max_steps": 3}
         trainer = new_trainer(callbacks=[events], **settings, **more)
@@ -98,13 +88,13 @@ def test_a_resumed_run_is_the_run_bit_for_bit(adapters, new_trainer, new_model, 
     assert ("adapter_model.safetensors" in saved, "model.safetensors" in saved) == (adapters, not adapters)
 
 
-def test_a_finished_run_goes_on_with_a_plan_of_more_epochs(made, new_trainer, tmp_path):
+def test_a_finished_run_goes_on_with_a_plan_of_more_epochs(plans, new_trainer, tmp_path):
     """From its end, with the steps and losses of one that had them from the start."""
     settings = {"save_strategy": "epoch", "lr_scheduler_type": "constant"}
     whole = new_trainer(output_dir=str(tmp_path / "whole"), **settings)
     whole.train()
     config = PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=1, holdout=2)
-    build(made / "analysis", tmp_path / "plan", config)
+    build(plans / "analysis", tmp_path / "plan", config)
     new_trainer(plan=tmp_path / "plan", **settings).train()
     with pytest.raises(UsageError, match="num_train_epochs=2, the plan has 1"):
         new_trainer(plan=tmp_path / "plan", num_train_epochs=2, **settings)
@@ -129,14 +119,14 @@ def test_a_finished_run_goes_on_with_a_plan_of_more_epochs(made, new_trainer, tm
     ],
     ids=["default", "warm-up by share", "cosine", "polynomial", "max_steps"],
 )
-def test_a_run_that_learns_by_its_number_of_steps_does_not_go_on_with_more(how, made, new_trainer, tmp_path):
+def test_a_run_that_learns_by_its_number_of_steps_does_not_go_on_with_more(how, plans, new_trainer, tmp_path):
     """Unless it ends where it was to end."""
     how = {"save_strategy": "steps", "save_steps": 2, **how}
     plan = tmp_path / "plan"
     if "max_steps" in how:
-        plan = made / "plan"
+        plan = plans / "plan"
     else:
-        build(made / "analysis", plan, PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=1, holdout=2))
+        build(plans / "analysis", plan, PlanConfig(chunk_size=8, k=2, global_batch=3, epochs=1, holdout=2))
     new_trainer(plan=plan, **how).train()
     with pytest.raises(UsageError, match="of 3 steps, this one has 6: learning rates") as refused:
         new_trainer(**{**how, "max_steps": -1}).train(resume_from_checkpoint=True)
@@ -163,7 +153,7 @@ def test_a_run_goes_on_with_more_steps_where_those_that_are_done_learned_alike(h
     assert trained("run", 6, resume_from_checkpoint=True) == trained("whole", 6)
 
 
-def test_a_scheduler_of_ones_own_goes_on_with_more_steps(new_model, made, tmp_path):
+def test_a_scheduler_of_ones_own_goes_on_with_more_steps(new_model, plans, tmp_path):
     for max_steps, resume in ((1, None), (2, True)):
         model = new_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,7 +161,7 @@ def test_a_scheduler_of_ones_own_goes_on_with_more_steps(new_model, made, tmp_pa
         args = TrainingArguments(
             str(tmp_path), report_to=[], use_cpu=True, max_steps=max_steps, save_strategy="steps", save_steps=1
         )
-        trainer = ChunkTrainer(model, args=args, plan=made / "plan", optimizers=(optimizer, schedule))
+        trainer = ChunkTrainer(model, args=args, plan=plans / "plan", optimizers=(optimizer, schedule))
         assert trainer.train(resume_from_checkpoint=resume).global_step == max_steps
 
 
@@ -183,14 +173,14 @@ def test_done_steps_are_not_read_again(new_trainer):
     assert [batch["work"].step.step for batch in batches[2:]] == [5]
 
 
-def test_evaluation_is_the_mean_over_all_target_tokens(made, new_trainer, new_model):
-    plan, analysis = open_plan(made / "plan-eval")
+def test_evaluation_is_the_mean_over_all_target_tokens(plans, new_trainer, new_model):
+    plan, analysis = open_plan(plans / "plan-eval")
     model = new_model()
     _, expected = whole_gradients(model, [(i.numpy(), t.numpy()) for i, t in Sequences(plan, analysis)])
     metrics = new_trainer(model).evaluate()
     assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert metrics["eval_samples_per_second"] > 0
-    metrics = new_trainer(model, eval_plan=made / "plan").evaluate(metric_key_prefix="again")
+    metrics = new_trainer(model, eval_plan=plans / "plan").evaluate(metric_key_prefix="again")
     assert metrics["again_loss"] != pytest.approx(expected, rel=1e-3), "of the plan that was given"
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -246,8 +236,8 @@ def test_an_error_in_a_step_leaves_the_model_with_its_attention(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_tokens_and_sequences_are_counted(made, new_trainer):
-    totals = load_plan(made / "plan").manifest["totals"]
+def test_tokens_and_sequences_are_counted(plans, new_trainer):
+    totals = load_plan(plans / "plan").manifest["totals"]
     for counted in ("all", "non_padding"):
         trainer = new_trainer(include_num_input_tokens_seen=counted)
         result = trainer.train()
@@ -261,14 +251,14 @@ def test_tokens_and_sequences_are_counted(made, new_trainer):
 
 
 def test_what_the_plan_decides_is_reported_and_the_callers_arguments_stay(
-    made, new_trainer, new_model, tmp_path, caplog
+    plans, new_trainer, new_model, tmp_path, caplog
 ):
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=4)
     args._n_gpu = 2
-    trainer = ChunkTrainer(new_model(), args=args, plan=made / "plan")
+    trainer = ChunkTrainer(new_model(), args=args, plan=plans / "plan")
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("chunkplan")]
     assert message == (
-        f"set by the plan {made / 'plan'}: num_train_epochs=2 (not 3), per_device_train_batch_size=3 (not 4), "
+        f"set by the plan {plans / 'plan'}: num_train_epochs=2 (not 3), per_device_train_batch_size=3 (not 4), "
         "one GPU (not 2)"
     )
     assert (trainer.args.num_train_epochs, trainer.args.train_batch_size, trainer.args.n_gpu) == (2, 3, 1)
@@ -278,7 +268,7 @@ def test_what_the_plan_decides_is_reported_and_the_callers_arguments_stay(
     assert not caplog.records
 
 
-def test_an_optimizer_and_a_schedule_of_the_callers_own_are_used(made, new_model, tmp_path):
+def test_an_optimizer_and_a_schedule_of_the_callers_own_are_used(plans, new_model, tmp_path):
     args = TrainingArguments(
         str(tmp_path), report_to=[], use_cpu=True, max_steps=1, logging_steps=1, save_strategy="no"
     )
@@ -286,9 +276,9 @@ def test_an_optimizer_and_a_schedule_of_the_callers_own_are_used(made, new_model
     own = torch.optim.SGD(models[0].parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ConstantLR(own, factor=1.0)
     trainers = [
-        ChunkTrainer(models[0], args=args, plan=made / "plan", optimizers=(own, schedule)),
+        ChunkTrainer(models[0], args=args, plan=plans / "plan", optimizers=(own, schedule)),
         ChunkTrainer(
-            models[1], args=args, plan=made / "plan", optimizer_cls_and_kwargs=(torch.optim.Adagrad, {"lr": 0.1})
+            models[1], args=args, plan=plans / "plan", optimizer_cls_and_kwargs=(torch.optim.Adagrad, {"lr": 0.1})
         ),
     ]
     for trainer in trainers:
