@@ -84,7 +84,7 @@ def test_the_same_input_makes_the_same_plan_in_another_process_with_any_workers(
     """The content hash is pinned: it must not change with machine, process, workers, or release of a library."""
     lengths = save(tmp_path, (np.arange(1, 4000) ** 2 % 997 + 1).tolist())
     code = (
-        "import chunkplan, sys; from chunkplan.planning import pipeline; pipeline.BLOCK_SEQUENCES = 256\n"
+        "import chunkplan, sys; from chunkplan.planning import batches; batches.BLOCK_SEQUENCES = 256\n"
         "print(chunkplan.build(sys.argv[1], sys.argv[2], chunkplan.PlanConfig("
         "chunk_size=256, k=2, global_batch=64, dp=3, pp=2, cp='off', seed=5, epochs=2), "
         "cost=chunkplan.CostModel(hardware=chunkplan.load_hardware(sys.argv[4])), "
