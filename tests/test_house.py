@@ -16,15 +16,15 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 
 #: Lines of each room at most, and files of all: a change that needs more finds them by deleting or merging.
 BUDGETS = {
-    ("runtime/",): 13_350,
-    ("chunkplan/intake/",): 10_500,
-    ("chunkplan/reporting/", "cli/"): 9_900,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_900,
+    ("runtime/",): 12_850,
+    ("chunkplan/intake/",): 10_150,
+    ("chunkplan/reporting/", "cli/"): 9_700,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_450,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_150,
-    ("",): 57_200,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_140,
+    ("",): 55_000,
 }
-MOST_FILES = 308
+MOST_FILES = 285
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
