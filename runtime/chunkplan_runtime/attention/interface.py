@@ -156,7 +156,7 @@ def chunk_attention(
             found: tuple[Tensor, None] = _outside_of_graphs(*given, **asked)
             return found
         tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
-        return torch.ops.chunkplan.attend_of(*tensors, *how, mask.window, mask.tile)[0], None
+        return torch.ops.chunkplan.attend_layer(*tensors, *how, mask.window, mask.tile)[0], None
     current: Current | None = getattr(module, "chunkplan", None)
     context = None if current is None else current.context
     if current is None or context is None:
@@ -239,7 +239,8 @@ def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: boo
 
 # Attention of a layer as one node of a compiler's graph, which all chunks and all layers alike run. A graph is made of
 # tensors, and of numbers that never change. So the node has a tensor with the number of the module that attends, and
-# finds by it, when it runs, the chunk that the module is at work on, forward or backward.
+# finds by it, when it runs, the chunk that the module is at work on, forward or backward. Graphs that torch keeps on a
+# disk are found again by the name of a node: where its arguments change, so must its name.
 
 #: Modules that attend, by number.
 _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -255,8 +256,8 @@ def prepare_attention(layer: nn.Module) -> None:
             module.chunkplan_number = torch.tensor(number)
 
 
-@torch.library.custom_op("chunkplan::attend_of", mutates_args=())
-def _attend_of(
+@torch.library.custom_op("chunkplan::attend_layer", mutates_args=())
+def _attend_layer(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -278,8 +279,8 @@ def _attend_of(
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("chunkplan::attend_of_backward", mutates_args=())
-def _attend_of_backward(gradient: Tensor, saved: list[Tensor | None]) -> list[Tensor]:
+@torch.library.custom_op("chunkplan::attend_layer_backward", mutates_args=())
+def _attend_layer_backward(gradient: Tensor, saved: list[Tensor | None]) -> list[Tensor]:
     query, key, value, sink, out, lse, number = saved
     assert out is not None and number is not None
     module = _modules[int(number)]
@@ -290,23 +291,23 @@ def _attend_of_backward(gradient: Tensor, saved: list[Tensor | None]) -> list[Te
     return laid_out if of_sink is None else [*laid_out, of_sink]
 
 
-@_attend_of.register_fake
+@_attend_layer.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=wide(query.dtype))
 
 
-@_attend_of_backward.register_fake
+@_attend_layer_backward.register_fake
 def _(gradient: Tensor, saved: Any) -> list[Tensor]:
     found = [each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in saved[:3]]
     return found if saved[3] is None else [*found, torch.empty_like(saved[3])]
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.chunkplan.attend_of_backward(gradient, ctx.saved_tensors)
+    found = torch.ops.chunkplan.attend_layer_backward(gradient, ctx.saved_tensors)
     return *found, *[None] * (10 - len(found))
 
 
-_attend_of.register_autograd(
+_attend_layer.register_autograd(
     _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4], *output, inputs[4])
 )
