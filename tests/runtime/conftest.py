@@ -6,11 +6,6 @@ import json
 
 import pytest
 
-from chunkplan import CostModel, PlanConfig, build
-from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan_runtime.train import main
-from tests.support.training_checks import make_training, options
-
 _FOUR = {"global_batch": 4, "epochs": 6, "holdout": 2}
 _TWENTY = {"chunk_size": 16, "global_batch": 2, "epochs": 20, "holdout": 2}
 #: Plans of the same steps: name -> their layout. Those after are others of two ranks and of one.
@@ -31,6 +26,10 @@ RUNS = {
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, tiny_config, random_sequences):
     """Also `tied.json`, a model of three layers, and a plan for an uneven split of it. Nobody writes there."""
+    from chunkplan import CostModel, PlanConfig, build  # tests on a GPU machine have no planner
+    from chunkplan.cost.shape import QWEN2_5_7B
+    from tests.support.training_checks import make_training
+
     folder = make_training(tmp_path_factory.mktemp("training") / "made", tiny_config, random_sequences)
     for name, changes in RUNS.items():
         settings = {"chunk_size": 8, "k": 2, "global_batch": 3, "cp": "off", **changes}
@@ -45,5 +44,8 @@ def made(tmp_path_factory, tiny_config, random_sequences):
 @pytest.fixture(scope="session")
 def base(made):
     """A saved model, to adapt."""
+    from chunkplan_runtime.train import main
+    from tests.support.training_checks import options
+
     assert main(options(made, made / "run", "--max-steps", 1)) == 0
     return (made / "run" / "final").rename(made / "base")
