@@ -223,10 +223,8 @@ def _token_rows(batch: pa.RecordBatch) -> list[Row]:
     found: list[Row] = _rows(others) if others.num_columns else [{} for _ in range(len(batch))]
     for name in names:
         column = batch.column(name)
-        present, values = (
-            is_valid(column),
-            to_numpy(column.flatten()).astype(np.int32),
-        )  # without what is behind a null
+        present = is_valid(column)
+        values = to_numpy(column.flatten()).astype(np.int32)  # without what is behind a null
         offsets = offsets_of(np.where(present, np.diff(to_numpy(column.offsets)), 0)).tolist()
         for index, row in enumerate(found):
             if present[index] and isinstance(row, dict):

@@ -83,8 +83,10 @@ _REPEATS = 5
 
 #: Of layers without work: tokens and widths.
 _NARROW_TOKENS = 16
-_NARROW = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": None}
-_NARROW |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+_NARROW = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": None,
+}
 
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
@@ -374,18 +376,26 @@ def _work(probe: Probe, vocab_size: int, seed: int) -> tuple[RankWork, int]:
     """The chunks that a probe needs and their actions, and which chunk it is; tokens are random, all are targets."""
     size = sum(probe.segments)
     timed = probe.prefix_tokens // size
-    starts = accumulate(probe.segments[:-1], initial=0)
-    packed = zip(range(len(probe.segments)), probe.segments, starts, strict=True)
-    spans_of = [tuple(Span(place, 0, tokens, tokens, start) for place, tokens, start in packed)]
+    packed = enumerate(zip(probe.segments, accumulate(probe.segments[:-1], initial=0), strict=True))
+    spans_of = [tuple(Span(place, 0, tokens, tokens, start) for place, (tokens, start) in packed)]
     if timed:
         length = (timed + 2) * size
         spans_of = [(Span(0, start, start + size, length, 0, group_id=0),) for start in range(0, length, size)]
     random = torch.Generator().manual_seed(seed)
     chunks, tensors = {}, {}
     for part, spans in enumerate(spans_of):
-        segments = tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans)
-        place = spans[0].group_id, part, len(spans_of)
-        chunks[part] = Chunk(part, *place, size, size, spans[0].start, False, 0.0, segments)
+        chunks[part] = Chunk(
+            chunk_id=part,
+            group_id=spans[0].group_id,
+            group_index=part,
+            group_size=len(spans_of),
+            num_tokens=size,
+            num_target_tokens=size,
+            prefix_tokens=spans[0].start,
+            keeps_activations=False,
+            cost=0.0,
+            segments=tuple(Segment(span.sequence_id, span.start, span.stop) for span in spans),
+        )
         tensors[part] = ChunkTensors(
             input_ids=torch.randint(vocab_size, (1, size), generator=random),
             position_ids=torch.cat([torch.arange(span.start, span.stop) for span in spans])[None],

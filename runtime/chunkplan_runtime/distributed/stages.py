@@ -281,9 +281,10 @@ class _Part:
         Room for all rows is taken first: between the weights that are read and freed it would break memory up.
         """
         rooms: dict[str, Tensor] = {}
-        for name in [name for name in whole if name in own]:
-            rows = whole[name][rows_of(len(whole[name]), self._layout) if whole[name].ndim else ...]
-            rooms[name] = torch.empty(rows.shape, dtype=self._held or rows.dtype)
+        for name, weight in whole.items():
+            if name in own:
+                rows = weight[rows_of(len(weight), self._layout) if weight.ndim else ...]
+                rooms[name] = torch.empty(rows.shape, dtype=self._held or rows.dtype)
         loading: Any = core_model_loading
         set_tensor = loading.set_param_for_module
 
@@ -296,9 +297,9 @@ class _Part:
             if weight is None or self._layout.dp == 1:
                 set_tensor(model, name, value, report, *more)
                 return
-            own = value[rows_of(len(weight), self._layout) if weight.ndim else ...]
+            rows = value[rows_of(len(weight), self._layout) if weight.ndim else ...]
             room = rooms.pop(name).to(self._held or value.dtype)
-            self.rows[_leave_shape(module, last, weight.to(value.dtype))] = room.copy_(own)
+            self.rows[_leave_shape(module, last, weight.to(value.dtype))] = room.copy_(rows)
             report.missing_keys.discard(name)
 
         loading.set_param_for_module = keep_rows

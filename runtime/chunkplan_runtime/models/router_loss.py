@@ -25,11 +25,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from chunkplan.errors import UsageError
 from chunkplan_runtime.attention.context import ChunkContext
 from chunkplan_runtime.devices import wide
+from chunkplan_runtime.models import ROUTER_LOSSES
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import decoder_of, whole_of
-
-#: What the counts of the loss are of; without such a loss the first.
-ROUTER_LOSSES = ("none", "batch", "sequence")
 
 #: What a process has counted: tokens by expert, and tokens, each once for every router that it passes.
 Counts = tuple[list[int], int]

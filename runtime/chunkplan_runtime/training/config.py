@@ -19,6 +19,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, same
+from chunkplan_runtime.models import ROUTER_LOSSES
 
 #: The names that `chunkplan_runtime.attention.kernels` knows; which of them run depends on the machine.
 ATTENTION = ("auto", *KERNELS)
@@ -161,7 +162,7 @@ class TrainConfig(Options):
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
     router_loss: str | None = _learning(
-        one_of("none", "batch", "sequence"),
+        one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
         **_unset("batch if the model's config has output_router_logits, else none"),
     )
