@@ -85,7 +85,10 @@ _REPEATS = 5
 _NARROW_TOKENS = 16
 _NARROW = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": None,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "pad_token_id": None,
 }
 
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.

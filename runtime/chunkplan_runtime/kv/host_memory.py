@@ -55,10 +55,7 @@ class Queue:
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *after: torch.cuda.Event | None, keep: bool = False
     ) -> torch.cuda.Event | None:
-        """Copy second tensors to first ones `after` events; returns when it is done.
-
-        `keep`: let the memory of what is copied be used again only then.
-        """
+        """Copy second tensors to first ones `after` events; returns its end, up to which `keep` keeps what is copied."""
         self.wait(*after)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for home, tensor in pairs:
