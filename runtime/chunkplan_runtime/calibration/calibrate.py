@@ -83,13 +83,8 @@ _REPEATS = 5
 
 #: Of layers without work: tokens and widths.
 _NARROW_TOKENS = 16
-_NARROW = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "pad_token_id": None,
-}
+_NARROW = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": None}
+_NARROW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 #: Of the memory that is free, what layers are chosen to fill: the estimate knows nothing of gaps.
 _SHARE_OF_MEMORY = 0.85
@@ -201,7 +196,7 @@ def measure_device(device: torch.device, config: Any, dtype: torch.dtype, attent
         ways = (lambda: there.copy_(source, non_blocking=True), lambda: source.copy_(there, non_blocking=True))
         host_seconds = max(_seconds(way, device) for way in ways)
     narrow = copy.deepcopy(config)
-    for name, value in _NARROW.items():
+    for name, value in (_NARROW | _NARROW_HEADS).items():
         setattr(narrow, name, value)
     model = new_model(narrow, dtype, seed=0, device=device, kernels=Kernels(attention))
     overheads = [time_probe(model, Probe((_NARROW_TOKENS,)))[0] for _ in range(1 + _REPEATS)]

@@ -55,7 +55,7 @@ class Queue:
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *after: torch.cuda.Event | None, keep: bool = False
     ) -> torch.cuda.Event | None:
-        """Copy second tensors to first ones `after` events; returns its end, up to which `keep` keeps what is copied."""
+        """Copy second tensors to first ones `after` events; returns its end, until which `keep` keeps the second."""
         self.wait(*after)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for home, tensor in pairs:
