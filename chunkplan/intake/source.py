@@ -110,6 +110,7 @@ class Source:
             "rejected": rejected.total(),
             "reasons": dict(sorted(rejected.items())),
             "not_sampled": total("num_not_sampled"),
+            **({"part": "eval"} if self.file.is_evaluation else {}),
             "content_hash": hashlib.sha256(b"".join(bytes.fromhex(piece.digest) for piece in pieces)).hexdigest(),
             "first_sequence_id": first_sequence_id,
             "num_sequences": total("num_sequences"),
