@@ -19,10 +19,10 @@ BUDGETS = {
     ("runtime/",): 12_850,
     ("chunkplan/intake/",): 10_400,
     ("chunkplan/reporting/", "cli/"): 9_760,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_450,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_580,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_160,
-    ("",): 55_450,
+    ("",): 55_600,
 }
 MOST_FILES = 285
 
