@@ -98,7 +98,7 @@ class Source:
         def total(name: str) -> int:
             return sum(getattr(piece, name) for piece in pieces)
 
-        return {
+        entry: SourceEntry = {
             "path": self.name,
             "format": self.format,
             "compression": self.file.compression,
@@ -110,7 +110,6 @@ class Source:
             "rejected": rejected.total(),
             "reasons": dict(sorted(rejected.items())),
             "not_sampled": total("num_not_sampled"),
-            **({"part": "eval"} if self.file.is_evaluation else {}),
             "content_hash": hashlib.sha256(b"".join(bytes.fromhex(piece.digest) for piece in pieces)).hexdigest(),
             "first_sequence_id": first_sequence_id,
             "num_sequences": total("num_sequences"),
@@ -123,6 +122,7 @@ class Source:
             "left_out": left_out,
             "first_left_out": first_left_out,
         }
+        return {**entry, "part": "eval"} if self.file.is_evaluation else entry
 
     @property
     def _left_out(self) -> tuple[dict[str, int], dict[str, int]]:

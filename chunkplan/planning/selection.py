@@ -101,7 +101,8 @@ def _weights_of(
         counts[path] += int((is_trained & (analysis.source == source)).sum())
     named = {path for found in groups.values() for path in found}
     parts = [(groups[name], share, name) for name, share in shares.items()]
-    others, rest = [path for path in counts if path not in named and counts[path]], 1 - sum(shares.values())
+    others = [path for path in counts if path not in named and counts[path]]
+    rest = 1 - sum(shares.values(), Fraction())
     if rest < 0 or (rest and not others):
         needed = "100% or less" if others else "100%, as every source is named"
         raise UsageError(
