@@ -205,8 +205,8 @@ def _show(
     shares = describe_mix(analysis, config) if config.mix else []
     if as_json:
         document = {"plan": target and str(target), "manifest": manifest, "summary": summary.to_dict()}
-        document |= {"memory": memory.to_dict(), "positions": positions and asdict(positions)}
-        print_json(document | ({"mix": [asdict(share) for share in shares]} if shares else {}))
+        mix = {"mix": [asdict(share) for share in shares]} if shares else {}
+        print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions), **mix})
     else:
         print_plan_report(stdout(), summary, manifest, memory)
         if shares:
