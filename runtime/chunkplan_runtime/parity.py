@@ -123,9 +123,9 @@ def parity(
         (folder / "analysis").mkdir()
         analysis = write_random_analysis(folder / "analysis", lengths, config.vocab_size, seed)
         build(analysis, folder / "plan", PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed))
-        model = new_model(config, torch.float64, seed, kernels=Kernels(attention))
-        model.set_checkpointing(checkpointing)
-        report = compare_plan(folder / "plan", analysis.path, model, kv_offload=kv_offload)
+        built = new_model(config, torch.float64, seed, kernels=Kernels(attention))
+        built.set_checkpointing(checkpointing)
+        report = compare_plan(folder / "plan", analysis.path, built, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)
 
 
