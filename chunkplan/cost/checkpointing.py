@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
 from chunkplan.cost.optimizers import GRADIENT_BYTES
-from chunkplan.cost.rates import Again, Rates
+from chunkplan.cost.rates import Rates, RecomputeTime
 from chunkplan.cost.shape import Layer, ModelShape
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
@@ -152,12 +152,12 @@ def with_again(
     if len(of_level) == 1:
         return rates._replace(again=of_level[levels[0]])
     of_layers = tuple(of_level[level] for level in levels)
-    return rates._replace(again=Again.mean(of_layers), again_of_layers=of_layers)
+    return rates._replace(again=RecomputeTime.mean(of_layers), again_of_layers=of_layers)
 
 
 def _again_of(
     level: Checkpointing, shape: ModelShape, rates: Rates, product: float, ramp: float, copies: float
-) -> Again:
+) -> RecomputeTime:
     """What a backward runs again of a layer: all of its forward, where its input alone is held.
 
     Else all but attention; where results of projections are held, of products the MLP and what expands latents; where
@@ -169,15 +169,15 @@ def _again_of(
         ramp, copies: what `rates` has of the ramp of products, and of reading and writing what lies between them.
     """
     if level == "none":
-        return Again()
+        return RecomputeTime()
     if level in ("full", "offload"):
-        return Again(rates.token + rates.mask, rates.pair, rates.chunk, (1, 1), launch=rates.launch)
+        return RecomputeTime(rates.token + rates.mask, rates.pair, rates.chunk, (1, 1), launch=rates.launch)
     if level == "keep-attention":
-        return Again(rates.token, 0.0, rates.chunk, (1, 0), launch=rates.launch)
+        return RecomputeTime(rates.token, 0.0, rates.chunk, (1, 0), launch=rates.launch)
     run = idle = shape.mean(lambda layer: layer.latent_width * layer.expanded_width)
     if level == "keep-projections":
         mixing = shape.mean(lambda layer: layer.mixer_parameters)
         run, idle = run + shape.active_layer_parameters - mixing, idle + shape.layer_parameters - mixing
     states = shape.mean(lambda layer: layer.state_elements * layer.state_products)
     held_ramp = ramp * max(0.0, 1 - idle / shape.layer_parameters)
-    return Again(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0), launch=rates.launch)
+    return RecomputeTime(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0), launch=rates.launch)

@@ -21,12 +21,15 @@ from chunkplan.cost.activations import (
     runs_of,
     working_bytes_per_token,
 )
-from chunkplan.cost.held import (
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import tokens_at_once
+from chunkplan.cost.states import held_states, product_gradient_bytes, stage_parameters
+from chunkplan.cost.token_bytes import (
     KV_GRADIENT_BYTES,
     PAGE_CHUNKS,
-    Held,
-    HeldBytes,
     KeyGradients,
+    MemoryRates,
+    ResidentTokens,
     TokenBytes,
     key_gradients,
     kv_elements_per_token,
@@ -34,9 +37,6 @@ from chunkplan.cost.held import (
     token_bytes,
     without_levels,
 )
-from chunkplan.cost.model import CostModel
-from chunkplan.cost.optimizers import tokens_at_once
-from chunkplan.cost.states import held_states, product_gradient_bytes, stage_parameters
 from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 #: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of
@@ -76,7 +76,7 @@ def stage_memory(
     *,
     dp: int,
     layers: Sequence[int],
-    held: Sequence[Held],
+    held: Sequence[ResidentTokens],
     chunk_size: int,
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
@@ -244,7 +244,7 @@ def exchange_bytes(
 
 
 @lru_cache(maxsize=1 << 12)
-def held_bytes(
+def memory_rates(
     cost: CostModel,
     pp: int,
     layers: tuple[int, ...],
@@ -252,8 +252,8 @@ def held_bytes(
     *,
     shared_by: int = 1,
     placement: StagePlacement = STRAIGHT,
-) -> HeldBytes:
-    """See `HeldBytes`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
+) -> MemoryRates:
+    """See `MemoryRates`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
     stages = _stages_of(cost, 1, pp, layers, chunk_size, placement)
     num_kinds = max(len(stage.pages) for stage in stages)
     gradients, pages = np.zeros((pp, num_kinds, 3)), np.zeros((pp, num_kinds, 2))
@@ -268,7 +268,7 @@ def held_bytes(
         exchange_bytes(cost, chunk_size, (1, 0), 1, shared_by),
         exchange_bytes(cost, chunk_size, (0, 1), 1, shared_by),
     )
-    return HeldBytes(
+    return MemoryRates(
         tokens=np.array([stage.token_bytes for stage in stages]),
         gradients=gradients,
         pages=pages,

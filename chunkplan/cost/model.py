@@ -25,7 +25,7 @@ from chunkplan.cost.hardware import (
 )
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import GRADIENT_BYTES, LOGIT_BYTES, OPTIMIZERS, Optimizer, sums_of
-from chunkplan.cost.rates import AttentionTime, Rates, Sums
+from chunkplan.cost.rates import AttentionTime, GradientSumTime, Rates
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
@@ -317,7 +317,7 @@ class CostModel(Options):
         gather = self.ring_ns(held, dp) + link_ns if self.shares("weights") else 0.0
         return self.rates._replace(gather=gather, reduce=self.ring_ns(trained * GRADIENT_BYTES, dp) + link_ns)
 
-    def _sums(self, *, reduced: bool) -> Sums:
+    def _sums(self, *, reduced: bool) -> GradientSumTime:
         rates = self.hardware.copy_bytes * self.tp, self.logit_bytes
         return sums_of(self.shape, self.adapters, self.num_bytes, *rates, reduced=reduced)
 
@@ -341,7 +341,7 @@ class CostModel(Options):
         return round(min(self.shape.num_layers * self.rates.chunk, _MOST_OVERHEAD_NS))
 
     @property
-    def passes(self) -> int:
+    def forward_equivalents(self) -> int:
         """Forward and backward of a layer take about as long as this many forwards, less what `Rates.frozen` says."""
         return 3 + round(self.rates.again.token / self.rates.token)
 
@@ -353,7 +353,7 @@ class CostModel(Options):
         return 3 * self.chunk_overhead_ns + min(more, round(_MOST_OVERHEAD_NS))
 
     @property
-    def linear_over_pair(self) -> float:
+    def linear_to_attention_ratio(self) -> float:
         """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
         rates, num_layers = self.rates, self.shape.num_layers
         frozen = rates.frozen.token + (rates.frozen_head - rates.sums.head.token) / num_layers

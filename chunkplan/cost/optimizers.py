@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from chunkplan.cost.adapters import Adapters
-from chunkplan.cost.rates import LayerTime, Sums
+from chunkplan.cost.rates import GradientSumTime, LayerTime
 from chunkplan.cost.shape import Layer, ModelShape
 
 # What backwards take to add gradients to their sums, however few tokens a chunk has: bytes of weights, not of tokens.
@@ -36,7 +36,7 @@ def tokens_at_once(vocab_size: int, logit_bytes: int = LOGIT_BYTES) -> int:
 
 def sums_of(
     shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: float, logit_bytes: int, *, reduced: bool
-) -> Sums:
+) -> GradientSumTime:
     """What they take of a model whose gradients have `num_bytes` as products write them.
 
     `copy_bytes`: a second, of all GPUs that share a layer. `logit_bytes`: see `tokens_at_once`. `reduced`: gradients of
@@ -59,7 +59,7 @@ def sums_of(
     nanoseconds = 1e9 / copy_bytes
     ends = 0.0 if adapters.rank else nanoseconds * shape.embedding_parameters
     head = in_product * ends
-    return Sums(
+    return GradientSumTime(
         layer=nanoseconds * shape.mean(of_layer),
         embeddings=added * ends if is_wide else 0.0,
         head=LayerTime(head / tokens_at_once(shape.vocab_size, logit_bytes), head / 2),

@@ -19,7 +19,7 @@ class LayerTime(NamedTuple):
     chunk: float = 0.0
 
 
-class Again(NamedTuple):
+class RecomputeTime(NamedTuple):
     """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
 
     `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
@@ -35,7 +35,7 @@ class Again(NamedTuple):
     launch: float = 0.0
 
     @classmethod
-    def mean(cls, of_layers: Sequence[Again]) -> Again:
+    def mean(cls, of_layers: Sequence[RecomputeTime]) -> RecomputeTime:
         """That of a layer on average."""
         parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host, one.launch) for one in of_layers)
         token, pair, chunk, heads, pages, *others = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
@@ -49,7 +49,7 @@ class AttentionTime(NamedTuple):
     token: float = 0.0
 
 
-class Sums(NamedTuple):
+class GradientSumTime(NamedTuple):
     """Nanoseconds that backwards take to add gradients to their sums, see `sums_of`.
 
     Of a layer and of embeddings, which the first model stage has, in each chunk; of the head for each token of a chunk,
@@ -82,24 +82,24 @@ class Rates(NamedTuple):
     where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
     go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
     values of a token of the prefix takes in a forward, and with gradients in a backward, where these lie in host
-    memory. They share the link with inputs of layers (`Again.host`), and with what attention gave, of which sending or
-    fetching a token takes `host_attention`.
+    memory. They share the link with inputs of layers (`RecomputeTime.host`), and with kept attention, of which sending
+    or fetching a token takes `host_attention`.
     """
 
     token: float
     pair: float
     chunk: float
     head: float = 0.0
-    again: Again = Again()
+    again: RecomputeTime = RecomputeTime()
     link_token: float = 0.0
     link: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
     frozen: LayerTime = LayerTime()
     frozen_head: float = 0.0
-    sums: Sums = Sums()
+    sums: GradientSumTime = GradientSumTime()
     weight_half: LayerTime | None = None
-    again_of_layers: tuple[Again, ...] = ()
+    again_of_layers: tuple[RecomputeTime, ...] = ()
     host_kv: tuple[float, float] = (0.0, 0.0)
     host_attention: float = 0.0
     mask: float = 0.0
@@ -121,9 +121,9 @@ class Rates(NamedTuple):
             (2 * self.token + backward.token) * num_tokens + backward.pair * attention_pairs,
         )
 
-    def again_within(self, start: int, stop: int) -> Again:
+    def again_within(self, start: int, stop: int) -> RecomputeTime:
         """What is run again of a layer from `start` on and before `stop`, on average."""
-        return Again.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
+        return RecomputeTime.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
 
     @property
     def hides_attention(self) -> bool:

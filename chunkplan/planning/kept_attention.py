@@ -15,9 +15,9 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import ON_GPU, ON_HOST
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows_at, times_of
-from chunkplan.planning.memory import held_bytes_of, memory_of_stages
+from chunkplan.planning.memory import memory_of_stages, memory_rates_of
 from chunkplan.schedule.actions import FORWARD_KV, RECOMPUTE, Actions
-from chunkplan.schedule.holdings import ATTENTION, bytes_of, fullest, fullest_moments
+from chunkplan.schedule.holdings import ATTENTION, highest_peak, peak_snapshots, snapshot_bytes
 
 #: Bytes by which sums of rounded parts may be off.
 _ROUNDED = 64
@@ -50,11 +50,11 @@ def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: Cost
         rows = rows[_pays(chunks, rows, ON_GPU, config, cost)]
     if not rows.size:
         return rows
-    held = held_bytes_of(config, cost)
-    moments = fullest_moments(chunks, actions, held)  # [num_ranks, pp, 8]
-    most, _ = fullest(moments, held)
+    held = memory_rates_of(config, cost)
+    snapshots = peak_snapshots(chunks, actions, held)  # [num_ranks, pp, 8]
+    most, _ = highest_peak(snapshots, held)
     totals = np.array([stage.total for stage in memory_of_stages(config, cost, most)])  # [pp]
-    others = totals - bytes_of(most[None], held)[0] + bytes_of(moments, held)  # [num_ranks, pp]
+    others = totals - snapshot_bytes(most[None], held)[0] + snapshot_bytes(snapshots, held)  # [num_ranks, pp]
     room = (cost.hardware.memory_bytes - _ROUNDED - others) // np.maximum(held.tokens[:, ATTENTION], 1e-9)
     first = first_of_block(chunks, config.dp)
     order = rows[first[rows] == rows]

@@ -56,17 +56,17 @@ class Sequences(NamedTuple):
     cp_first_rank: Int64Array
 
 
-class Rules(NamedTuple):
-    """`chunk_ns`: what a chunk costs beside its tokens, forward and backward, which is `passes` forwards."""
+class PackingParams(NamedTuple):
+    """Packing parameters. `chunk_ns`: the fixed time of a chunk, forward and backward (`forward_equivalents` forwards)."""
 
     dp: int
     chunk_size: int
     chunk_ns: int
-    passes: int
+    forward_equivalents: int
     tail_sharing: bool
 
 
-class Placement(NamedTuple):
+class RankAssignment(NamedTuple):
     """Where the sequences of some steps run; all int64.
 
     `rank_of`, `bin_of` [n]: a bin below the number of the rank's parts is the chunk of that part, counting through its
@@ -86,33 +86,33 @@ class Placement(NamedTuple):
 
 
 @compiled
-def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> Placement:
+def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: PackingParams) -> RankAssignment:
     """Place the sequences of some steps; `step_starts` int64 [num_steps + 1] says where each step's begin."""
     num_steps = step_starts.size - 1
-    placement = Placement(
+    assignment = RankAssignment(
         np.empty(sequences.tokens.size, np.int64),
         np.full(sequences.tokens.size, -1, np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
         np.zeros(num_steps, np.int64),
     )
     for step in range(num_steps):
         start, stop = step_starts[step], step_starts[step + 1]
         own = step_sequences(sequences, start, stop)
-        num_shared = placement.num_shared[step]
+        num_shared = assignment.num_shared[step]
         loads = _shared_loads(own, num_shared)
         rank_of = assign(own.work, own.cp_first_rank < 0, loads)
         even_out(own.work, rank_of, loads)
-        bin_of, num_standalone, _ = settle(own, rules, rank_of, loads, num_shared)
-        placement.rank_of[start:stop] = rank_of
-        placement.bin_of[start:stop] = bin_of
-        placement.num_standalone[step] = num_standalone
-        for rank in range(rules.dp):
-            placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank, num_shared[rank])
-        anywhere = fewest_chunks(own, rules, own.cp_first_rank < 0, num_shared.sum())
-        placement.step_bound[step] = max(rules.dp, anywhere)
-    return placement
+        bin_of, num_standalone, _ = pack_and_rebalance(own, params, rank_of, loads, num_shared)
+        assignment.rank_of[start:stop] = rank_of
+        assignment.bin_of[start:stop] = bin_of
+        assignment.num_standalone[step] = num_standalone
+        for rank in range(params.dp):
+            assignment.rank_bound[step, rank] = fewest_chunks(own, params, rank_of == rank, num_shared[rank])
+        anywhere = fewest_chunks(own, params, own.cp_first_rank < 0, num_shared.sum())
+        assignment.step_bound[step] = max(params.dp, anywhere)
+    return assignment
 
 
 @compiled
@@ -145,8 +145,8 @@ def step_sequences(sequences: Sequences, start: int, stop: int) -> Sequences:
 
 
 @compiled
-def settle(
-    sequences: Sequences, rules: Rules, rank_of: Int64Array, loads: Int64Array, num_shared: Int64Array
+def pack_and_rebalance(
+    sequences: Sequences, params: PackingParams, rank_of: Int64Array, loads: Int64Array, num_shared: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Pack the ranks of one step: (bin of each sequence, standalone chunks of each rank, time of each rank in ns).
 
@@ -154,12 +154,12 @@ def settle(
     and `num_shared` int64 [dp]: what each rank takes for what it shares with others, in ns, and these chunks.
     """
     bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
-    num_standalone = np.zeros(rules.dp, np.int64)  # [dp]
-    times = np.zeros(rules.dp, np.int64)  # [dp]
-    for rank in range(rules.dp):
-        num_standalone[rank], times[rank] = _pack_rank(sequences, rules, rank_of, rank, bin_of, loads, num_shared)
+    num_standalone = np.zeros(params.dp, np.int64)  # [dp]
+    times = np.zeros(params.dp, np.int64)  # [dp]
+    for rank in range(params.dp):
+        num_standalone[rank], times[rank] = _pack_rank(sequences, params, rank_of, rank, bin_of, loads, num_shared)
     least = least_gain(times)
-    mean = times.sum() // rules.dp
+    mean = times.sum() // params.dp
     searching = True
     while searching:
         searching = False
@@ -175,8 +175,10 @@ def settle(
                 continue
             before = bin_of.copy()
             exchange(rank_of, given, taken, slowest, other)
-            standalone_slowest, time_slowest = _pack_rank(sequences, rules, rank_of, slowest, bin_of, loads, num_shared)
-            standalone_other, time_other = _pack_rank(sequences, rules, rank_of, other, bin_of, loads, num_shared)
+            standalone_slowest, time_slowest = _pack_rank(
+                sequences, params, rank_of, slowest, bin_of, loads, num_shared
+            )
+            standalone_other, time_other = _pack_rank(sequences, params, rank_of, other, bin_of, loads, num_shared)
             if max(time_slowest, time_other) <= times[slowest] - least:
                 num_standalone[slowest], times[slowest] = standalone_slowest, time_slowest
                 num_standalone[other], times[other] = standalone_other, time_other
@@ -190,7 +192,7 @@ def settle(
 @compiled
 def _pack_rank(
     sequences: Sequences,
-    rules: Rules,
+    params: PackingParams,
     rank_of: Int64Array,
     rank: int,
     bin_of: Int64Array,
@@ -212,28 +214,28 @@ def _pack_rank(
             num_short += 1
             short[-num_short] = sequence
         for part in range(parts[sequence], parts[sequence + 1]):
-            rooms[num_parts] = rules.chunk_size - sequences.part_tokens[part] if rules.tail_sharing else 0
+            rooms[num_parts] = params.chunk_size - sequences.part_tokens[part] if params.tail_sharing else 0
             second_choice[num_parts] = not sequences.part_keeps[part]
             num_parts += 1
     short = short[short.size - num_short :]
     largest_second = 0  # recomputing with a chunk of another sequence pays where it is cheaper than a chunk
     for index in range(num_short):
-        if sequences.work[short[index]] // rules.passes <= rules.chunk_ns:
+        if sequences.work[short[index]] // params.forward_equivalents <= params.chunk_ns:
             largest_second = sequences.tokens[short[index]]
             break
     bins, num_bins = best_fit(
-        sequences.tokens[short], rules.chunk_size, rooms[:num_parts], second_choice[:num_parts], largest_second
+        sequences.tokens[short], params.chunk_size, rooms[:num_parts], second_choice[:num_parts], largest_second
     )
     for index in range(num_short):
         bin_of[short[index]] = bins[index]
         if bins[index] < num_parts and second_choice[bins[index]]:
-            time += sequences.work[short[index]] // rules.passes  # forwarded once more, with its chunk
+            time += sequences.work[short[index]] // params.forward_equivalents  # forwarded once more, with its chunk
     num_standalone = num_bins - num_parts if num_bins + num_shared[rank] > 0 else 1
-    return num_standalone, time + num_standalone * rules.chunk_ns
+    return num_standalone, time + num_standalone * params.chunk_ns
 
 
 @compiled
-def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_shared: int) -> int:
+def fewest_chunks(sequences: Sequences, params: PackingParams, chosen: BoolArray, num_shared: int) -> int:
     """No packing of the parts and short sequences among the `chosen` [n] has fewer chunks: at least 1.
 
     None of them is shared; the chunks that are, `num_shared`, count too.
@@ -248,15 +250,15 @@ def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_sha
             items[num_items] = sequences.tokens[sequence]
             num_items += 1
         num_parts += parts[sequence + 1] - parts[sequence]
-    if num_parts == 0 or not rules.tail_sharing:
-        return max(num_shared + num_parts + martello_toth(items[:num_items], rules.chunk_size), 1)
+    if num_parts == 0 or not params.tail_sharing:
+        return max(num_shared + num_parts + martello_toth(items[:num_items], params.chunk_size), 1)
     for sequence in range(chosen.size):
         if not chosen[sequence]:
             continue
         for part in range(parts[sequence], parts[sequence + 1]):
-            if sequences.part_tokens[part] == rules.chunk_size:
+            if sequences.part_tokens[part] == params.chunk_size:
                 num_full += 1
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), rules.chunk_size))
+    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), params.chunk_size))

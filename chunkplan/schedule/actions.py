@@ -39,7 +39,7 @@ class Actions(NamedTuple):
 
 
 @compiled
-def end_of_unit(group_id: Int32Array, start: int) -> int:
+def unit_end(group_id: Int32Array, start: int) -> int:
     """Where what begins with chunk `first` ends: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
     stop = start + 1
     while stop < group_id.size and group_id[stop] == group_id[start] >= 0:

@@ -17,7 +17,7 @@ from chunkplan.schedule.actions import (
     FORWARD,
     FORWARD_KV,
     RECOMPUTE,
-    end_of_unit,
+    unit_end,
 )
 
 
@@ -50,7 +50,7 @@ def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int, backward: int = BACKWARD
             jobs.work[stage, n + chunk] = times.durations[backward, stage, chunk] + recompute
     start = 0
     while start < n:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         _add_before(chunks, times, pp, start, stop, backward, jobs)
         _add_after(chunks, times, pp, start, stop, backward, jobs)
         start = stop
@@ -139,7 +139,7 @@ def _retained(chunks: Chunks, times: ChunkTimes, jobs: Jobs, stage: int) -> floa
     total = 0.0
     start = 0
     while start < n:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         for chunk in range(start, stop):
             longest = jobs.work[stage, n + chunk]
             way = np.int64(0)  # of this chunk from `stage` to `turn` and back; the later parts of its group pass there
@@ -162,7 +162,7 @@ def least_memory(chunks: Chunks) -> int:
     least = int(np.max(chunks.num_tokens))
     start = 0
     while start < chunks.keeps_activations.size:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         least = max(least, int(np.sum(chunks.num_tokens[start:stop] * chunks.keeps_activations[start:stop])))
         start = stop
     return least

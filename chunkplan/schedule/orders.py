@@ -10,7 +10,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, unit_end
 
 
 class Order(NamedTuple):
@@ -37,7 +37,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
         num_units, start, end = 0, chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
         position = start
         while start < end:
-            stop = end_of_unit(chunks.group_id, start)
+            stop = unit_end(chunks.group_id, start)
             key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
             if chunks.cp_size[start] > 1:
                 key = np.int64(np.iinfo(np.int64).min)
@@ -49,7 +49,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
             num_units += 1
             start = stop
         for start in heads[:num_units]:
-            stop = end_of_unit(chunks.group_id, start)
+            stop = unit_end(chunks.group_id, start)
             for chunk in range(start, stop):
                 order.forwards[position + chunk - start] = chunk
                 order.backwards[position + stop - 1 - chunk] = chunk

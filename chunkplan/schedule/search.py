@@ -186,7 +186,7 @@ _PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
 _GAP = 0.005
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """A schedule, when it is done, and the time that no other one of the same chunks under the same memory beats."""
 
     actions: Actions
@@ -194,7 +194,7 @@ class Found(NamedTuple):
     lower_bound: int
 
 
-def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> Found:
+def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> SearchResult:
     """The fastest schedule found: orders of forwards and of backwards, and how they interleave on every stage.
 
     Args:
@@ -211,5 +211,5 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
         actions, makespan = template, template_end
     lower_bound = int(makespan_bound(chunks, times, jobs_of(chunks, times, pp), memory))
     if is_small and makespan - lower_bound > _GAP * lower_bound:
-        return Found(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
-    return Found(actions, makespan, lower_bound)
+        return SearchResult(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
+    return SearchResult(actions, makespan, lower_bound)

@@ -16,8 +16,8 @@ from chunkplan.schedule.actions import (
     RECOMPUTE,
     Actions,
     empty_actions,
-    end_of_unit,
     times_of_rank,
+    unit_end,
 )
 from chunkplan.schedule.orders import Order, least_forwards
 from chunkplan.schedule.simulate import simulate
@@ -87,7 +87,7 @@ def _backward_order(chunks: Chunks) -> Int64Array:
     order = np.empty(chunks.group_id.size, np.int64)  # [n]
     start = 0
     while start < order.size:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         for chunk in range(start, stop):
             order[chunk] = start + stop - 1 - chunk
         start = stop

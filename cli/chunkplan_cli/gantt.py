@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from chunkplan.operations import OPS
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.schedule.trace import LETTERS
 
 #: By op, in the order of `OPS`.

@@ -20,7 +20,7 @@ from chunkplan_cli.terminal import note, print_json, stdout
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Plan
-    from chunkplan.schedule.simulated import Simulation
+    from chunkplan.schedule.timeline import Simulation
 
 _LENGTHS, _ORDER = "Lengths in place of a plan", "Order on a pipeline"
 _MACHINE = ("shape", "hardware", "tp")

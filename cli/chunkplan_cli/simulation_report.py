@@ -10,7 +10,7 @@ from rich.text import Text
 
 from chunkplan.planfile.plan import Chunk
 from chunkplan.quantities import counted, kept_words, percent, seconds
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.schedule.trace import ranks_of
 from chunkplan_cli.gantt import print_gantt
 from chunkplan_cli.terminal import facts_grid

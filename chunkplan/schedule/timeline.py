@@ -19,21 +19,21 @@ from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
-from chunkplan.schedule.simulate import step_of
+from chunkplan.schedule.simulate import step_graph
 
 
 class StepRanks(NamedTuple):
     """What ranks that are played together do, all of a step or one alone, which follow one another in `chunks`.
 
-    `ends` int64 [num_actions]: those of `simulate`, or where ranks meet in slots for what `meeting` says
-    (`alignment.meeting_of`), of `ends_in_slots`.
+    `ends` int64 [num_actions]: those of `simulate`, or where ranks meet in slots for what `slot_ops` says
+    (`slots.slot_ops_of`), of `ends_in_slots`.
     """
 
     chunks: Chunks
     times: ChunkTimes
     actions: Actions
     ends: Int64Array
-    meeting: Int8Array | None = None
+    slot_ops: Int8Array | None = None
 
 
 class Waiting(NamedTuple):
@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
 
     `starts`, `arrivals` int64: when each starts, and when its stage is free and what it waits for has arrived; it
     starts then, or later where it waits for other ranks. `came_from` int64: the place of the action that came just
-    then, -1 where there is none: of its stage, where both came at once. `meets` int64: see `PlayedStep`.
+    then, -1 where there is none: of its stage, where both came at once. `meets` int64: see `StepGraph`.
     """
 
     starts: Int64Array
@@ -52,13 +52,13 @@ class Waiting(NamedTuple):
 
 def waiting_of(ranks: StepRanks, pp: int, placement: StagePlacement = STRAIGHT) -> Waiting:
     """What the actions of ranks of `pp` stages have waited for; `placement`: where model stages lie."""
-    played = step_of(ranks.chunks, ranks.actions, ranks.times, 0, ranks.chunks.rank_chunks.size - 1, pp, placement)
-    sent = np.where(played.needs < 0, 0, ranks.ends[played.needs] + played.links)
+    played = step_graph(ranks.chunks, ranks.actions, ranks.times, 0, ranks.chunks.rank_chunks.size - 1, pp, placement)
+    sent = np.where(played.depends_on < 0, 0, ranks.ends[played.depends_on] + played.links)
     before = np.arange(ranks.ends.size) - 1
     before[ranks.actions.stages[:-1]] = -1
     free = np.where(before < 0, 0, ranks.ends[before])
-    came_from = np.where(free >= sent, before, played.needs)
-    return Waiting(ranks.ends - played.lasts, np.maximum(free, sent), came_from, played.meets)
+    came_from = np.where(free >= sent, before, played.depends_on)
+    return Waiting(ranks.ends - played.durations, np.maximum(free, sent), came_from, played.rendezvous)
 
 
 def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacement = STRAIGHT) -> list[int]:
@@ -72,12 +72,12 @@ def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacemen
     a slot, it goes on with the longest, and from there with whatever that slot has waited for. What lies between two
     actions of the path is the way over a link, so their times and those of the links add up to the end of `last`.
     """
-    actions, ends, meeting = ranks.actions, ranks.ends, ranks.meeting
+    actions, ends, slot_ops = ranks.actions, ranks.ends, ranks.slot_ops
     starts, arrivals, came_from, meets = waiting_of(ranks, pp, placement)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
     slots = np.full(ends.size, -1, np.int64)
-    if meeting is not None:
-        met = meeting[actions.ops].astype(np.int64)
+    if slot_ops is not None:
+        met = slot_ops[actions.ops].astype(np.int64)
         slots = np.where(met < 0, -1, met * ranks.times.durations.shape[1] + actions.virtual_stages)
     own = np.flatnonzero((row // pp == row[last] // pp) & (meets >= 0))
     stand_in = dict(zip(meets[own].tolist(), own.tolist(), strict=True))
@@ -97,7 +97,7 @@ def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacemen
             return path[::-1]
         if arrivals[action] == start:
             before = int(came_from[action])
-        elif meeting is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
+        elif slot_ops is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
             before = int(over[0])  # the slot before it, or what somebody else has done before theirs
         else:
             if slots[action] < 0:  # all that share the chunk
@@ -230,7 +230,7 @@ class Simulation:
     @property
     def has_slots(self) -> bool:
         """Whether ranks meet in slots, as they share gradients or weights."""
-        return self.step is not None and self.step.meeting is not None
+        return self.step is not None and self.step.slot_ops is not None
 
     @property
     def placement(self) -> StagePlacement:

@@ -23,7 +23,7 @@ PAGE_CHUNKS = 4
 _STATE_BYTES = 4
 
 
-class Held(NamedTuple):
+class ResidentTokens(NamedTuple):
     """Tokens that a stage holds something of, in the order of `schedule.holdings`.
 
     `activations`: whose activations are there, counted once for each virtual stage that has them. `inputs`: of chunks
@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token on a GPU of a stage, by what is held of it, in the order of `Held`, but for gradients of keys.
+    """Bytes of a token on a GPU of a stage, by the kinds of `ResidentTokens`, but for gradients of keys.
 
     `activations`: for each virtual stage that retains them. `inputs`: of a saved input, likewise. `kv`: of keys and
     values (0 where they are offloaded), and of the states that recurrent layers keep for each ChunkSize. `pending`:
@@ -63,7 +63,7 @@ class TokenBytes(NamedTuple):
     last_layer: float
 
 
-class HeldBytes(NamedTuple):
+class MemoryRates(NamedTuple):
     """By how much what stages hold differs between moments, in bytes on a GPU.
 
     `tokens` [pp, 7]: of a token of each kind, see `TokenBytes`. `gradients` [pp, n, 3] of keys and values: of n kinds
