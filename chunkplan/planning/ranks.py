@@ -57,7 +57,7 @@ class Sequences(NamedTuple):
 
 
 class PackingParams(NamedTuple):
-    """Packing parameters. `chunk_ns`: the fixed time of a chunk, forward and backward (`forward_equivalents` forwards)."""
+    """`chunk_ns`: the fixed time of a chunk, forward and backward, which is that of `forward_equivalents` forwards."""
 
     dp: int
     chunk_size: int
