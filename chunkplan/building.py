@@ -181,7 +181,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is empty or holds a plan of held-out sequences."""
+    """True if a folder is empty or holds a plan of held-out sequences."""
     return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
 
 

@@ -1,4 +1,4 @@
-"""One step of a rank, played through: the Python twin of `chunkplan simulate`.
+"""Simulation of one step of a rank: the Python twin of `chunkplan simulate`.
 
 Chunks come from a plan, or from lengths that go through the planner; times from a cost model, or a token counts as one.
 """

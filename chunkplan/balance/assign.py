@@ -34,7 +34,7 @@ def assign(work: Int64Array, chosen: BoolArray, loads: Int64Array) -> Int64Array
 
 @compiled
 def least_gain(loads: Int64Array) -> int:
-    """What an exchange has to take off the heavier of two ranks, given the loads of all, to be worth it."""
+    """The least reduction of the heavier of two ranks, given the loads of all, that makes an exchange worth it."""
     return max(int(loads.sum()) // loads.size // _EXCHANGE_GAIN_PARTS, 1)
 
 
@@ -72,7 +72,7 @@ def best_exchange(
 
 @compiled
 def exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int) -> None:
-    """Do an exchange that `best_exchange` found."""
+    """Apply an exchange found by `best_exchange`."""
     rank_of[given] = taker
     if taken >= 0:
         rank_of[taken] = giver

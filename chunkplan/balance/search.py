@@ -45,7 +45,7 @@ class _Step:
     equal_chunks: bool
 
     def value(self, ranks: Int64Array) -> int:
-        """What is minimised: a lower bound on the step's time, in ns."""
+        """The objective, which is minimised: a lower bound on the step's time, in ns."""
         chunk_ns = self.chunks(ranks) * self.chunk_cost
         work = self.sums(self.costs, ranks)
         return int(work.max() + chunk_ns.max() if self.equal_chunks else (work + chunk_ns).max())

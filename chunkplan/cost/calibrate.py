@@ -38,7 +38,7 @@ from chunkplan.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTime:
-    """How long a chunk of `segments` takes, the first of which sees `prefix_tokens` earlier ones; in nanoseconds.
+    """Measured times of a chunk of `segments`, the first of which sees `prefix_tokens` earlier ones; in nanoseconds.
 
     `forward_kv_ns` is a forward without the loss that keeps no activations, `train_ns` a forward and a backward, with
     the loss. `spread` says how far repetitions of the latter are apart: their median distance from their median, as a
@@ -64,7 +64,7 @@ class ChunkTime:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a device does on its own, per second.
+    """Rates of a device alone, per second.
 
     `flops` and `fp32_flops` of a large matrix product in bf16 and in float32, `copy_bytes` read and written by a large
     copy, `host_bytes` of one to host memory or back. `layer_overhead_ns`: a forward of a layer so narrow that it has
@@ -256,7 +256,7 @@ class Calibration:
 
     @property
     def what(self) -> str:
-        """What was measured, in words."""
+        """A description of the measured model."""
         shape = self.cost.shape
         layers = "1 layer" if shape.num_layers == 1 else f"{shape.num_layers} layers"
         return f"{layers} and the head of {shape.name} in {self.cost.precision}"
@@ -270,7 +270,7 @@ class Calibration:
 
     @property
     def held_out_errors(self) -> Float64Array:
-        """How far predictions are off for the chunks that the fit did not see, [m, 2]."""
+        """Absolute relative errors of predictions for chunks that were not fitted, [m, 2]."""
         return np.abs(self.errors[self.held_out])
 
     @property
@@ -346,7 +346,7 @@ def fit(
 def layers_that_fit(
     shape: ModelShape, base: Hardware, precision: Precision, *, memory_bytes: int, chunk_size: int, kv_tokens: int
 ) -> int:
-    """How many layers of `shape` can be measured within `memory_bytes`, one at least.
+    """The most layers of `shape` that can be measured within `memory_bytes`, one at least.
 
     `chunk_size` of the largest chunk, `kv_tokens` of the longest split sequence.
     """
@@ -422,7 +422,7 @@ def _nearest(predicted: Callable[[Float64Array], Float64Array]) -> Float64Array:
 
 
 def predicted_ns(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
-    """What `cost` predicts of chunks, [n, 2]: of forward_kv and of training."""
+    """Times of chunks that `cost` predicts, [n, 2]: forward_kv and training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
     pairs = np.array([chunk.attention_pairs(cost.shape.attention_patterns) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)

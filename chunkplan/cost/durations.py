@@ -1,4 +1,4 @@
-"""How long each action with each chunk takes on each model stage: the one formula of time, whatever the model.
+"""Durations of every action with each chunk on each model stage: the one formula of time, for all models.
 
 Times are whole nanoseconds, so that sums of them are exact and a plan is the same on every machine.
 """
@@ -66,7 +66,7 @@ _UNEVEN_GAIN_PARTS = 16
 
 
 class ChunkTimes(NamedTuple):
-    """What things done with chunks take, in whole nanoseconds (or ticks, see `Simulation`).
+    """Times of actions with chunks, in whole nanoseconds (or ticks, see `Simulation`).
 
     `durations` int64 [num_ops, num_model_stages, n]: of each action by the code of its op, its model stage (virtual
     stage x pp + stage) and its chunk; `link` int64 [n]: of each chunk's way from one stage to another.
@@ -77,7 +77,7 @@ class ChunkTimes(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward.
+    """Time that a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward.
 
     `by_heads`, `by_pages`: of the forward, what a backward waits for again where it runs that again.
     """
@@ -88,7 +88,7 @@ class ExchangeTimes(NamedTuple):
     by_pages: Float64Array
 
     def with_again(self, again: RecomputeTime) -> Float64Array:
-        """What a backward waits for that runs `again` something of the forward, [n]."""
+        """The wait of a backward that recomputes `again` of the forward, [n]."""
         heads, pages = again.exchange
         return self.backward + (heads * self.by_heads + pages * self.by_pages)
 
@@ -199,7 +199,7 @@ def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64A
 def _host_link_ns(
     tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: RecomputeTime, kept_attention: Int8Array
 ) -> dict[str, Float64Array]:
-    """What the link to host memory is busy for a layer, by op, where inputs of layers or attention lie there: [n] each.
+    """Busy time of the host link for a layer, by op, where inputs of layers or attention are in host memory: [n] each.
 
     Offloaded keys and values come over the same link: those of the prefix, which the attention pairs tell of a chunk
     that is one part of a sequence. A recompute that does not run attention needs none of them. Where nothing else is on

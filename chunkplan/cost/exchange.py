@@ -1,4 +1,4 @@
-"""What the ranks of a context-parallel group exchange in a layer, and how long that takes.
+"""Time of the exchange between the ranks of a context-parallel group in a layer.
 
 A group of `size` ranks shares a chunk by `heads`, by pages, or both (docs/context-parallel.md):
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU on each pipeline stage: what a plan holds at its fullest moment, part by part, in bytes.
+"""Peak memory of a GPU on each pipeline stage, part by part, in bytes.
 
 An estimate from the tensors that are known to be there; what a framework holds beside them is
 `Hardware.reserved_bytes`.
@@ -82,7 +82,7 @@ def stage_memory(
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[StageMemory, ...]:
-    """What a GPU of each stage holds at most, by the layers that are on it.
+    """Memory of a GPU of each stage with the tokens `held`, part by part.
 
     Args:
         layers: of each model stage, see `stage_parameters`.
@@ -132,7 +132,7 @@ def stage_memory(
 
 
 class _Stage(NamedTuple):
-    """What a GPU of a stage holds whatever its chunks are, in bytes; and of a token, see `token_bytes`.
+    """Memory of a GPU of a stage that does not depend on its chunks, in bytes; and bytes per token, see `token_bytes`.
 
     `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
     `held_states`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
@@ -197,7 +197,7 @@ def _stages_of(
 def split_gradient_bytes(
     cost: CostModel, *, dp: int, pp: int, layers: tuple[int, ...], placement: StagePlacement = STRAIGHT
 ) -> tuple[int, ...]:
-    """What a GPU of each stage holds more of gradients where backwards are split: 0 unless gradients are shared.
+    """Extra gradient bytes on a GPU of each stage where backwards are split: 0 unless gradients are sharded.
 
     The weight half of a backward has those of its virtual stage whole, in the dtype of the weights, before it reduces
     them a layer at a time. `layers` and `placement` as in `stage_parameters`.
@@ -219,7 +219,7 @@ def exchange_bytes(
     pages: int,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> float:
-    """What exchanging takes on one GPU in the layer that needs most; 0 where no rank shares anything.
+    """Buffers for exchange on one GPU in the layer that needs most; 0 where no rank shares anything.
 
     By heads, of the rank's slice of a chunk, `num_tokens` long: its queries, keys and values, or their gradients, as
     they are sent and as they come. For q and kv elements of a token: 2 num_tokens (q + 2 kv) b bytes.
@@ -253,7 +253,7 @@ def memory_rates(
     shared_by: int = 1,
     placement: StagePlacement = STRAIGHT,
 ) -> MemoryRates:
-    """See `MemoryRates`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
+    """The `MemoryRates` of stages; arguments as in `stage_memory`, of which these are the variable part."""
     stages = _stages_of(cost, 1, pp, layers, chunk_size, placement)
     num_kinds = max(len(stage.pages) for stage in stages)
     gradients, pages = np.zeros((pp, num_kinds, 3)), np.zeros((pp, num_kinds, 2))
@@ -288,7 +288,8 @@ def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, 
 
 
 def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
-    """Of the largest block of logits, on one GPU; or, where more, of these, their gradient and that of the head."""
+    """Bytes of the largest block of logits on one GPU; or, if larger, of the logits, their gradient and that of the
+    head."""
     shape = cost.shape
     logits = min(chunk_size, tokens_at_once(shape.vocab_size, cost.logit_bytes)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters

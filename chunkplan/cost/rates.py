@@ -1,4 +1,4 @@
-"""What a layer of a model takes on a GPU: what every predicted time is made of."""
+"""Time per layer of a model on a GPU, from which every prediction is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerTime(NamedTuple):
 
 
 class RecomputeTime(NamedTuple):
-    """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
+    """Nanoseconds of the part of a layer's forward that a backward runs again: of a token, of a pair, and of the chunk.
 
     `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
     sending the input of a token to host memory takes, or fetching it: beside the work of the layer. `launch`: what the
@@ -36,7 +36,7 @@ class RecomputeTime(NamedTuple):
 
     @classmethod
     def mean(cls, of_layers: Sequence[RecomputeTime]) -> RecomputeTime:
-        """That of a layer on average."""
+        """The mean over layers."""
         parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host, one.launch) for one in of_layers)
         token, pair, chunk, heads, pages, *others = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
         return cls(token, pair, chunk, (heads, pages), *others)
@@ -61,7 +61,7 @@ class GradientSumTime(NamedTuple):
     head: LayerTime = LayerTime()
 
     def of_chunk(self, num_layers: int) -> float:
-        """Of a chunk, whatever its tokens, on all model stages, which have `num_layers`."""
+        """Time per chunk, independent of its tokens, on all model stages with `num_layers` layers."""
         return num_layers * self.layer + self.embeddings + self.head.chunk
 
 
@@ -110,7 +110,7 @@ class Rates(NamedTuple):
 
     @property
     def backward(self) -> AttentionTime:
-        """Of attention in a backward."""
+        """Time of attention in a backward."""
         return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
 
     def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
@@ -122,12 +122,12 @@ class Rates(NamedTuple):
         )
 
     def again_within(self, start: int, stop: int) -> RecomputeTime:
-        """What is run again of a layer from `start` on and before `stop`, on average."""
+        """The mean recompute time of the layers from `start` to before `stop`."""
         return RecomputeTime.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
 
     @property
     def hides_attention(self) -> bool:
-        """Whether sending and fetching attention, beside keys and values in host memory, holds no layer up."""
+        """True if the transfer of attention, beside keys and values in host memory, delays no layer."""
         return self.host_attention <= self.token and self.host_kv[0] <= 2 * self.pair
 
     @property

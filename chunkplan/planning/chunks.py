@@ -102,7 +102,7 @@ def make_chunks(
 
 @compiled
 def _num_slices(size: np.int64, heads: np.int64) -> int:
-    """How many slices of a chunk each of `size` ranks holds, of which `heads` share the heads."""
+    """Slices of a chunk that each of `size` ranks holds, of which `heads` share the heads."""
     return 1 if size == heads else SLICES
 
 
@@ -110,7 +110,8 @@ def _num_slices(size: np.int64, heads: np.int64) -> int:
 def _number_shared(
     start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
 ) -> int:
-    """Say which chunk of a rank the shared sequences of a step begin with, and describe their groups: how many.
+    """Number the chunks of a step's shared sequences on their ranks and describe their groups; returns the number of
+    groups.
 
     Blocks are nested, and the widest come first: all ranks of a block have shared the same before, so that a chunk has
     the same number on each of them.
@@ -160,7 +161,7 @@ def _number_chunks(
     num_shared_groups: int,
     may_share: bool,
 ) -> None:
-    """Say which chunk each sequence of a step is in that is not shared, count the segments, and describe the groups."""
+    """Number the chunks of a step's sequences that are not shared, count their segments, and describe their groups."""
     dp = rank_parts.size
     num_groups = np.zeros(dp, np.int64)  # [dp]
     next_group = num_shared_groups
@@ -294,7 +295,7 @@ def add_part_targets(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
 
 
 def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[ChunkTimes, Int64Array, Int64Array]:
-    """The times of chunks that schedules need, and of each chunk what it costs and what of that is recomputing.
+    """Durations of chunks for schedules, and per chunk its whole cost and the part of it that is recomputing.
 
     The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
     """

@@ -1,4 +1,4 @@
-"""Memory of a plan: each stage at its fullest moment, host memory of nodes, and the longest sequence that fits."""
+"""Memory of a plan: peak memory of each stage, host memory of nodes, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def stage_host_bytes(
     attention_tokens: Sequence[int],
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[int, ...]:
-    """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values with their
-    gradients, attention.
+    """Peak host memory of a GPU of each stage: inputs of layers, offloaded keys and values with their gradients,
+    attention.
 
     What torch rounds up, as it takes page-locked memory in powers of two, is left out. `retained_tokens`: of
     each stage the most whose activations are there; `kv_tokens`: the most whose keys and values are;
@@ -105,7 +105,7 @@ def longest_sequences(
 
 
 def memory_rates_of(config: PlanConfig, cost: CostModel) -> MemoryRates:
-    """What stages hold with a configuration, see `MemoryRates`."""
+    """The `MemoryRates` of the stages of a configuration."""
     return memory_rates(
         cost,
         config.pp,

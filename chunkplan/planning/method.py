@@ -58,7 +58,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Planned:
-    """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
+    """Rows of the tables `steps`, `chunks` and `schedule`, and the peak memory of each stage in these steps.
 
     `chunks`: those of the table. `peaks` int64 [pp, 8]: see `peak_snapshots`; `ranks` int64 [pp]: where that is, as
     step x dp + rank.
@@ -73,7 +73,7 @@ class Planned:
 def plan_block(
     block: StepBlock, dataset: Dataset, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool]
 ) -> Planned:
-    """Plan the steps of `block`: their rows, and what stages hold at their fullest moments.
+    """Plan the steps of `block`: their rows, and the peak memory of stages.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.

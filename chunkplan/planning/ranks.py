@@ -20,7 +20,7 @@ SLICES = 2
 
 
 class Shares(NamedTuple):
-    """How ranks share sequences, int64 [n]: `size` of them, from `first_rank` on, of which `heads` share the heads.
+    """Sharing of sequences by ranks, int64 [n]: `size` ranks from `first_rank` on, of which `heads` share the heads.
 
     1, -1 and 1 where none do. `work`: what each of the ranks takes for its share, in ns.
     """
@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def none(cls, n: int) -> Shares:
-        """Those of sequences of which none is shared."""
+        """The shares of sequences none of which is shared."""
         ones = np.ones(n, np.int64)
         return cls(ones, ones, -ones, 0 * ones)
 
@@ -67,7 +67,7 @@ class PackingParams(NamedTuple):
 
 
 class RankAssignment(NamedTuple):
-    """Where the sequences of some steps run; all int64.
+    """Rank and bin of the sequences of some steps; all int64.
 
     `rank_of`, `bin_of` [n]: a bin below the number of the rank's parts is the chunk of that part, counting through its
     groups from the shortest; the others are standalone chunks; -1 for split sequences. Those that ranks share are on no
@@ -87,7 +87,8 @@ class RankAssignment(NamedTuple):
 
 @compiled
 def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: PackingParams) -> RankAssignment:
-    """Place the sequences of some steps; `step_starts` int64 [num_steps + 1] says where each step's begin."""
+    """Assign the sequences of some steps to ranks and pack them; `step_starts` int64 [num_steps + 1]: where steps
+    begin."""
     num_steps = step_starts.size - 1
     assignment = RankAssignment(
         np.empty(sequences.tokens.size, np.int64),
@@ -117,7 +118,7 @@ def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: Packi
 
 @compiled
 def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
-    """What each rank takes for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
+    """Time of each rank for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
     loads = np.zeros(num_shared.size, np.int64)
     for sequence in range(sequences.tokens.size):
         first = sequences.cp_first_rank[sequence]

@@ -143,7 +143,7 @@ def _demand_of_parts(sequences: Sequences, params: PackingParams) -> Int64Array:
 
 
 def parts_per_rank(step_starts: Int64Array, sequences: Sequences, assignment: RankAssignment) -> Int64Array:
-    """How many parts of split sequences each rank has to itself, int64 [num_steps, dp]."""
+    """Parts of split sequences that each rank has to itself, int64 [num_steps, dp]."""
     num_steps, dp = assignment.num_standalone.shape
     rank = np.repeat(np.arange(num_steps), np.diff(step_starts)) * dp + assignment.rank_of
     counts = np.zeros(num_steps * dp, np.int64)

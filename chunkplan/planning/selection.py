@@ -1,4 +1,4 @@
-"""Which sequences an epoch holds, and how often: a part held out for evaluation, and sources mixed by weight.
+"""Selection of the sequences of an epoch: a held-out part for evaluation, and sources mixed by weight.
 
 Whether a sequence is held out follows from its tokens alone, so that copies of a text are never on both sides. The
 planner builds with what `expected_copies` says, and the validator checks against it.
@@ -30,7 +30,7 @@ _MIX_STREAM = 1
 
 
 def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32Array:
-    """How often each sequence occurs in an epoch (from 0) of a plan with this config, int32 [num_sequences].
+    """Occurrences of each sequence in an epoch (from 0) of a plan with this config, int32 [num_sequences].
 
     A share f holds out the sequences with a content key below f * 2^64: which these are depends on nothing else. A
     number N holds out the N smallest keys, and the copies of the last of them. More data can push a sequence out of
@@ -237,7 +237,7 @@ def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
 
 
 def _draw(num_sequences: int, weight: Fraction, seed: Sequence[int], epoch: int) -> Int32Array:
-    """How often an epoch takes each of the sequences of a source, int32 [num_sequences]."""
+    """Occurrences of each of the sequences of a source in an epoch, int32 [num_sequences]."""
     num_taken = math.floor(weight * num_sequences + Fraction(1, 2))
     times, rest = divmod(num_taken, num_sequences)
     if not rest:

@@ -49,7 +49,7 @@ _TRIED, _ROUNDS = 24, 24
 def share_sequences(
     step_starts: Int64Array, sequences: Sequences, necessary_ns: Int64Array, config: PlanConfig, cost: CostModel
 ) -> tuple[Shares, Int64Array]:
-    """How ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
+    """Choose how ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
 
     `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside. Returns with it a time in ns,
     int64 [num_steps], within which no plan has the slowest rank done, however sequences are shared, by the sizes of
@@ -108,7 +108,7 @@ def share_sequences(
 def _shared_times(
     tokens: Int64Array, size: int, config: PlanConfig, cost: CostModel
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """What each of `size` ranks takes for sequences of `tokens` [m], in ns; how many of them share heads; its chunks.
+    """Time of each of `size` ranks for sequences of `tokens` [m], in ns, ranks that share heads, and chunks.
 
     All int64 [m]. Of all ways to share a sequence by heads and by pages the fastest one.
     """
@@ -143,13 +143,13 @@ def _shared_times(
 
 
 def head_degrees(size: int, cost: CostModel) -> list[int]:
-    """How many of `size` ranks can share the key and value heads among them: one, where latents are kept instead."""
+    """Numbers of ranks, of `size`, that can share the key and value heads among them: only 1 with latents."""
     heads = 1 if cost.shape.keeps_latents else cost.shape.num_kv_heads // cost.tp
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
 
 
 class SharingProblem(NamedTuple):
-    """The large sequences of a step, and what others come to, which are taken to fill up chunks as a fluid does.
+    """The large sequences of a step, and the total of the others, which can be divided at will to fill chunks.
 
     `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns; `is_short` bool [m]:
     whether one that is not shared is packed with others. `rest`: what all others take, with their part of the chunks
@@ -217,7 +217,7 @@ def choose_groups(problem: SharingProblem, chosen: Int64Array, first_rank: Int64
 
 @compiled
 def _near_enough(problem: SharingProblem) -> int:
-    """How much later than the bound a step may be done for nothing else to be tried.
+    """The excess over the bound within which a solution is accepted without further search.
 
     That ranks' last chunks are not full delays all of them, whatever is shared, by a part of `chunk_ns`; where this is
     much of a step, all is tried nevertheless.
@@ -227,7 +227,7 @@ def _near_enough(problem: SharingProblem) -> int:
 
 @compiled
 def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Array) -> None:
-    """Share each sequence, dearest first, by as many ranks as work least and are done by `target`: writes `choice`.
+    """Choose for each sequence, longest first, the degree with least work that is done by `target`: writes `choice`.
 
     Where none are, by those that are done first.
     """
@@ -253,7 +253,7 @@ def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Arr
 
 @compiled
 def _max_load(loads: Int64Array, first: int, size: int) -> int:
-    """The most of some loads, of which there are few: numpy would take longer."""
+    """The largest of a few loads; numpy would be slower."""
     most = loads[first]
     for rank in range(first + 1, first + size):
         most = max(most, loads[rank])
@@ -262,7 +262,7 @@ def _max_load(loads: Int64Array, first: int, size: int) -> int:
 
 @compiled
 def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
-    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps.
+    """Change the degree of one of the longest sequences at a time, as long as that helps.
 
     Changes `choice`, which takes `best`.
     """
@@ -295,7 +295,7 @@ def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank:
 
 @compiled
 def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
-    """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
+    """Assign sequences of given degrees to blocks of ranks, and fill up with the rest: returns the end of all ranks.
 
     Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
     the rank that `first_rank` gets. A time that is not below `enough` may be too small.
@@ -320,7 +320,7 @@ def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int6
 
 @compiled
 def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
-    """When all ranks are done that have `loads` [dp] and fill up with the rest, the last chunks of which are not full.
+    """The end of all ranks with `loads` [dp] filled up with the rest, whose last chunks are not full.
 
     `packed` [dp]: what of the loads is packed with the rest. `enough` where they are not done before it.
     """
@@ -338,7 +338,7 @@ def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, 
 
 @compiled
 def _fits(problem: SharingProblem, loads: Int64Array, packed: Int64Array, end: int) -> bool:
-    """Whether ranks that fill up with the rest are done by `end`; see `_water_fill`."""
+    """True if ranks filled up with the rest are done by `end`; see `_water_fill`."""
     linear = 1 - problem.chunk_ns / problem.full_chunk
     room = 0.0
     for rank in range(problem.dp):

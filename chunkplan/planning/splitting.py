@@ -51,7 +51,7 @@ def cut_sequences(
 
 
 def max_chunk_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
-    """How many tokens a chunk has at most that each of `num_ranks` [n] ranks has ChunkSize of.
+    """The most tokens of a chunk of which each of `num_ranks` [n] ranks has at most ChunkSize.
 
     Of a chunk that ranks share, each may have two slices, of which none may be longer than half of ChunkSize: with an
     odd one, both could be rounded up.
@@ -72,7 +72,7 @@ def k_for_length(num_tokens: IntArray, k: int, k_by_length: KByLength | None) ->
 
 
 def count_parts(lengths: Int64Array, chunk_size: int | Int64Array, split: Split, cost: CostModel) -> Int64Array:
-    """How many parts `split_sequences` cuts sequences of `lengths` [n] into."""
+    """Number of parts that `split_sequences` cuts sequences of `lengths` [n] into."""
     fewest = -(-lengths // chunk_size)
     if split != "cost" or not cost.shape.attention_patterns:
         return fewest
@@ -121,12 +121,12 @@ def split_sequences(
 
 
 def _time(lengths: Int64Array, cost: CostModel) -> Float64Array:
-    """That of the forward of the first `lengths` tokens of a sequence, in attention pairs."""
+    """Forward time of the first `lengths` tokens of a sequence, in attention pairs."""
     return cost.linear_to_attention_ratio * lengths + whole_pairs(cost, lengths)
 
 
 def _tokens_within(time: Float64Array, cost: CostModel) -> Int64Array:
-    """How many tokens of a sequence take no longer than `time`, the opposite of `_time`: rounded down, so that parts
+    """The most tokens of a sequence that take no longer than `time`: the inverse of `_time`, rounded down so that parts
     stay within ChunkSize."""
     ratio = cost.linear_to_attention_ratio
     if cost.shape.attention_patterns == FULL:  # ratio * t + t^2

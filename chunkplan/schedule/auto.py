@@ -170,7 +170,7 @@ def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, sp
 
 @compiled
 def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
-    """The first of some ranks whose chunks are those of `rank`, which are of the same kinds and take as long, or -1."""
+    """The first of some ranks whose chunks have the same kinds and times as those of `rank`, or -1."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     for other in others:
         shift = chunks.rank_chunks[other] - start
@@ -289,7 +289,7 @@ def auto(
 
 @compiled
 def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: bool) -> int:
-    """No order of the chunks is done before, whatever the memory."""
+    """A lower bound on the end of any order of the chunks, whatever the memory."""
     jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
     return _row_bounds(chunks, times, jobs, pp, splits_backward)[2]
 
@@ -342,7 +342,7 @@ def _split(whole: Actions) -> Actions:
 def _row_bounds(
     chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
 ) -> tuple[Int64Array, Int64Array, int]:
-    """Of each stage of each rank the time of its work, and the least time after it, int64 [rows]; a lower bound."""
+    """Work of each stage of each rank, the least time after it, int64 [rows], and a lower bound."""
     n, num_ranks = chunks.keeps_activations.size, chunks.rank_chunks.size - 1
     work, after = np.zeros(num_ranks * pp, np.int64), np.zeros(num_ranks * pp, np.int64)
     bound = int(np.max(jobs.before + jobs.work + jobs.after)) if n else 0
@@ -363,7 +363,7 @@ def _row_bounds(
 
 @compiled
 def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple[SearchPoint, bool, int]:
-    """Another point, with one thing changed on one rank, whether it is one, and the state of the random numbers.
+    """A search point with one random change on one rank, whether it differs, and the state of the random numbers.
 
     Shared chunks stay.
     """
@@ -405,7 +405,7 @@ def _evaluate(
     limits: Limits,
     actions: Actions,
 ) -> int:
-    """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
+    """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
     limits.forward_first[:] = point.forward_first
     pp = limits.forwards.shape[0]
     for rank in range(chunks.rank_chunks.size - 1):

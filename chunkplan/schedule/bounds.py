@@ -1,4 +1,4 @@
-"""What no schedule of a rank's chunks can do better than: in time, and in memory."""
+"""Lower bounds of schedules of a rank's chunks: time, and memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: in
 
 @compiled
 def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
-    """Fill `jobs.after` for one unit, which is played through from its end backwards."""
+    """Fill `jobs.after` for one unit, which is simulated backwards from its end."""
     n = chunks.keeps_activations.size
     clock = np.zeros(pp, np.int64)  # from here on the end
     for chunk in range(start, stop):
@@ -97,7 +97,7 @@ def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int
 
 @compiled
 def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -> int:
-    """No schedule in which stages retain at most `memory` tokens is faster.
+    """A lower bound on the time of schedules in which stages retain at most `memory` tokens.
 
     The larger of two bounds for each stage: for all sets of jobs, the earliest start of one, the work of all, and the
     least time after one (Carlier, EJOR 11, 1982: the time of the best preemptive schedule); and the tokens of every
@@ -120,7 +120,7 @@ def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -
 
 
 def unit_bound(chunks: Chunks, times: ChunkTimes) -> int:
-    """No schedule of a V of virtual stages, with backwards split, is done before the unit that takes longest alone.
+    """A lower bound for a V of virtual stages with split backwards: the longest time of a unit alone.
 
     It is played through as if each model stage were a stage of its own. Where the V turns there is no link.
     """

@@ -1,4 +1,4 @@
-"""The schedules there are, by name, and the schedules of many ranks."""
+"""Schedules by name, and the schedules of many ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.slots import assign_slots, ends_in_slots, slot_ops_of
 from chunkplan.schedule.templates import TEMPLATES, follow_template
 
-#: What looks at all ranks of a step, and whether it splits backwards.
+#: Schedules that order all ranks of a step together, and whether they split backwards.
 _SPLITS_BACKWARD = {"auto": False, "zero-bubble": True}
 
-#: Of so many steps at most the actions that were found are kept, by what was key; of each no more than so many chunks
-#: of a rank times stages, which are a few dozen bytes each.
+#: Most steps in the cache, and most chunks of a rank times stages of a step in it, which are a few dozen bytes each.
 _CACHE_STEPS, _CACHE_STEP_SIZE = 512, 512
 _cache: dict[bytes, Actions] = {}
 
-#: What of chunks their order depends on, beside their times.
+#: Columns of chunks, beside their times, that determine their order: the key of the cache.
 _CACHE_COLUMNS = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
 
 
@@ -116,7 +115,7 @@ def schedule_ranks(
 
 
 def _unique_group_ids(chunks: Chunks, dp: int) -> Chunks:
-    """The same with other numbers of groups on each rank of a step: side by side they may end and begin with one."""
+    """Renumber groups so that no two ranks of a step have the same group id."""
     rank = np.repeat(np.arange(chunks.rank_chunks.size - 1, dtype=np.int32) % dp, np.diff(chunks.rank_chunks))
     return chunks._replace(group_id=np.where(chunks.group_id < 0, -1, chunks.group_id * dp + rank).astype(np.int32))
 
@@ -124,7 +123,7 @@ def _unique_group_ids(chunks: Chunks, dp: int) -> Chunks:
 def _search(
     schedule: str, chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
 ) -> tuple[Actions, int]:
-    """The best that is found for a rank, or the ranks of a step; no order of a rank is done before what comes with it.
+    """The best schedule found for a rank, or for the ranks of a step, and a lower bound on its time (0: unknown).
 
     What takes long to compile is imported where it is used.
     """
@@ -143,7 +142,7 @@ def _search(
 
 
 def _cached_auto_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, splits: bool) -> Actions:
-    """`auto_step`, which is not key twice: of the Ks that `tune` tries, most steps know no difference."""
+    """`auto_step` with a cache: for different K, as `tune` tries them, most steps are the same."""
     from chunkplan.schedule.auto import BASELINE_MEMORY, auto_step
 
     memory = BASELINE_MEMORY if memory_tokens is None else memory_tokens
@@ -161,7 +160,7 @@ def _cached_auto_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: i
 
 
 def _refuse_too_little(chunks: Chunks, memory_tokens: int, rank_label: Callable[[int], str], dp: int) -> None:
-    """Refuse memory that no order of a rank's chunks fits; of the first such step, the rank that needs most is said."""
+    """Refuse memory that no order of a rank's chunks fits, naming the rank of the first such step that needs most."""
     num_ranks = chunks.rank_chunks.size - 1
     least = np.array([least_memory(chunks_of_rank(chunks, rank)) for rank in range(num_ranks)])
     over = np.flatnonzero(least > memory_tokens)

@@ -1,4 +1,4 @@
-"""What a stage holds after each of its actions: activations, inputs and attention of chunks, KV, halves of backwards.
+"""Memory of a stage after each of its actions, in tokens: activations, inputs, attention, KV, and pending backwards.
 
 `CHANGES` says what every op adds and releases; peaks of memory and the counters of a trace are read off it.
 """
@@ -64,7 +64,7 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
 def stage_holdings(
     chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
 ) -> Int64Array:
-    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 6], see `CHANGES`.
+    """Tokens that one of the `num_stages` of a rank holds: int64 [actions of the stage, 2, 6], see `CHANGES`.
 
     A chunk's activations, its input and its attention count for each virtual stage that holds them. `kv`: the
     `kv_tokens` of `chunks`.
@@ -103,7 +103,7 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 @compiled
 def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) -> Int64Array:
-    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 8].
+    """Tokens that each stage of many ranks holds when they take most bytes: int64 [num_ranks, pp, 8].
 
     The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
     back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
@@ -157,7 +157,7 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
 
 @compiled
 def _working_kv_bytes(num_keys: int, memory_rates: MemoryRates, stage: int) -> float:
-    """What `num_keys` tokens of keys and values bring with them, see `MemoryRates`."""
+    """Bytes of pages and exchange at work with `num_keys` tokens of keys and values, see `MemoryRates`."""
     of_page = 0.0
     if num_keys > 0:
         for kind in range(memory_rates.pages.shape[1]):
@@ -170,7 +170,7 @@ def _working_kv_bytes(num_keys: int, memory_rates: MemoryRates, stage: int) -> f
 
 
 def highest_peak(snapshots: Int64Array, memory_rates: MemoryRates) -> tuple[Int64Array, Int64Array]:
-    """Of `snapshots` int64 [n, pp, 8], see `peak_snapshots`, the one that takes most bytes on each stage.
+    """The one of `snapshots` int64 [n, pp, 8] (see `peak_snapshots`) that takes most bytes on each stage.
 
     Returns it, int64 [pp, 8], and which of the n it is, int64 [pp].
     """
@@ -192,7 +192,7 @@ def snapshot_bytes(snapshots: Int64Array, memory_rates: MemoryRates) -> Float64A
 
 @compiled
 def _bytes_of_snapshot(snapshot: Int64Array, memory_rates: MemoryRates, stage: int) -> float:
-    """What `snapshot` [8] takes on a stage, see `snapshot_bytes`."""
+    """Bytes of `snapshot` [8] on a stage, see `snapshot_bytes`."""
     num_bytes = _working_kv_bytes(snapshot[KV], memory_rates, stage)
     for kind in range(memory_rates.tokens.shape[1]):
         num_bytes += snapshot[kind] * memory_rates.tokens[stage, kind]

@@ -45,7 +45,7 @@ _BACKWARD, _FORWARD, _WEIGHT = range(3)
 
 
 class Limits(NamedTuple):
-    """What stages may do; a row is a stage of a rank, the stages of each rank one after another.
+    """Limits of stages; a row is a stage of a rank, the stages of each rank one after another.
 
     `forwards` int64 [pp, n]: the most forwards of the rank before each of its backwards in order; `forward_first` bool
     [rows]: of a forward and a backward that can start at the same time, which one does; `memory` int64 [rows]: the most
@@ -62,7 +62,7 @@ class Limits(NamedTuple):
 
 
 class _State(NamedTuple):
-    """How far rows are, and what they could do next.
+    """Progress of rows, and their possible next actions.
 
     int64 [rows]: `clock`, `idle` time so far, tokens `retained`; the places in both orders, `forward`, `backward`,
     `weighted` (before it all weight halves are done), that are next; what is chosen, `start`, `kind` and, of a weight
@@ -95,7 +95,8 @@ class _State(NamedTuple):
 def list_schedule(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, actions: Actions
 ) -> int:
-    """Fill `actions` and say when all is done; -1 where a stage idles more than it may (`actions` is then half filled).
+    """Fill `actions` and return the end of all; -1 where a stage idles more than its limit (`actions` is then half
+    filled).
 
     What can start first is done first; with tails, of a forward and a backward what lets both tails end sooner. A chunk
     that kept nothing is recomputed directly before its backward, so that it is done when the gradient arrives. Weight
@@ -124,7 +125,8 @@ def _run(
     action: Int64Array,
     is_shared: bool,
 ) -> bool:
-    """Do one thing after another, and say whether that kept the limits; `action` [rows]: where in `actions` each is."""
+    """Schedule action after action; returns whether limits were kept. `action` [rows]: the next index into
+    `actions`."""
     pp, num_rows = times.durations.shape[1], limits.memory.size
     keeps, bases = chunks.keeps_activations, chunks.rank_chunks
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
@@ -185,7 +187,7 @@ def _run(
 
 @inlined
 def _update_starts(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state: _State, rows: range) -> None:
-    """Say when each of some rows could do its next forward and its next backward, were it alone."""
+    """Update the earliest start of the next forward and backward of some rows, other ranks aside."""
     pp, bases = times.durations.shape[1], chunks.rank_chunks
     keeps, num_tokens = chunks.keeps_activations, chunks.num_tokens
     for row in rows:
@@ -216,7 +218,7 @@ def _update_starts(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limi
 def _choose_next(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, state: _State, rows: range
 ) -> None:
-    """Say what each of some rows does next, and when: what they share with others when all of them can."""
+    """Choose the next action of some rows and its start; shared chunks start when all their ranks can."""
     pp, cp_size, first_rank = times.durations.shape[1], chunks.cp_size, chunks.cp_first_rank
     start, kind = state.start, state.kind
     for row in rows:
@@ -251,7 +253,7 @@ def _choose_next(
 def _joint_start(
     first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int
 ) -> int:
-    """When all ranks that share a chunk can do on a stage what they have next; `starts` [rows]: when each of them can.
+    """The earliest common start of the ranks that share a chunk on a stage; `starts` [rows]: of each alone.
 
     It is the chunk that all of them have next, as they have done everything before it together.
     """
@@ -272,7 +274,7 @@ def _forward_goes_first(
     overrun: int,
     starts: tuple[int, int],
 ) -> bool:
-    """Whether a row forwards the chunk `forward` before it backwards `backward`; `starts`: when each could start."""
+    """True if a row forwards chunk `forward` before the backward of `backward`; `starts`: the earliest of each."""
     forward_start, backward_start = starts
     is_sooner = forward_start < backward_start + limits.forward_first[row]
     if limits.tails.size == 0:

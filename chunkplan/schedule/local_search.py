@@ -20,7 +20,7 @@ HISTORY = 50
 
 
 class SearchPoint(NamedTuple):
-    """What `list_schedule` makes a schedule of.
+    """The input of `list_schedule`: orders, and how far stages run ahead.
 
     `ahead` int64 [pp]: how many more forwards a stage may do than its backwards need; `forward_first` bool [pp].
     """
@@ -32,7 +32,7 @@ class SearchPoint(NamedTuple):
 
 @compiled
 def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort: int, actions: Actions) -> int:
-    """Write the fastest schedule found, with whole backwards, into `actions`, and say when it is done.
+    """Write the fastest schedule found, with whole backwards, into `actions`, and return its end.
 
     Every point is an order of forwards, one of backwards and, for every stage, how far forwards may run ahead and
     whether they go first; `list_schedule` makes a schedule of it. Starts from the best of some simple ones and changes
@@ -97,7 +97,7 @@ def _evaluate(
     limits: Limits,
     actions: Actions,
 ) -> int:
-    """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
+    """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
     least, most = least_forwards(point.order), most_forwards(chunks, point.order, limits.memory[0])
     if np.any(most < least):
         return -1
@@ -110,7 +110,7 @@ def _evaluate(
 
 @compiled
 def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
-    """Change one thing in `point`, at random; the state of the random numbers after that."""
+    """Apply one random change to `point`; returns the state of the random numbers."""
     n, pp = group_id.size, point.ahead.size
     forwards, backwards = point.order.forwards, point.order.backwards
     state, what = draw(state, 8)

@@ -146,7 +146,7 @@ def _add_orders(
 
 
 def _starts(actions: Actions, ends: Int64Array, work: Int64Array) -> Int64Array:
-    """When each job of `work` [pp, 2 n] starts, of the same shape; recomputes no sooner than they have to."""
+    """Start of each job of `work` [pp, 2 n], of the same shape; recomputes as late as possible."""
     pp, n = work.shape[0], work.shape[1] // 2
     start = np.empty_like(work)
     stage = np.repeat(np.arange(pp), np.diff(actions.stages))
@@ -158,7 +158,7 @@ def _starts(actions: Actions, ends: Int64Array, work: Int64Array) -> Int64Array:
 
 
 def _actions(chunks: Chunks, times: ChunkTimes, start: Int64Array, like: Actions) -> Actions:
-    """The actions of jobs that start at these times [pp, 2 n]; of two that start at once, forwards go first."""
+    """The actions of jobs that start at `start` [pp, 2 n]; forwards first at equal starts."""
     pp, n = start.shape[0], chunks.keeps_activations.size
     ops, chunk_ids = [], []
     end = start + jobs_of(chunks, times, pp).work
@@ -187,7 +187,7 @@ _GAP = 0.005
 
 
 class SearchResult(NamedTuple):
-    """A schedule, when it is done, and the time that no other one of the same chunks under the same memory beats."""
+    """A schedule, its makespan, and a lower bound for the same chunks under the same memory."""
 
     actions: Actions
     makespan: int

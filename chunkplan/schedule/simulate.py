@@ -1,18 +1,18 @@
-"""When actions end: every one begins as soon as its stage is free and all that it waits for is there.
+"""Event simulation of steps: every action begins as soon as its stage is free and its dependencies are done.
 
-A step of one or more ranks is played through. What an action waits for:
+The dependencies of an action:
 
 - **Links.** A model stage forwards a chunk once the one before it did and the chunk has come over the link between
   their stages; backward, or its input half, the same from the one behind. Recompute and weight halves wait for nothing
   but their stage. Links carry any number of chunks at once; model stages on one stage have none between them.
-- **Meetings.** What the ranks of a block do with a chunk that they share they begin together, on the same model stage.
-  (Half of a backward that is for weights alone they do each by themselves.)
-- **Slots**, where ranks share weights or gradients: all that ranks do in one, they begin and end together, and the
-  other ranks of the stage take part in it between two of their own actions. Which slots there are is given here;
-  `slots` chooses them, over the same play.
-(What goes over the link to host memory is in the durations, see `cost.durations`.)
+- **Rendezvous.** The ranks of a block begin an action with a chunk that they share together, on the same model stage.
+  (The weight half of a backward each rank runs by itself.)
+- **Slots**, where ranks share weights or gradients: the actions of ranks in one slot begin and end together, and the
+  other ranks of the stage take part in it between two of their own actions. Slots are given here; `slots` chooses them
+  with the same simulation.
+(Time on the link to host memory is part of the durations, see `cost.durations`.)
 
-Where they deadlock, the actions that are never done end at -1.
+Actions that deadlock end at -1.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class SimulationState(NamedTuple):
 def simulate(
     chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement = STRAIGHT, dp: int = 1
 ) -> Int64Array:
-    """When each action of all stages of all ranks ends, int64 [num_actions], in the unit of `times`, without slots.
+    """Simulate without slots: the end of each action of all stages of all ranks, int64 [num_actions], in the unit of
+    `times`.
 
-    The `dp` ranks of a step follow one another, as do the steps; with 1 every rank is played by itself. `placement`:
-    where model stages lie, see `model_stage_of`.
+    The `dp` ranks of a step follow one another, as do the steps; with 1 every rank is simulated alone. `placement`:
+    that of model stages, see `model_stage_of`.
     """
     slot_ops, before = np.full(len(OPS), -1, np.int8), np.empty(0, np.int64)
     return simulate_slots(chunks, actions, times, pp, placement, dp, slot_ops, before)
@@ -96,12 +97,12 @@ def simulate_slots(
     slot_ops: Int8Array,
     before: Int64Array,
 ) -> Int64Array:
-    """The same with slots.
+    """Simulate with slots: the end of each action.
 
     Args:
         slot_ops: the op of the slot that each op needs, see `slots.slot_ops_of`.
-        before: int64 [num_actions], how many slots of its stage are over in its step when each action begins; if it
-            needs one, the one after these is its own. Empty where there are no slots.
+        before: int64 [num_actions], the slots of its stage and step that are done when each action begins; an action
+            that needs a slot has the next one. Empty without slots.
     """
     ends = np.empty(actions.ops.size, np.int64)
     for first in range(0, chunks.rank_chunks.size - 1, dp):
@@ -123,7 +124,7 @@ def step_graph(
     pp: int,
     placement: StagePlacement,
 ) -> StepGraph:
-    """What the `dp` ranks from `first` on do; the arguments are those of `simulate_slots`."""
+    """The graph of the `dp` ranks from `first` on; the arguments are those of `simulate_slots`."""
     start, base = actions.stages[first * pp], chunks.rank_chunks[first]
     rows = actions.stages[first * pp : (first + dp) * pp + 1] - start
     ops = actions.ops[start : start + rows[-1]]
@@ -165,7 +166,7 @@ def step_graph(
 
 @compiled
 def initial_state(step: StepGraph, pp: int) -> SimulationState:
-    """Where nothing is done yet."""
+    """The state at the beginning of a step."""
     num_rows = step.rows.size - 1
     return SimulationState(
         np.zeros(num_rows, np.int64),
@@ -179,7 +180,7 @@ def initial_state(step: StepGraph, pp: int) -> SimulationState:
 
 @inlined
 def earliest_start(step: StepGraph, state: SimulationState, row: int, pp: int) -> int:
-    """When the next action of a row could begin if it met no slot; -1 if there is none, or that is not known yet."""
+    """The earliest start of the next action of a row without slots; -1 if there is none, or if it is not known yet."""
     start = np.int64(-1)
     if state.next_action[row] < step.rows[row + 1]:
         action = state.next_action[row]
@@ -201,14 +202,14 @@ def earliest_start(step: StepGraph, state: SimulationState, row: int, pp: int) -
 
 @inlined
 def end_time(step: StepGraph, state: SimulationState, row: int, begin: int) -> int:
-    """When the next action of a row ends that begins at `begin`, and meets no slot."""
+    """The end of the next action of a row if it begins at `begin` without a slot."""
     end: int = begin + step.durations[state.next_action[row]]
     return end
 
 
 @inlined
 def run_action(state: SimulationState, row: int, end: int, stage: int) -> None:
-    """Do the next action of a row."""
+    """Run the next action of a row."""
     action = state.next_action[row]
     state.free_at[row] = state.ends[action] = end
     state.slots_before[action] = state.slots_done[stage]
@@ -217,7 +218,7 @@ def run_action(state: SimulationState, row: int, end: int, stage: int) -> None:
 
 @inlined
 def run_together(step: StepGraph, state: SimulationState, row: int, begin: int, pp: int) -> None:
-    """Do the next action of a row, with all ranks that share its chunk."""
+    """Run the next action of a row on all ranks that share its chunk."""
     block, size = step.first_row[state.next_action[row]], step.num_ranks[state.next_action[row]]
     for other in range(block, block + size * pp, pp):
         run_action(state, other, end_time(step, state, other, begin), row % pp)
@@ -225,7 +226,7 @@ def run_together(step: StepGraph, state: SimulationState, row: int, begin: int, 
 
 @compiled_in_place
 def run_slot(step: StepGraph, state: SimulationState, stage: int, begin: int, pp: int) -> None:
-    """Play a slot of a stage: those who are in it do their next action, and it is over for all when the last is."""
+    """Run a slot of a stage: the rows in it run their next action, and it ends for all rows when the last one does."""
     end = begin
     for row in range(stage, state.free_at.size, pp):
         if state.in_slot[row]:
@@ -240,7 +241,7 @@ def run_slot(step: StepGraph, state: SimulationState, stage: int, begin: int, pp
 
 @compiled_in_place
 def run_events(step: StepGraph, state: SimulationState, pp: int, slot_ops: Int8Array, before: Int64Array) -> None:
-    """Run a step from its beginning, in the slots that there are; the arguments are those of `simulate_slots`."""
+    """Run a step from its beginning in given slots; the arguments are those of `simulate_slots`."""
     moving = True
     while moving:
         moving = False
@@ -263,7 +264,7 @@ def run_events(step: StepGraph, state: SimulationState, pp: int, slot_ops: Int8A
 def _slot_begin(
     step: StepGraph, state: SimulationState, stage: int, pp: int, slot_ops: Int8Array, before: Int64Array
 ) -> int:
-    """When the next slot of a stage begins, and in `state` who is in it; -1 if that is not known yet."""
+    """The begin of the next slot of a stage, and in `state` the rows in it; -1 if it is not known yet."""
     begin = np.int64(0)
     for row in range(stage, state.free_at.size, pp):
         action, start = state.next_action[row], state.free_at[row]

@@ -1,11 +1,11 @@
-"""In which order the ranks of a stage meet, where they share weights or gradients: slots, and what is padding in them.
+"""Slots: one order of collectives for the ranks of a stage that share weights or gradients, with padding.
 
 Ranks that share weights fetch the layers of a stage together, and ranks that share gradients sum them together, so all
 of them have to do the same fetches and sums in the same order, whatever their own actions are. A *slot* is such a
 collective: one op, on one virtual stage. In it every rank of the stage either runs its next action, if that is the
 slot's, or takes part without one, which is a *padding*. Actions that need no slot (`slot_ops_of`) run between slots.
 
-*Nothing deadlocks.* `assign_slots` plays the step through on all stages of all ranks, event by event. An event is a
+*Nothing deadlocks.* `assign_slots` simulates the step on all stages of all ranks, event by event. An event is a
 slot of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it
 did before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So
 the order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but
@@ -41,7 +41,7 @@ from chunkplan.schedule.simulate import (
 
 _NEVER = 1 << 62
 
-#: Which of the ops that could come next a slot is for: that of the rank with most left to do, or that of most ranks.
+#: Rules for the op of a slot: the next op of the rank with most work left, or that of most ranks.
 LONGEST, _MOST = 0, 1
 
 
@@ -52,7 +52,7 @@ def slot_ops_of(sharding: Sharding) -> Int8Array:
 
 
 def slot_ops_on(cost: CostModel, dp: int) -> Int8Array | None:
-    """`slot_ops_of` what `dp` data-parallel ranks share; None where they meet for nothing within a step."""
+    """`slot_ops_of` the sharding of `dp` data-parallel ranks; None if they share nothing within a step."""
     return slot_ops_of(cost.sharding) if dp > 1 and cost.shares("gradients") else None
 
 
@@ -66,7 +66,7 @@ def assign_slots(
     pp: int,
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[Int64Array, Int64Array]:
-    """When each action ends in the slots of its step, and how many of its stage are over before it begins.
+    """Assign slots to the actions of steps: the end of each action, and the slots of its stage before it.
 
     The `dp` ranks of a step follow one another, as do the steps; chunks, actions and times are as in `simulate`.
     `slot_ops`: see `slot_ops_of`. Of some simple rules that one is taken by which the step is over first. The same
@@ -98,7 +98,7 @@ def slot_kinds(step: StepGraph, virtual_stages: Int32Array, slot_ops: Int8Array,
 
 @compiled
 def _best_of_rules(step: StepGraph, slots: Int64Array, slot_ops: Int8Array, pp: int) -> SimulationState:
-    """The play of a step by the rule that has it over first."""
+    """Simulate a step by each rule and return the state of the fastest."""
     best = initial_state(step, pp)
     if pp == 1 and _same_slots(step, slots):
         before = np.empty(step.ops.size, np.int64)
@@ -119,7 +119,7 @@ def _best_of_rules(step: StepGraph, slots: Int64Array, slot_ops: Int8Array, pp: 
 
 @compiled
 def _same_slots(step: StepGraph, slots: Int64Array) -> bool:
-    """Whether all ranks of the only stage go through the same slots as far as they go, and wait for nothing else.
+    """True if all ranks of the only stage have the same slots as far as they go, and wait for nothing else.
 
     Any rule has the same then, in more time.
     """
@@ -159,7 +159,7 @@ def run_greedy(step: StepGraph, state: SimulationState, pp: int, slots: Int64Arr
 
 @compiled_in_place
 def _next_event(state: SimulationState, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int, int, int]:
-    """What begins first: when, on which stage, and the row if it meets no slot (else -1); at `_NEVER` if nothing can.
+    """The next event: its time, stage, and row if it needs no slot (else -1); `_NEVER` if nothing can begin.
 
     Of what begins at one time, what meets no slot: it may be what a slot would then have more ranks for.
     """
@@ -191,7 +191,7 @@ def _fill_slot(
     rule: int,
     patience: int,
 ) -> int:
-    """Say who is in the slot of a stage that begins at `at`, or a little later; returns when it does."""
+    """Choose the ranks in the slot of a stage that begins at `at`, or a little later; returns its begin."""
     rows = range(stage, state.free_at.size, pp)
     slot, most, best = np.int64(-1), -1, -1
     for row in rows:
@@ -216,10 +216,8 @@ def _fill_slot(
     return at
 
 
-# Slots by one simple rule: for plans whose times do not depend on them, as their ranks share neither weights nor sums.
-#
-# Whoever trains may share more than the plan counts with, so that such plans have slots too. They have to be right, and
-# they have to cost next to nothing.
+# Slots by one simple rule, for plans whose times do not depend on them, as their ranks share neither weights nor sums:
+# a trainer may shard more than the plan assumes. They have to be correct and cheap, not fast.
 
 
 @compiled
@@ -232,7 +230,7 @@ def greedy_slots(
     pp: int,
     placement: StagePlacement,
 ) -> Int64Array:
-    """The slot of each action on its stage, int64 [num_actions]: always for what the rank does that has most left.
+    """Assign slots by one rule, always for the next op of the rank with most work left: int64 [num_actions].
 
     The arguments are those of `assign_slots`; `slot_ops`, in which every op needs a slot.
     """
@@ -292,7 +290,7 @@ def ends_in_slots(
     pp: int,
     placement: StagePlacement,
 ) -> Int64Array:
-    """When each action ends where the slots are given, int64 [num_actions]; -1 of what is never done.
+    """End of each action with given slots, int64 [num_actions]; -1 for actions that deadlock.
 
     `slots`: that of each action, int64 [num_actions], where ranks share weights; those that `slot_ops` needs are a
     subset. The other arguments are those of `assign_slots`.

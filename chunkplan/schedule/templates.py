@@ -110,7 +110,7 @@ def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) 
 
 @compiled
 def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
-    """How many forwards a stage does before each backward in order, int64 [n].
+    """Number of forwards of a stage before each backward in order, int64 [n].
 
     The last stage does one forward for each backward after `warm_up` of them, and those that the next backward lacks:
     the whole group of a dependent chunk. The stages before it stay `ahead` of that all the time, so that there always

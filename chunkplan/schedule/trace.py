@@ -1,4 +1,4 @@
-"""What stages do over time as a Chrome trace, which Perfetto opens."""
+"""Chrome traces of simulations, which Perfetto opens."""
 
 from __future__ import annotations
 
