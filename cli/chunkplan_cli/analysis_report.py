@@ -80,7 +80,7 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
 
 def _print_gain(analysis: Analysis) -> None:
     from chunkplan.tuning.tune import headline
-    from chunkplan_cli.tune_report import print_headline
+    from chunkplan_cli.tune import print_headline
 
     with note_compilation():
         found = headline(analysis)
