@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 _MAX_BAR = 20
 
 
-def titled_table(title: str) -> Table:
-    """Make a table with its title above it."""
-    return Table(
-        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim"
-    )
-
-
 def facts_grid(facts: Iterable[tuple[str, str]], bold: Collection[str] = ()) -> Table:
     """Lay out facts below each other, each behind its name; those of the names in `bold` stand out."""
     grid = Table.grid(padding=(0, 2))
@@ -48,13 +41,10 @@ def _bar(console: Console, value: float, most: float, width: int) -> str:
 def drawn_table(console: Console, table: reporting.Table, gap: int = 2) -> Table:
     """Draw a table of a report, its columns `gap` apart: words are folded, numbers are not, bars take what room is
     left."""
-    drawn = titled_table(table.caption)
-    drawn.title = drawn.title if table.caption else None
-    drawn.show_header, drawn.padding, drawn.min_width = (
-        any(table.head),
-        (0, gap, 0, 0),
-        min(len(table.caption), console.width),
-    )
+    drawn = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", show_header=any(table.head))
+    if table.caption:
+        drawn.title, drawn.title_justify = Text(table.caption, style="bold"), "left"
+        drawn.min_width = min(len(table.caption), console.width)
     for name in table.head:
         is_words = name in table.texts
         drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
