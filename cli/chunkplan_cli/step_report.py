@@ -13,9 +13,9 @@ from rich.text import Text
 
 from chunkplan.operations import OPS
 from chunkplan.quantities import counted, kept_words, percent, seconds
+from chunkplan.reporting.gantt import OP_WORDS
 from chunkplan.reporting.tables import Table, way_words
 from chunkplan.schedule.trace import LETTERS
-from chunkplan_cli.gantt import OP_WORDS
 from chunkplan_cli.plan_report import print_estimated
 from chunkplan_cli.terminal import drawn_table, facts_grid, marks, visible
 
