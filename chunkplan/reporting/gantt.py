@@ -50,21 +50,14 @@ def bars_of(ranks: Mapping[int, Simulation]) -> list[list[Bar]]:
         actions, chunks, first_row = simulation.actions, simulation.chunks, len(rows)
         rows += [[] for _ in range(simulation.pp)]
         columns = (
-            simulation.stage_of,
-            actions.ops,
-            simulation.starts,
-            simulation.ends,
-            simulation.waits,
-            actions.chunk_ids,
-            actions.virtual_stages,
-            simulation.model_stages,
-            simulation.exchange_of_actions,
+            *(simulation.stage_of, actions.ops, simulation.starts, simulation.ends, simulation.waits),
+            *(actions.chunk_ids, actions.virtual_stages, simulation.model_stages, simulation.exchange_of_actions),
         )
-        for place, (stage, op, start, end, wait, chunk, *more) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        ):
-            row = first_row + stage
-            rows[row].append(Bar(row, op, start, end, wait, chunks[chunk], *more, (rank, place) in critical))
+        for place, each in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            stage, op, start, end, wait, chunk, virtual_stage, model_stage, exchange = each
+            row, is_critical = first_row + stage, (rank, place) in critical
+            bar = Bar(row, op, start, end, wait, chunks[chunk], virtual_stage, model_stage, exchange, is_critical)
+            rows[row].append(bar)
     return rows
 
 

@@ -130,7 +130,7 @@ def _rates(calibration: Calibration) -> Table:
 
 def _verdict(calibration: Calibration) -> list[Text]:
     errors, rates = calibration.held_out_errors, calibration.rates
-    median, worst = percent(median_of(errors.tolist())), percent(float(errors.max()))
+    median, worst = percent(median_of(errors.ravel().tolist())), percent(float(errors.max()))
     apart = f"; the times of a chunk are {percent(calibration.spread)} apart" if calibration.spread else ""
     own = rates.flops if calibration.cost.precision == "bf16" else rates.fp32_flops
     return [

@@ -77,15 +77,12 @@ def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
 def _print(result: ParityReport) -> None:
     console = stdout()
     if result.proofs:
-        rows = [
-            (
-                "one stage" if proof.num_stages == 1 else "two stages",
-                *("not proved" if proof.error is None else f"{proof.error:.1e}", proof.where),
-            )
-            for proof in result.proofs
-        ]
         head = ("small model of its class", "relative error", "worst parameter")
-        console.print(drawn_table(console, Table("", head, rows, texts=(head[0], head[2]))))
+        proofs = []
+        for proof in result.proofs:
+            error = "not proved" if proof.error is None else f"{proof.error:.1e}"
+            proofs.append(("one stage" if proof.num_stages == 1 else "two stages", error, proof.where))
+        console.print(drawn_table(console, Table("", head, proofs, texts=(head[0], head[2]))))
     if result.ran_small:
         console.print("the model has more than 300M weights: the sequences are run on the small one")
     counts = ", ".join(f"{count} {kind}" for kind, count in result.chunks.items() if count)

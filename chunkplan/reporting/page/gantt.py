@@ -229,8 +229,8 @@ def _lines(op: int, kind: int, kept: str, *, with_model_stage: bool) -> list[str
 def _shown(bar: Bar) -> list[float]:
     """List the numbers of a bar that are shown beside it; of a chunk that ranks share, which and how."""
     chunk = bar.chunk
-    numbers = [chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens, chunk.group_index + 1, chunk.group_size]
-    numbers.append(bar.model_stage)
+    numbers: list[float] = [chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens]
+    numbers += [chunk.group_index + 1, chunk.group_size, bar.model_stage]
     if chunk.cp_size == 1:
         return numbers
     ranks = (chunk.cp_first_rank, chunk.cp_first_rank + chunk.cp_size - 1)
