@@ -60,7 +60,7 @@ class Analysis:
 
     @cached_property
     def is_evaluation(self) -> BoolArray:
-        """Whether each sequence is of a source to evaluate on, bool [num_sequences]; raises as `source`."""
+        """True for sequences of sources to evaluate on, bool [num_sequences]; raises as `source`."""
         marks = np.array([source.get("part") == "eval" for source in self.manifest.get("sources", [])], np.bool_)
         if not marks.any():
             return np.broadcast_to(np.zeros(1, np.bool_), self.num_sequences)  # takes no memory
@@ -69,7 +69,7 @@ class Analysis:
 
     @cached_property
     def is_evaluated_elsewhere(self) -> BoolArray:
-        """Whether each sequence is to be trained but for one of the same tokens to evaluate on, bool [num_sequences].
+        """True for training sequences with the same tokens as one to evaluate on, bool [num_sequences].
 
         Raises:
             DataError: the tokens cannot be read.

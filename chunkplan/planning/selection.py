@@ -141,7 +141,7 @@ def _named(analysis: Analysis, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What the first epoch of a plan has of a source that may be trained.
+    """Share of a trainable source in the first epoch of a plan.
 
     Of its `num_sequences` it leaves out `num_skipped` and has `num_repeated` more than once: `num_occurrences`, with
     `num_tokens` together.
@@ -156,7 +156,7 @@ class SourceShare:
 
 
 def describe_mix(analysis: Analysis, config: PlanConfig) -> list[SourceShare]:
-    """What the first epoch has of each source with sequences that may be trained; names are whole paths."""
+    """Shares in the first epoch of each source with trainable sequences; names are whole paths."""
     copies, is_trained = expected_copies(analysis, config, 0), _is_trained(analysis, config.holdout)
     found = []
     for source, path in enumerate(_paths(analysis)):
@@ -220,7 +220,7 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
 
 
 def _is_trained(analysis: Analysis, holdout: float | int | None) -> BoolArray:
-    """Whether each sequence may be trained: it is not held out, and is not as one to evaluate on."""
+    """True for sequences that may be trained: neither held out nor equal to one to evaluate on."""
     is_trained: BoolArray = ~(_held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
     return is_trained
 
