@@ -110,8 +110,7 @@ def _num_slices(size: np.int64, heads: np.int64) -> int:
 def _number_shared(
     start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
 ) -> int:
-    """Number the chunks of a step's shared sequences on their ranks and describe their groups; returns the number of
-    groups.
+    """Number the chunks of a step's shared sequences on their ranks and describe their groups; returns how many.
 
     Blocks are nested, and the widest come first: all ranks of a block have shared the same before, so that a chunk has
     the same number on each of them.

@@ -40,8 +40,7 @@ class Actions(NamedTuple):
 
 @compiled
 def unit_end(group_id: Int32Array, start: int) -> int:
-    """The end of the unit that begins at chunk `start`: a standalone chunk (-1 in `group_id`), or all chunks of a
-    group."""
+    """The end of the unit at chunk `start`: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
     stop = start + 1
     while stop < group_id.size and group_id[stop] == group_id[start] >= 0:
         stop += 1

@@ -95,7 +95,7 @@ class _State(NamedTuple):
 def list_schedule(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, actions: Actions
 ) -> int:
-    """Fill `actions` and return the end of all; -1 where a stage idles more than its limit (`actions` is then half
+    """Fill `actions` and return the end of all; -1 where a stage idles beyond its limit (`actions` is then half
     filled).
 
     What can start first is done first; with tails, of a forward and a backward what lets both tails end sooner. A chunk

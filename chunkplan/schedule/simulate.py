@@ -76,8 +76,7 @@ class SimulationState(NamedTuple):
 def simulate(
     chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement = STRAIGHT, dp: int = 1
 ) -> Int64Array:
-    """Simulate without slots: the end of each action of all stages of all ranks, int64 [num_actions], in the unit of
-    `times`.
+    """Simulate without slots: the end of each action of all ranks, int64 [num_actions], in the unit of `times`.
 
     The `dp` ranks of a step follow one another, as do the steps; with 1 every rank is simulated alone. `placement`:
     that of model stages, see `model_stage_of`.

@@ -114,8 +114,7 @@ _FEW = 1 << 12
 
 
 class PathAction(NamedTuple):
-    """An action on a critical path: `place` is its index among the actions of its rank, `op` that in `OPS`, times are
-    in ticks.
+    """An action on a critical path: `place` is its index among those of its rank, `op` that in `OPS`, times are ticks.
 
     `rank` is its place among those that are simulated together.
     """
@@ -363,8 +362,8 @@ class Simulation:
 
     @cached_property
     def waits(self) -> Int64Array:
-        """Time each action waits for other ranks, in ticks, int64 [num_actions]: for those that share its chunk, or for
-        its slot and the slowest action in it."""
+        """Ticks each action waits for other ranks, int64 [num_actions]: for those that share its chunk, its slot, or
+        the slowest action in that."""
         return np.zeros_like(self.ends) if self.step is None else self.starts - self._waiting.arrivals
 
     @cached_property

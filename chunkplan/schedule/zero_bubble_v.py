@@ -43,9 +43,9 @@ _NEVER = 2**62
 
 
 class _Rule(NamedTuple):
-    """A rule to try: forwards that a model stage may run beyond those that its next backward and those in flight behind
-    it need; the virtual stage whose backward goes first when both could start; the share of its own time, in per cent,
-    by which a weight half may delay the next action."""
+    """A rule to try: forwards that a model stage may run beyond those that its next backward and those behind it in
+    flight need; the virtual stage whose backward goes first when both could start; the most delay of the next action by
+    a weight half, in per cent of its time."""
 
     ahead: int
     first_backward: int

@@ -294,8 +294,7 @@ _NAMED = 4
 
 
 def _describe_cycle(block: RankBlock, cycle: list[int], reached: Int64Array) -> str:
-    """The message of a cycle: the first of these stages waits for the second one, and so on, and the last for the
-    first."""
+    """The message of a cycle: each of these stages waits for the next one, the last for the first."""
     others = [
         f"for {_stage_name(block, stage)} at {op_of_chunk(block, int(reached[stage]))}" for stage in cycle[1:_NAMED]
     ]

@@ -208,7 +208,7 @@ class ChunkColumns:
 
     @cached_property
     def k(self) -> Int64Array:
-        """The most chunks of each chunk's group that may hold activations, int64 [num_chunks]."""
+        """Most chunks of each chunk's group that may hold activations, int64 [num_chunks]."""
         most = np.full(self.num_chunks, self.config.k, np.int64)
         num_tokens = self.sequence_tokens[self.parts]
         for longer_than, k in self.config.k_by_length or ():
