@@ -181,7 +181,7 @@ def test_a_mix_is_the_same_by_the_name_of_its_source(tmp_path: Path, command: Ru
         ({"pp": 2, "stage_layers": "13,15"}, {"pp": 4}, "--stage-layers 13,15"),
         ({"pp": 2, "stage_layers": "13,15"}, {"pp": 1}, "--stage-layers 13,15"),
         ({"pp": 2, "stage_layers": "13,15"}, {"dp": 2}, None),
-        ({"pp": 2, "stage_layers": "13,15"}, {"model_config": "model"}, "--stage-layers 13,15"),
+        ({"pp": 2, "stage_layers": "13,15"}, {"model": "model"}, "--stage-layers 13,15"),
         ({"dp": 4, "cp": 2}, {"dp": 1}, "--cp 2"),
         ({"dp": 4, "cp": 2}, {"dp": 3}, "--cp 2"),
         ({"dp": 4, "cp": 2}, {"dp": 6}, None),
