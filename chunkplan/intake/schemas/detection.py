@@ -114,11 +114,12 @@ def _candidates(schema: str | None, columns: SourceOverrides) -> list[str]:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
     names = [schema] if schema is not None else list(SCHEMAS)
     roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
+    more = IN_MESSAGES if "messages" in roles or "conversations" in roles else ()
     for role in columns:
         if role not in roles:
             none = f"{schema} has no such role" if schema else "no schema has such a role"
             raise UsageError(
-                f"{columns.place(role, '--column')}: {none}", hint=f"roles are {', '.join((*roles, *IN_MESSAGES))}"
+                f"{columns.place(role, '--column')}: {none}", hint=f"roles are {', '.join((*roles, *more))}"
             )
     fitting = [name for name in names if columns.keys() <= SCHEMAS[name].roles.keys()]
     if not fitting:
