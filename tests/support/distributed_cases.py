@@ -33,7 +33,7 @@ from chunkplan_runtime.distributed.job import (
 )
 from chunkplan_runtime.distributed.sharding import Shards, _weights
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, BeforeAction, RankExecutor, no_collectives
+from chunkplan_runtime.execution.executor import Around, Collectives, RankExecutor, no_collectives
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
@@ -108,7 +108,7 @@ class StageProcess:
             self.shards.reduce_gradients()
         return _sum(loss)
 
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> BeforeAction:
+    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Collectives:
         if self.shards is None:
             return no_collectives
         return self.shards.collectives_of(work, self.groups.layout, only_forwards=only_forwards)

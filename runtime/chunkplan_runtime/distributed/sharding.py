@@ -9,7 +9,7 @@ head and embeddings. The loss is divided by the step's target tokens already: gr
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
 sharded again after; embeddings and head stay gathered for a step. A plan then says in which slot of its stage each
-action is done (docs/plan-format.md, `chunkplan/schedule/alignment.py`). A process that has nothing to do in a slot
+action is done (docs/plan-format.md, `chunkplan/schedule/slots.py`). A process that has nothing to do in a slot
 gathers and reduces as the others do, and runs no layer. One that runs several data-parallel ranks walks through the
 slots once for each, all processes their first ranks first.
 """
@@ -34,7 +34,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
-from chunkplan_runtime.execution.executor import Around, BeforeAction, no_collectives
+from chunkplan_runtime.execution.executor import Around, Collectives, no_collectives
 from chunkplan_runtime.feed.stream import StepWork, broken_plan
 from chunkplan_runtime.layout import RankLayout, reduce_scatter
 from chunkplan_runtime.models.model import CausalLM
@@ -170,19 +170,19 @@ class Shards:
             for layer in itertools.chain.from_iterable(self._layers):
                 layer.unshard()
 
-    def collectives_of(self, work: StepWork, layout: RankLayout, *, only_forwards: bool = False) -> BeforeAction:
+    def collectives_of(self, work: StepWork, layout: RankLayout, *, only_forwards: bool = False) -> Collectives:
         """Takes part in what other processes do before an action, the next one of a step, or with None at its end."""
         if self._sharding == "optimizer" or (only_forwards and self._sharding != "weights"):
             return no_collectives
         dummies = deque(dummy_collectives(work, layout, self._sharding, only_forwards=only_forwards))
 
-        def before_action(action: Action | None) -> None:
+        def collectives(action: Action | None) -> None:
             while dummies[0]:
                 self.pad(dummies[0].pop(0))
             if action is not None:
                 dummies.popleft()
 
-        return before_action
+        return collectives
 
     def pad(self, padding: DummyCollective) -> None:
         """Gather and reduce as others do in a slot, in which this process has no action."""

@@ -38,7 +38,7 @@ PAGE_CHUNKS = 4
 Around = Callable[[Action], AbstractContextManager[object]]
 
 #: Called before each action, before what it waits for from other stages, and with None after the last one.
-BeforeAction = Callable[[Action | None], None]
+Collectives = Callable[[Action | None], None]
 
 #: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
 _Moment = Any
@@ -105,14 +105,14 @@ class RankExecutor:
         num_target_tokens: int,
         around: Around = nullcontext,
         before_last: Callable[[int], None] | None = None,
-        before_action: BeforeAction = no_collectives,
+        collectives: Collectives = no_collectives,
     ) -> RankLoss:
         """Run all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
-        layers; not where nothing in them is trained, nor where that action is half a backward. `meet`: what is done
-        with other processes between actions. Only the last model stage knows losses; on others there are none. Raises
+        layers; not where nothing in them is trained, nor where that action is half a backward. `collectives`: joins
+        those of other processes before each action. Only the last model stage knows losses; on others there are none. Raises
         DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
@@ -126,7 +126,7 @@ class RankExecutor:
                     raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
                 if done[key] not in _AFTER[action.op]:
                     raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
-                self._begin_action(where, action, before_action)
+                self._begin_action(where, action, collectives)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
                     with around(action):
@@ -137,8 +137,8 @@ class RankExecutor:
                 else:
                     self._forward(work, action, action.op, around)
                 done[key] = action.op
-            self.doing = f"{where}, collectives_of other processes after its last action"
-            before_action(None)
+            self.doing = f"{where}, joining collectives of other processes after its last action"
+            collectives(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
         for key, op in done.items():
@@ -153,7 +153,7 @@ class RankExecutor:
         self,
         work: RankWork,
         num_target_tokens: int | None = None,
-        before_action: BeforeAction = no_collectives,
+        collectives: Collectives = no_collectives,
         what: str = "evaluation",
     ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
@@ -169,7 +169,7 @@ class RankExecutor:
         losses: dict[int, Tensor] = {}
         with self._prepared(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
-                self._begin_action(f"{what}, {where}", action, before_action)
+                self._begin_action(f"{what}, {where}", action, collectives)
                 hidden, tensors = self._forward(work, action, "evaluate", nullcontext), work.tensors[action.chunk_id]
                 if self._stages[action.virtual_stage].is_last and num_target_tokens is not None:
                     weights = hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
@@ -177,15 +177,15 @@ class RankExecutor:
                 for span in tensors.parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
-            before_action(None)
+            collectives(None)
         self.model.current.context = None
         return rank_loss(work, losses, num_target_tokens or 0)
 
-    def _begin_action(self, where: str, action: Action, before_action: BeforeAction) -> None:
+    def _begin_action(self, where: str, action: Action, collectives: Collectives) -> None:
         """Begin an action by what is done with other processes before it."""
         self._at = where if len(self._stages) == 1 else f"{where}, virtual stage {action.virtual_stage}"
-        self._say(f"collectives_of other processes before the {action.op} of chunk {action.chunk_id}")
-        before_action(action)
+        self._say(f"joining collectives of other processes before the {action.op} of chunk {action.chunk_id}")
+        collectives(action)
 
     def _say(self, words: str) -> None:
         self.doing = f"{self._at}, {words}"

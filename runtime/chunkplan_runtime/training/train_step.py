@@ -71,14 +71,14 @@ class StepExecutor:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
-        before_action = shards.collectives_of(work, self._job.layout) if shards else no_collectives
+        collectives = shards.collectives_of(work, self._job.layout) if shards else no_collectives
         for rank in work.ranks:
             around, reduce = timed(rank.dp_rank), None
             if shards:
                 around = shards.around(around)
                 reduce = shards.reduce_in_backward if rank is work.last else None
-            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, before_action))
-        before_action(None)
+            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, collectives))
+        collectives(None)
         return losses
 
     def evaluate(self, work: StepWork) -> list[RankLoss]:
@@ -91,9 +91,9 @@ class StepExecutor:
         if shards is None:
             return [run(rank) for rank in work.ranks]
         shards.begin_forwards()
-        before_action = shards.collectives_of(work, self._job.layout, only_forwards=True)
-        found = [run(rank, before_action=before_action) for rank in work.ranks]
-        before_action(None)
+        collectives = shards.collectives_of(work, self._job.layout, only_forwards=True)
+        found = [run(rank, collectives=collectives) for rank in work.ranks]
+        collectives(None)
         shards.end_forwards()
         return found
 
