@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.balance.assign import assign, best_exchange, even_out, exchange, least_gain
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.packing.heuristics import best_fit, martello_toth
 
 #: A rank that shares a chunk holds at most so many slices of it, one from either half.
@@ -105,9 +105,9 @@ def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> 
         rank_of = assign(own.work, own.cp_first_rank < 0, loads)
         even_out(own.work, rank_of, loads)
         bin_of, num_standalone, _ = settle(own, rules, rank_of, loads, num_shared)
-        placement.rank_of[start:stop] = rank_of
-        placement.bin_of[start:stop] = bin_of
-        placement.num_standalone[step] = num_standalone
+        copy_to(placement.rank_of[start:stop], rank_of)
+        copy_to(placement.bin_of[start:stop], bin_of)
+        copy_to(placement.num_standalone[step], num_standalone)
         for rank in range(rules.dp):
             placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank, num_shared[rank])
         anywhere = fewest_chunks(own, rules, own.cp_first_rank < 0, num_shared.sum())
@@ -115,7 +115,7 @@ def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> 
     return placement
 
 
-@compiled
+@compiled_part
 def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
     """What each rank takes for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
     loads = np.zeros(num_shared.size, np.int64)
@@ -183,11 +183,11 @@ def settle(
                 searching = True
                 break
             exchange(rank_of, given, taken, other, slowest)
-            bin_of[:] = before
+            copy_to(bin_of, before)
     return bin_of, num_standalone, times
 
 
-@compiled
+@compiled_part
 def _pack_rank(
     sequences: Sequences,
     rules: Rules,
@@ -259,4 +259,5 @@ def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_sha
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), rules.chunk_size))
+    by_size = np.argsort(items[:num_items], kind="mergesort")
+    return num_shared + max(num_parts, num_full + martello_toth(items[by_size], rules.chunk_size))

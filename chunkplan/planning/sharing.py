@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns
 from chunkplan.cost.exchange import exchange_times
@@ -208,14 +208,14 @@ def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> int
         slowest = _place(step, tried, first_rank, best)
         if slowest < best:
             best = slowest
-            chosen[:] = tried
+            copy_to(chosen, tried)
     _improve(step, best, chosen, first_rank)
     slowest = _place(step, chosen, first_rank, 0)
     first_rank[chosen == 0] = -1
     return slowest
 
 
-@compiled
+@compiled_part
 def _near_enough(step: Step) -> int:
     """How much later than the bound a step may be done for nothing else to be tried.
 
@@ -225,7 +225,7 @@ def _near_enough(step: Step) -> int:
     return step.bound // _WORTH + min(3 * step.chunk_ns // 4, step.bound // _CHUNK_SHARE)
 
 
-@compiled
+@compiled_part
 def _aim(step: Step, target: float, choice: Int64Array) -> None:
     """Share each sequence, dearest first, by as many ranks as work least and are done by `target`: writes `choice`.
 
@@ -251,7 +251,7 @@ def _aim(step: Step, target: float, choice: Int64Array) -> None:
         loads[first : first + sizes[found]] += step.times[found, job]
 
 
-@compiled
+@compiled_part
 def _most(loads: Int64Array, first: int, size: int) -> int:
     """The most of some loads, of which there are few: numpy would take longer."""
     most = loads[first]
@@ -260,7 +260,7 @@ def _most(loads: Int64Array, first: int, size: int) -> int:
     return int(most)
 
 
-@compiled
+@compiled_part
 def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
     """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps.
 
@@ -293,7 +293,7 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
         best = least
 
 
-@compiled
+@compiled_part
 def _place(step: Step, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
     """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
 
@@ -318,7 +318,7 @@ def _place(step: Step, choice: Int64Array, first_rank: Int64Array, enough: int) 
     return level if level >= enough else _fill_up(step, loads, packed, level, enough)
 
 
-@compiled
+@compiled_part
 def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
     """When all ranks are done that have `loads` [dp] and fill up with the rest, the last chunks of which are not full.
 
@@ -336,7 +336,7 @@ def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int, enou
     return high
 
 
-@compiled
+@compiled_part
 def _fits(step: Step, loads: Int64Array, packed: Int64Array, end: int) -> bool:
     """Whether ranks that fill up with the rest are done by `end`; see `_fill_up`."""
     linear = 1 - step.chunk_ns / step.full_chunk

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int8Array, Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled, compiled_in_place
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import STRAIGHT, StagePlacement
@@ -82,11 +82,12 @@ def align_steps(
         step = step_of(chunks, actions, times, first, dp, pp, placement)
         slots = slot_kinds(step, actions.virtual_stages[own], meeting, times.durations.shape[1] // pp)
         now = _fastest(step, slots, meeting, pp)
-        ends[own], before[own] = now.ends, now.before
+        copy_to(ends[own], now.ends)
+        copy_to(before[own], now.before)
     return ends, before
 
 
-@compiled
+@compiled_part
 def slot_kinds(step: PlayedStep, virtual_stages: Int32Array, meeting: Int8Array, num_virtual_stages: int) -> Int64Array:
     """The op and virtual stage of the slot of each action that needs one, as one number, else -1, by action."""
     kinds = np.empty(step.ops.size, np.int64)
@@ -96,7 +97,7 @@ def slot_kinds(step: PlayedStep, virtual_stages: Int32Array, meeting: Int8Array,
     return kinds
 
 
-@compiled
+@compiled_part
 def _fastest(step: PlayedStep, slots: Int64Array, meeting: Int8Array, pp: int) -> Now:
     """The play of a step by the rule that has it over first."""
     best = beginning(step, pp)
@@ -142,7 +143,7 @@ def play_by_rule(step: PlayedStep, now: Now, pp: int, slots: Int64Array, rule: i
     left = np.empty(step.ops.size, np.int64)  # of each action, what it and all after it on its row last
     for row in range(num_rows):
         own = slice(step.rows[row], step.rows[row + 1])
-        left[own] = np.cumsum(step.lasts[own][::-1])[::-1]
+        copy_to(left[own], np.cumsum(step.lasts[own][::-1])[::-1])
     stage = -1
     while True:
         for row in range(num_rows):
@@ -244,11 +245,11 @@ def quick_slots(
         kinds = slot_kinds(step, actions.virtual_stages[own], meeting, num_model_stages // pp)
         now = beginning(step, pp)
         play_by_rule(step, now, pp, kinds, LONGEST, 0)
-        slots[own] = now.before
+        copy_to(slots[own], now.before)
     return slots
 
 
-@compiled
+@compiled_part
 def _most_left_first(
     chunks: Chunks, actions: Actions, times: ChunkTimes, meeting: Int8Array, first: int, dp: int, slots: Int64Array
 ) -> None:

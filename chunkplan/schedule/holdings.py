@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_in_place, copy_to
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.held import HeldBytes
 from chunkplan.operations import ON_GPU, ON_HOST, OPS
@@ -54,7 +54,7 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
         while start < end:
             stop = min(end_of_unit(chunks.group_id, start), end)
             if chunks.group_id[start] >= 0:
-                tokens[START, start:stop] = chunks.num_tokens[start:stop]
+                copy_to(tokens[START, start:stop], chunks.num_tokens[start:stop])
                 tokens[END, start] = np.sum(tokens[START, start:stop])
             start = stop
     return tokens
@@ -84,7 +84,7 @@ def stage_holdings(
             comes[KV] = kv[when, chunk] if virtual_stage == 0 else 0
             for kind in range(6):
                 now[kind] += CHANGES[op, when, min(kind, ATTENTION)] * comes[kind]
-            held[action - start, when] = now
+            copy_to(held[action - start, when], now)
     return held
 
 
@@ -125,7 +125,7 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
                 op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
                 is_backward = op in (BACKWARD, BACKWARD_INPUT)
                 is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
-                moment[:LAST_LAYER] = held[action, START]
+                copy_to(moment[:LAST_LAYER], held[action, START])
                 on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
                 for is_end in range(1 + is_first):
                     if is_end:
@@ -138,14 +138,14 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
                     num_bytes = _bytes_at(moment, held_bytes, stage)
                     if num_bytes > most:
                         most = num_bytes
-                        moments[rank, stage] = moment
+                        copy_to(moments[rank, stage], moment)
                 moment[LAST_LAYER] = 0
                 num_gradients -= held[action, START, KV] - held[action, END, KV]
             moments[rank, stage, ATTENTION_ON_HOST] = on_host
     return moments
 
 
-@compiled
+@compiled_in_place
 def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     """Mark the chunks of the group whose last one is `last`; returns their tokens. `kv`: see `kv_tokens`."""
     first = last
@@ -155,7 +155,7 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     return int(kv[END, first])
 
 
-@compiled
+@compiled_in_place
 def _with_keys(num_keys: int, held_bytes: HeldBytes, stage: int) -> float:
     """What `num_keys` tokens of keys and values bring with them, see `HeldBytes`."""
     of_page = 0.0
@@ -190,7 +190,7 @@ def bytes_of(moments: Int64Array, held_bytes: HeldBytes) -> Float64Array:
     return found
 
 
-@compiled
+@compiled_in_place
 def _bytes_at(moment: Int64Array, held_bytes: HeldBytes, stage: int) -> float:
     """What `moment` [8] takes on a stage, see `bytes_of`."""
     num_bytes = _with_keys(moment[KV], held_bytes, stage)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, inlined
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part, inlined
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -247,7 +247,7 @@ def _choose(
                 start[row], kind[row], state.weight[row] = state.clock[row], _WEIGHT, place
 
 
-@compiled
+@compiled_part
 def _together(first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int) -> int:
     """When all ranks that share a chunk can do on a stage what they have next; `starts` [rows]: when each of them can.
 
@@ -286,7 +286,7 @@ def _is_first(
     return bool(end < other_end or (end == other_end and is_sooner))
 
 
-@compiled
+@compiled_part
 def _nothing_done(chunks: Chunks, pp: int) -> _State:
     """The state of the stages of all ranks at the start."""
     n, bases = chunks.num_tokens.size, chunks.rank_chunks
@@ -317,7 +317,7 @@ def _nothing_done(chunks: Chunks, pp: int) -> _State:
     return state
 
 
-@compiled
+@compiled_part
 def _soonest(start: Int64Array, kind: Int64Array) -> int:
     """The stage that can start first, [pp]; of several the one that does the first kind of thing."""
     stage = 0
@@ -327,7 +327,7 @@ def _soonest(start: Int64Array, kind: Int64Array) -> int:
     return stage
 
 
-@compiled
+@compiled_part
 def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head: Int64Array, unit: int) -> int:
     """The first weight half from `place` on, in the order of backwards [n], that is not done; of `unit` unless -1."""
     while place < is_weighted.size and (is_weighted[place] or (unit >= 0 and head[backwards[place]] != unit)):
@@ -335,7 +335,7 @@ def next_weight(is_weighted: BoolArray, place: int, backwards: Int64Array, head:
     return place
 
 
-@compiled
+@compiled_part
 def units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     """The first chunk of each chunk's unit, and of each such first chunk how many of its unit are kept: int64 [n]."""
     n = chunks.keeps_activations.size

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int8Array, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, inlined
+from chunkplan.compiled import compiled, compiled_in_place, copy_to, inlined
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.layers import STRAIGHT, StagePlacement
+from chunkplan.layers import StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -74,7 +74,7 @@ class Now(NamedTuple):
 
 @compiled
 def simulate(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement = STRAIGHT, dp: int = 1
+    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement, dp: int
 ) -> Int64Array:
     """When each action of all stages of all ranks ends, int64 [num_actions], in the unit of `times`, without slots.
 
@@ -109,7 +109,7 @@ def simulate_slots(
         step = step_of(chunks, actions, times, first, dp, pp, placement)
         now = beginning(step, pp)
         play(step, now, pp, meeting, before[own] if before.size else before)
-        ends[own] = now.ends
+        copy_to(ends[own], now.ends)
     return ends
 
 

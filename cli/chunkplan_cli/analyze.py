@@ -20,7 +20,7 @@ from chunkplan.options import Options, option, options_of, read_toml, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.progress import reading_progress
-from chunkplan_cli.terminal import note
+from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
     from chunkplan.intake.reading import IntakeRequest
@@ -168,11 +168,12 @@ def _reading(
 
     An error of sources that cannot be read gets the command that leaves them out.
     """
+    from chunkplan.compiling import compiled_ahead
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.source import UnreadableSourcesError
 
     try:
-        with reading_progress() as progress:
+        with compiled_ahead(warn), reading_progress() as progress:
             yield IntakeRequest(
                 paths=data,
                 cache=place.cache,

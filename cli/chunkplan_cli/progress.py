@@ -65,10 +65,20 @@ def _progress(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: 
     if not console.is_terminal:
         yield _lines(unit, scale, new_pace, first_after)
         return
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    from chunkplan.compiled import num_compiled
+
+    class Doing(ProgressColumn):
+        """What is done now; before anything is reported, how far compiling is."""
+
+        def render(self, task: Task) -> Text:
+            number = 0 if task.description else num_compiled()
+            return Text(f"compiling: {number} loops so far" if number else task.description)
 
     columns = (
-        TextColumn("{task.description}"),
+        Doing(),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[count]}"),
         TextColumn("{task.fields[speed]}"),
@@ -116,7 +126,7 @@ def note_compilation() -> Iterator[None]:
 
     def explain() -> None:
         if has_compiled():
-            note("compiling the planner's loops: half a minute, in the first run of each kind after an installation")
+            note("compiling the planner's loops, once for each kind of plan: half a minute")
 
     timer = threading.Timer(PATIENCE, explain)
     timer.daemon = True
