@@ -49,9 +49,10 @@ def _compiled(function: Function, **options: Any) -> Function:
         dispatcher = numba.njit(**options)(function)
     if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
         of_types = dispatcher.get_call_template
+        plain: Callable[[Any], Any] = unliteral
         # Or a constant would be a type of its own, and what is called with it be compiled once more.
         dispatcher.get_call_template = lambda args, kws: of_types(
-            tuple(map(unliteral, args)), {name: unliteral(kind) for name, kind in kws.items()}
+            tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()}
         )
         _dispatchers.append(dispatcher)
     return cast(Function, dispatcher)

@@ -22,9 +22,9 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 6_580,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_140,
-    ("",): 55_150,
+    ("",): 55_270,
 }
-MOST_FILES = 285
+MOST_FILES = 286
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

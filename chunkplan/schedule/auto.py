@@ -319,7 +319,7 @@ def as_template(
         for action in range(held.shape[0]):
             kv_limit = max(kv_limit, held[action, START, KV])
     memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
-    kv_limit += max(memory - of_template, 0) + least_memory(chunks)
+    kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
     rank_ends = np.full(num_ranks, np.iinfo(np.int64).max)
     if of_template <= memory:
         for rank in range(num_ranks):
@@ -337,8 +337,8 @@ def _split(whole: Actions) -> Actions:
     place = np.arange(whole.ops.size) + before[:-1]
     size = whole.ops.size + before[-1]
     ops, chunk_ids = np.empty(size, np.int8), np.empty(size, np.int32)
-    for action in range(whole.ops.size):
-        ops[place[action]], chunk_ids[place[action]] = whole.ops[action], whole.chunk_ids[action]
+    for old, new in enumerate(place):
+        ops[new], chunk_ids[new] = whole.ops[old], whole.chunk_ids[old]
     for action in np.flatnonzero(is_backward):
         ops[place[action]], ops[place[action] + 1] = BACKWARD_INPUT, BACKWARD_WEIGHT
         chunk_ids[place[action] + 1] = whole.chunk_ids[action]
