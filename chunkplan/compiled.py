@@ -34,7 +34,7 @@ def compiled_part(function: Function) -> Function:
 
 
 def compiled_in_place(function: Function) -> Function:
-    """As `compiled_part`, of a function that makes no arrays, only views, and so need not count who refers to them.
+    """Compile like `compiled`, without reference counts, a function that creates no arrays, only views.
 
     Counting takes most of the time of a loop that has many arrays and does little with each.
     """
@@ -77,10 +77,5 @@ def copy_to(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
 
 
 def has_compiled() -> bool:
-    """Whether this process had to compile anything so far, or is at it."""
-    return num_compiled() > 0
-
-
-def num_compiled() -> int:
-    """How many functions this process had to compile so far, once for each combination of types."""
-    return sum(sum(dispatcher.stats.cache_misses.values()) for dispatcher in _dispatchers)
+    """True if this process has compiled anything so far, or is compiling."""
+    return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)
