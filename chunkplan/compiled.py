@@ -34,7 +34,7 @@ def compiled_part(function: Function) -> Function:
 
 
 def compiled_in_place(function: Function) -> Function:
-    """Compile like `compiled`, without reference counts, a function that creates no arrays, only views.
+    """Compile like `compiled_part`, without reference counts, a function that creates no arrays, only views.
 
     Counting takes most of the time of a loop that has many arrays and does little with each.
     """
@@ -78,4 +78,9 @@ def copy_to(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
 
 def has_compiled() -> bool:
     """True if this process has compiled anything so far, or is compiling."""
-    return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)
+    return num_compiled() > 0
+
+
+def num_compiled() -> int:
+    """How many functions this process had to compile so far, once for each combination of types."""
+    return sum(sum(dispatcher.stats.cache_misses.values()) for dispatcher in _dispatchers)

@@ -106,9 +106,9 @@ def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: Packi
         rank_of = assign(own.work, own.cp_first_rank < 0, loads)
         even_out(own.work, rank_of, loads)
         bin_of, num_standalone, _ = pack_and_rebalance(own, params, rank_of, loads, num_shared)
-        assignment.rank_of[start:stop] = rank_of
-        assignment.bin_of[start:stop] = bin_of
-        assignment.num_standalone[step] = num_standalone
+        copy_to(assignment.rank_of[start:stop], rank_of)
+        copy_to(assignment.bin_of[start:stop], bin_of)
+        copy_to(assignment.num_standalone[step], num_standalone)
         for rank in range(params.dp):
             assignment.rank_bound[step, rank] = fewest_chunks(own, params, rank_of == rank, num_shared[rank])
         anywhere = fewest_chunks(own, params, own.cp_first_rank < 0, num_shared.sum())
@@ -262,4 +262,5 @@ def fewest_chunks(sequences: Sequences, params: PackingParams, chosen: BoolArray
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), params.chunk_size))
+    by_size = np.argsort(items[:num_items], kind="mergesort")
+    return num_shared + max(num_parts, num_full + martello_toth(items[by_size], params.chunk_size))

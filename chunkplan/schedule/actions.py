@@ -38,7 +38,7 @@ class Actions(NamedTuple):
     stages: Int64Array
 
 
-@compiled
+@compiled_in_place
 def unit_end(group_id: Int32Array, start: int) -> int:
     """The end of the unit at chunk `start`: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
     stop = start + 1

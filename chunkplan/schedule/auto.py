@@ -165,12 +165,13 @@ def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, sp
             continue
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
         found, end = auto(rank_chunks, rank_times, pp, memory_tokens, target, splits_backward)
-        actions.ops[to], actions.chunk_ids[to] = found.ops, found.chunk_ids
+        copy_to(actions.ops[to], found.ops)
+        copy_to(actions.chunk_ids[to], found.chunk_ids)
         target = max(target, end)
     return actions
 
 
-@compiled
+@compiled_part
 def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
     """The first of some ranks whose chunks have the same kinds and times as those of `rank`, or -1."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
@@ -259,7 +260,7 @@ def auto(
                     return actions, best
                 ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
                 new = SearchPoint(units_by_work(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
-                limits.idle[:] = now - 1 - work - after
+                copy_to(limits.idle, now - 1 - work - after)
                 new_overrun = OVERRUNS[index] if splits_backward else WHOLE
                 end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, new_overrun, limits, trial)
                 num_tried += 1
@@ -298,7 +299,7 @@ def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: boo
     return _row_bounds(chunks, times, jobs, pp, splits_backward)[2]
 
 
-@compiled
+@compiled_part
 def baseline_1f1b(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
 ) -> tuple[Actions, int, int, Int64Array]:
@@ -343,7 +344,7 @@ def _split(whole: Actions) -> Actions:
     return Actions(ops, chunk_ids, np.zeros(size, np.int32), whole.stages + before[whole.stages])
 
 
-@compiled
+@compiled_part
 def _row_bounds(
     chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
 ) -> tuple[Int64Array, Int64Array, int]:
@@ -366,7 +367,7 @@ def _row_bounds(
     return work, after, bound
 
 
-@compiled
+@compiled_part
 def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple[SearchPoint, bool, int]:
     """A search point with one random change on one rank, whether it differs, and the state of the random numbers.
 
@@ -411,7 +412,7 @@ def _evaluate(
     actions: Actions,
 ) -> int:
     """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
-    limits.forward_first[:] = point.forward_first
+    copy_to(limits.forward_first, point.forward_first)
     pp = limits.forwards.shape[0]
     for rank in range(chunks.rank_chunks.size - 1):
         base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
@@ -424,7 +425,8 @@ def _evaluate(
         if np.any(most < least):
             return -1
         for stage in range(pp):
-            limits.forwards[stage, base:end] = limit_forwards(least, most, point.ahead[rank * pp + stage])
+            own = limits.forwards[stage, base:end]
+            copy_to(own, limit_forwards(least, most, point.ahead[rank * pp + stage]))
         if write_tails(chunks, times, jobs, point.order, rank, limits.forwards, limits.tails) > most_end:
             return -1
     return list_schedule(chunks, times, point.order, limits, overrun, actions)

@@ -249,7 +249,7 @@ def _choose_next(
                 start[row], kind[row], state.weight[row] = state.clock[row], _WEIGHT, place
 
 
-@compiled
+@compiled_part
 def _joint_start(
     first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int
 ) -> int:
@@ -290,7 +290,7 @@ def _forward_goes_first(
     return bool(end < other_end or (end == other_end and is_sooner))
 
 
-@compiled
+@compiled_part
 def _initial_state(chunks: Chunks, pp: int) -> _State:
     """The state of the stages of all ranks at the start."""
     n, bases = chunks.num_tokens.size, chunks.rank_chunks
@@ -321,7 +321,7 @@ def _initial_state(chunks: Chunks, pp: int) -> _State:
     return state
 
 
-@compiled
+@compiled_part
 def _next_row(start: Int64Array, kind: Int64Array) -> int:
     """The stage that can start first, [pp]; of several the one that does the first kind of thing."""
     stage = 0

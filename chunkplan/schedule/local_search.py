@@ -101,14 +101,14 @@ def _evaluate(
     least, most = least_forwards(point.order), most_forwards(chunks, point.order, limits.memory[0])
     if np.any(most < least):
         return -1
-    limits.forward_first[:] = point.forward_first
+    copy_to(limits.forward_first, point.forward_first)
     for stage in range(limits.memory.size):
         limits.forwards[stage] = limit_forwards(least, most, point.ahead[stage])
         limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
     return list_schedule(chunks, times, point.order, limits, WHOLE, actions)
 
 
-@compiled
+@compiled_part
 def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
     """Apply one random change to `point`; returns the state of the random numbers."""
     n, pp = group_id.size, point.ahead.size

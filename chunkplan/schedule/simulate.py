@@ -109,7 +109,7 @@ def simulate_slots(
         step = step_graph(chunks, actions, times, first, dp, pp, placement)
         state = initial_state(step, pp)
         run_events(step, state, pp, slot_ops, before[own] if before.size else before)
-        ends[own] = state.ends
+        copy_to(ends[own], state.ends)
     return ends
 
 
