@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
+from chunkplan.cost.model import MODEL_SOURCE, CostModel
+from chunkplan.domains import FLAG, MOST, several, tokens, whole
 from chunkplan.options import Options, option, same
+from chunkplan.reporting.tables import Table
 from chunkplan_cli.declared import CliValues, JsonOption, make, takes
-from chunkplan_cli.terminal import print_json, stdout
+from chunkplan_cli.terminal import drawn_table, print_json, stdout
 from chunkplan_runtime.training.config import KERNEL
 
 if TYPE_CHECKING:
-    from chunkplan_runtime.parity import ParityReport, StageProof
+    from chunkplan_runtime.parity import ParityReport
 
 _MAX_PARAMETERS = 10
 
@@ -34,9 +34,9 @@ class ParityOptions(Options):
     )
     chunk_size: int = same(PlanConfig, "chunk_size", group=_WHAT)
     k: int = option(whole(1, MOST), "Most chunks of a sequence that hold activations.", group=_WHAT)
-    model_config: Path | None = option(
-        path("FILE"),
-        "The model's config.json, or its folder.",
+    model: Path | str | None = option(
+        MODEL_SOURCE,
+        "The model: its name on the Hugging Face Hub, or its config.json or folder.",
         group=_WHAT,
         default=None,
         default_words="a tiny built-in model",
@@ -53,7 +53,7 @@ class ParityOptions(Options):
 def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
-    With --model-config, a small model of the same class and features runs first, on one pipeline stage and on two. A
+    With --model, a small model of the same class and features runs first, on one pipeline stage and on two. A
     model of more than 300M weights does not run itself. Exit code 1 if the worst relative error is above 1e-12, or
     1e-10 for models that are proved at load. `validate` checks the files of a plan.
 
@@ -77,17 +77,19 @@ def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
 def _print(result: ParityReport) -> None:
     console = stdout()
     if result.proofs:
-        _print_proofs(result.proofs)
+        head = ("small model of its class", "relative error", "worst parameter")
+        proofs = []
+        for proof in result.proofs:
+            error = "not proved" if proof.error is None else f"{proof.error:.1e}"
+            proofs.append(("one stage" if proof.num_stages == 1 else "two stages", error, proof.where))
+        console.print(drawn_table(console, Table("", head, proofs, texts=(head[0], head[2]))))
     if result.ran_small:
         console.print("the model has more than 300M weights: the sequences are run on the small one")
     counts = ", ".join(f"{count} {kind}" for kind, count in result.chunks.items() if count)
     console.print(f"chunks: {counts}")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("parameter", header_style="dim", overflow="fold")
-    table.add_column("relative error", header_style="dim", justify="right", no_wrap=True)
-    for name, error in sorted(result.relative_errors.items(), key=lambda item: -item[1])[:_MAX_PARAMETERS]:
-        table.add_row(name, f"{error:.1e}")
-    console.print(table)
+    worst = sorted(result.relative_errors.items(), key=lambda item: -item[1])[:_MAX_PARAMETERS]
+    rows = [(name, f"{error:.1e}") for name, error in worst]
+    console.print(drawn_table(console, Table("", ("parameter", "relative error"), rows, texts=("parameter",))))
     if len(result.relative_errors) > _MAX_PARAMETERS:
         console.print(f"... and {len(result.relative_errors) - _MAX_PARAMETERS} smaller (--json shows all)")
     if result.vanishing:
@@ -95,14 +97,3 @@ def _print(result: ParityReport) -> None:
     console.print(f"loss: {result.loss:.12f} in chunks, {result.reference_loss:.12f} whole")
     verdict = "exact" if result.passed else "NOT exact"
     console.print(f"{verdict}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")
-
-
-def _print_proofs(proofs: tuple[StageProof, ...]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("small model of its class", header_style="dim", no_wrap=True)
-    table.add_column("relative error", header_style="dim", justify="right", no_wrap=True)
-    table.add_column("worst parameter", header_style="dim", overflow="fold")
-    for proof in proofs:
-        error = "not proved" if proof.error is None else f"{proof.error:.1e}"
-        table.add_row("one stage" if proof.num_stages == 1 else "two stages", error, proof.where)
-    stdout().print(table)
