@@ -21,7 +21,7 @@ BUDGETS = {
     ("chunkplan/reporting/", "cli/"): 9_615,
     ("chunkplan/cost/", "chunkplan/tuning/"): 6_680,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_755,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_160,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_175,
     ("",): 55_820,
 }
 MOST_FILES = 286
