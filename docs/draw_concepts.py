@@ -27,7 +27,7 @@ import chunkplan
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Chunk
 from chunkplan.reporting.gantt import bars_of
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 
 LENGTHS = [20000, 5200, 3900, 3100, 2600, 2100, 1700, 1100, 700]
 CHUNK_SIZE = 8192

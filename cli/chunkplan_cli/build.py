@@ -112,7 +112,7 @@ def build(
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     built = plans[target]
-    memory = memory_at(built.moments, built.ranks, settings, cost)
+    memory = memory_at(built.peaks, built.ranks, settings, cost)
     _show(built, loaded, None if dry_run else target, memory, positions, as_json=as_json)
     warn_of_weights(plan.get("mix", {}))
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))

@@ -139,7 +139,11 @@ def _verdict(calibration: Calibration) -> list[Text]:
             f"A large product alone reaches {_three_digits(own / 1e12)} TFLOP/s; a layer without work takes "
             f"{_three_digits(rates.layer_overhead_ns / 1e3)} us."
         ),
-        *[Text(f"Too fast for these chunks to tell: {', '.join(names)}.") for names in [calibration.untold] if names],
+        *[
+            Text(f"Too fast for these chunks to tell: {', '.join(names)}.")
+            for names in [calibration.unidentifiable]
+            if names
+        ],
         Text(f"What one device cannot tell is that of {calibration.base.name}: links, peak_flops, reserved_bytes."),
     ]
 

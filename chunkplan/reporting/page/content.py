@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -162,8 +163,10 @@ _AT_THE_TOP = ("ChunkSize, K", "dp x pp", "steps", "held out", "mix", "GPU memor
 
 def plan_facts(plan: Plan, report: PlanReport) -> list[tuple[str, str]]:
     """List what a plan is, what it holds of the data, and what it is predicted to take."""
-    config = plan.config
-    facts = [("model and GPUs", machine_words(plan.manifest["predictions"]["cost_model"]))]
+    config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
+    gpus = (config.dp, cost_model["tp"], config.pp)
+    facts = [("model and GPUs", machine_words(cost_model))]
+    facts.append(("GPUs: dp x tp x pp", f"{math.prod(gpus):,}: {' x '.join(map(str, gpus))}"))
     rows = overview_rows(report.summary, plan.manifest, report.memory)
     facts += [row for row in rows if row[0] in _AT_THE_TOP]
     if plan.manifest["selection"]["num_held_out"]:
