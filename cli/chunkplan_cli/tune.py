@@ -19,7 +19,7 @@ from chunkplan_cli.declared import (
     tune_options,
 )
 from chunkplan_cli.plan_report import warn_of_positions
-from chunkplan_cli.progress import note_compilation, progress_of_phases
+from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 
@@ -54,7 +54,7 @@ def tune(
     target = output or place.tuning
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
-    with note_compilation(), progress_of_phases("runs") as report_progress:
+    with note_compilation(), tuning_progress() as report_progress:
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
         print_json(tuning_document(tuning))
