@@ -21,6 +21,7 @@ from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
+from chunkplan.tuning.bound import fewest_bytes
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
@@ -153,10 +154,10 @@ def try_grid(
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed_ks(search, ladders)
     outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
-    fastest_ns = min((choice.step_ns for choice in choices if choice.fits), default=math.inf)
-    if outcomes and not options.thorough:
-        fastest_ns = min(fastest_ns, search.best_ns(outcomes[0].config, outcomes[0].cost))
-    choices += [choice_of(outcome, search) for outcome in mixed(sample, options, outcomes, fastest_ns)]
+    fastest = [choice.step_ns for choice in choices if choice.fits]
+    fastest += [search.least_ns] if outcomes and not options.thorough else []
+    found = mixed(sample, options, outcomes, min(fastest, default=math.inf))
+    choices += [choice_of(outcome, search) for outcome in found]
     choices += _shared_otherwise(search, choices)
     choices += _cut_by_cost(search, choices)
     for choice in choices:
@@ -208,22 +209,24 @@ class _Grid:
     def _batches(self, wanted: Wanted) -> Iterator[Wanted]:
         """What is wanted, those with the best bounds first, and of later ones what is still hopeful then.
 
-        Where nothing may fit and nothing did, it is the smallest ChunkSize and K.
+        Where nothing may fit and nothing did, it is what takes least memory.
         """
         search, total = self.search, len(wanted)
         if self.options.thorough:
             yield wanted
             return
         shardings = self.options.shardings_of(self.layout)
+        levels = range(len(CHECKPOINTINGS))
         bounds = {
-            (way, k): min(search.bound_ns(self._config(way, k), self._costs(way, sharding)) for sharding in shardings)
+            (way, k): min(
+                search.bound_ns(self._config(way, k), self._costs(way, sharding, *levels)) for sharding in shardings
+            )
             for way, ks in wanted.items()
             for k in ks
         }
         some = self._config(*next(iter(bounds))), self.options.cost(self.layout, LADDER[0])
         if min(bounds.values()) == math.inf == search.best_ns(*some):
-            way = min(wanted, key=lambda way: way.chunk_size)
-            yield {way: wanted[way][:1]}
+            yield {way: wanted[way][:1] for way in [min(wanted, key=self._fewest_bytes)]}
             return
         order = sorted(wanted, key=lambda way: min(bounds[way, k] for k in wanted[way]))
         for start in range(0, total, _BATCH):
@@ -233,22 +236,22 @@ class _Grid:
                 for way in order[start : start + _BATCH]
             }
             yield {way: ks for way, ks in hopeful.items() if ks}
-            self.progress(self._words(), min(start + _BATCH, total), total)
+            self.progress("layouts", min(start + _BATCH, total), total)
 
-    def _words(self) -> str:
-        """The layout."""
-        return f"dp {self.layout.dp}, tp {self.layout.tp}, pp {self.layout.pp}"
+    def _fewest_bytes(self, way: Way) -> int:
+        """The least memory of a way with the smallest K and all that saves memory."""
+        sharding, config = self.options.shardings_of(self.layout)[-1], self._config(way, min(self.options.ks))
+        return min(fewest_bytes(self.search.longest, config, cost) for cost in self._costs(way, sharding, _LAST_LEVEL))
 
     def _config(self, way: Way, k: int) -> PlanConfig:
         """The configuration of a way and a K."""
         config = self.options.plan_config(self.layout, way.chunk_size, k, way.schedule, way.cp)
         return replace(config, stage_layers=way.stage_layers)
 
-    def _costs(self, way: Way, sharding: Sharding) -> Iterator[CostModel]:
-        """The cost models of all rungs that a way may take, from the fastest on."""
-        for level in range(len(CHECKPOINTINGS)):
-            for saving in self._rungs(level, way):
-                yield self.options.cost(self.layout, saving, sharding)
+    def _costs(self, way: Way, sharding: Sharding, *levels: int) -> list[CostModel]:
+        """The cost models of the rungs of `levels` that a way may take, from the fastest on."""
+        rungs = (saving for level in levels for saving in self._rungs(level, way))
+        return [self.options.cost(self.layout, saving, sharding) for saving in rungs]
 
     def ladders(self, of_levels: list[Tried]) -> list[Ladder]:
         """The rungs that each way may take, with what was tried on each, from the fastest on."""
@@ -293,10 +296,9 @@ class _Grid:
         search, cost = self.search, self.options.cost(self.layout, LADDER[2 * level], sharding)
         started = {}
         for way, ks in wanted.items():
-            rungs = [self.options.cost(self.layout, saving, sharding) for saving in self._rungs(level, way)]
-            configs = [self._config(way, k) for k in ks]
             # Trials without any level and sharding tell what stages hold, whatever fits.
             is_first = level == 0 and sharding == self.options.shardings_of(self.layout)[0]
+            rungs, configs = self._costs(way, sharding, level), [self._config(way, k) for k in ks]
             configs = [config for config in configs if is_first or search.is_hopeful(config, *rungs)]
             futures = [self.pool.submit(search.try_out, config, cost, self.cancelled.is_set) for config in configs]
             started |= {way: futures} if futures else {}
@@ -304,11 +306,10 @@ class _Grid:
         for way, futures in started.items():
             outcomes[way] = [result_of(future) for future in futures]
             if self.options.thorough:
-                self.progress(self._words(), len(outcomes), len(started))
-        for way, of_way in outcomes.items():
-            for outcome in of_way:
-                costs = (self.options.cost(self.layout, saving, sharding) for saving in self._rungs(level, way))
-                if any(outcome.fits(each, self.options.gpu_memory) and _takes_as_long(outcome, each) for each in costs):
+                self.progress("layouts", len(outcomes), len(started))
+            for outcome in outcomes[way]:
+                alike = [each for each in self._costs(way, sharding, level) if _takes_as_long(outcome, each)]
+                if any(outcome.fits(each, self.options.gpu_memory) for each in alike):
                     search.note(outcome.config, cost, outcome.step_ns)
         return outcomes
 
@@ -320,8 +321,7 @@ class _Grid:
 
     def _fits(self, outcome: Outcome, level: int, way: Way, sharding: Sharding) -> bool:
         """Whether what was tried fits with a level."""
-        costs = (self.options.cost(self.layout, saving, sharding) for saving in self._rungs(level, way))
-        return any(outcome.fits(cost, self.options.gpu_memory) for cost in costs)
+        return any(outcome.fits(cost, self.options.gpu_memory) for cost in self._costs(way, sharding, level))
 
     def _first_level(self, outcome: Outcome, way: Way, sharding: Sharding) -> int:
         """The place of the first level that fits what was tried without any, or one more than there are."""

@@ -25,7 +25,7 @@ class Search:
 
     def __init__(self, sample: Sample, options: TuneOptions) -> None:
         self.sample, self.options = sample, options
-        self._longest = int(sample.num_tokens.max())
+        self.longest = int(sample.num_tokens.max())
         self._work = work_of_steps(sample, options.shape.attention_patterns)
         self._best_ns = {False: math.inf, True: math.inf}  # of all, and of what the runtime can run
         self._outcomes: dict[tuple[PlanConfig, CostModel], Outcome] = {}
@@ -51,10 +51,15 @@ class Search:
         return self._best_ns[why_plan_only(config, cost) is None]
 
     def bound_ns(self, config: PlanConfig, costs: Iterable[CostModel]) -> float:
-        """The least time that a configuration can take with the first of `costs` that may fit; inf: none may."""
+        """The least time that a configuration can take with the first of `costs` that may fit; inf: none may.
+
+        Layers may have the level before it too, as far as there is room.
+        """
+        before = None
         for cost in costs:
-            if fewest_bytes(self._longest, config, cost) <= self.options.gpu_memory:
-                return step_bound_ns(self._work, config, cost)
+            if fewest_bytes(self.longest, config, cost) <= self.options.gpu_memory:
+                return step_bound_ns(self._work, config, before or cost)
+            before = cost
         return math.inf
 
     def is_hopeful(self, config: PlanConfig, *costs: CostModel) -> bool:

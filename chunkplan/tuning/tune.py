@@ -141,13 +141,12 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     compared = _compare(few, layouts, overall.part(0, 25)) if len(layouts) > 1 else []
     if compared:
         layouts = _worth_a_closer_look(compared)
-    tried_on = search if options.thorough else few
-    choices: list[Choice] = []
-    for place, layout in enumerate(layouts):
-        report = overall.part(25, 35, place, len(layouts))
-        choices += try_grid(tried_on, layout, options.chunk_sizes, options.ks, report)
+    choices = _tried(search if options.thorough else few, layouts, overall)
     if not options.thorough:
+        fitting = [choice for choice in choices if choice.fits]
         choices = _on_more_steps(choices, search, overall.part(60, 15))
+        if fitting and not any(choice.fits for choice in choices):  # what fits few steps may fit no others
+            choices = _tried(search, layouts, overall)
     sample = search.sample
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
     chosen = recommended = _verified(choices, heaviest, search)
@@ -184,9 +183,12 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
 
 def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
     """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
-    found = []
+    found: list[tuple[FirstLook, int]] = []
+    chunk_sizes, ks = _COARSE_CHUNK_SIZES, _COARSE_KS
+    if not search.options.thorough:  # what is found is compared with what is to be tried
+        chunk_sizes, ks = _near(chunk_sizes, search.options.chunk_sizes), _near(ks, search.options.ks)
     for layout in layouts:
-        choices = try_grid(search, layout, _COARSE_CHUNK_SIZES, _COARSE_KS, _ignore)
+        choices = try_grid(search, layout, chunk_sizes, ks, _ignore)
         times = [choice.step_ns for choice in choices if choice.fits]
         runnable = [choice.step_ns for choice in choices if choice.fits and choice.plan_only is None]
         look = FirstLook(layout, min(times, default=None), min(runnable, default=None))
@@ -194,6 +196,20 @@ def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> li
         progress("comparing layouts", len(found), len(layouts))
     found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
     return [look for look, _ in found]
+
+
+def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[Choice]:
+    """Try all that is worth it on some layouts."""
+    choices: list[Choice] = []
+    for place, layout in enumerate(layouts):
+        report = overall.part(25, 35, place, len(layouts))
+        choices += try_grid(search, layout, search.options.chunk_sizes, search.options.ks, report)
+    return choices
+
+
+def _near(wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of `given` next to each of `wanted`."""
+    return tuple(sorted({min(given, key=lambda each: abs(math.log(each / number))) for number in wanted}))
 
 
 def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
@@ -248,6 +264,9 @@ def _on_more_steps(choices: list[Choice], search: Search, progress: Progress) ->
     found = []
     for choice in unique.values():
         made = evaluate(choice.config, choice.cost, search)
+        if choice.fits and not made.fits:
+            outcome = search.try_out(choice.config, choice.cost)
+            made = mixed_again(choice, outcome, search.sample, search) or made
         found.append(made)
         if made.fits:
             search.note(made.config, made.cost, made.step_ns)

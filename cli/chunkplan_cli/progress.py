@@ -60,7 +60,7 @@ def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
 
 @contextmanager
 def tuning_progress() -> Iterator[PhaseReport]:
-    """Yield a function to call with (the best so far, parts done, all parts), from the fifth second on also in lines."""
+    """Yield a function to call with (the best so far, parts done, all parts): lines come from the fifth second on."""
     pace = Pace()
     with _progress("parts", 1, lambda: pace, Pace.ALIKE_SECONDS) as report:
         yield report

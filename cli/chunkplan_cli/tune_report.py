@@ -51,7 +51,11 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     title = "recommended" if tuning.recommended else "fastest, plan only"
     console.print(
         f"> {title}   * less memory than all above it   layout: dp x tp x pp\n"
-        f"{num_fitting:,} of {len(tuning.choices):,} choices fit",
+        + (
+            f"{num_fitting:,} of {len(tuning.choices):,} choices fit"
+            if options.thorough
+            else "by their bounds others are no faster; `--thorough` simulates them too"
+        ),
         style="dim",
     )
     console.print()
@@ -107,14 +111,14 @@ def _choices(tuning: Tuning, *, wide: bool) -> Table:
     shown |= {place for place, choice in enumerate(fitting) if choice in (tuning.chosen, tuning.recommended)}
     with_layout = len({choice.layout for choice in fitting}) > 1
     table = _table(
-        "In chunks, fastest first",
+        "In chunks",
         *("chunk", "K", *(["layout"] if with_layout else []), "step", "tokens/s", "MFU"),
         *(["bubble", "recompute"] if wide else []),
         *("memory", "how"),
         first="",
     )
     table.padding = (0, 2 if wide else 1, 0, 0)
-    for place in sorted(shown):
+    for place in sorted(shown, key=lambda place: (fitting[place] is not tuning.best, place)):
         choice = fitting[place]
         is_the_one = choice is tuning.best
         layout = ["x".join(map(str, choice.layout))] if with_layout else []
