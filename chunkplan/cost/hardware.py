@@ -1,4 +1,4 @@
-"""What a GPU and its links sustain: profiles shipped by name, or read from a file."""
+"""Sustained rates of a GPU and its links: profiles shipped by name, or read from a file."""
 
 from __future__ import annotations
 

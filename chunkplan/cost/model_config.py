@@ -149,7 +149,7 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a sequence may have for a model with this config.json; None where it does not say.
+    """The longest sequence of a model with this config.json, in tokens; None if it has no such entry.
 
     That is `max_position_embeddings`. Where YaRN stretches rotary embeddings, it is what they are stretched to if that
     is more: some such configs state the positions that the model had before. A sliding window bounds how far a token
@@ -167,7 +167,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of all layers; models with several kinds of layers have rope parameters by kind."""
+    """The rope parameters of all layers; models with several kinds of layers have them by kind."""
     by_kind = [entry for entry in parameters.values() if isinstance(entry, Mapping)]
     return by_kind or [parameters]
 

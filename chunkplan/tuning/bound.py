@@ -13,11 +13,11 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, attention_pairs_of
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import AttentionPattern
 from chunkplan.cost.states import reduction_ns
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import stage_parts
 from chunkplan.tuning.sampling import Sample
 
@@ -45,9 +45,18 @@ def work_of_steps(sample: Sample, patterns: tuple[AttentionPattern, ...]) -> Wor
     """Sum up the steps of a sample for a model with `patterns` of attention."""
     first, lengths = sample.first_of_step[:-1], sample.num_tokens.astype(np.int64)
     pairs = attention_pairs_of(lengths, 0 * lengths, patterns)
-    sums = (np.add.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
-    longest = (np.maximum.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
-    return WorkOfSteps(*sums, *longest, sample.weights, sample.num_tokens, first)
+    of_tokens, of_pairs = (
+        (np.add.reduceat(each, first), np.maximum.reduceat(each, first)) for each in (lengths.astype(np.float64), pairs)
+    )
+    return WorkOfSteps(
+        tokens=of_tokens[0],
+        pairs=of_pairs[0],
+        longest=of_tokens[1],
+        longest_pairs=of_pairs[1],
+        weights=sample.weights,
+        num_tokens=sample.num_tokens,
+        first=first,
+    )
 
 
 def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> float:
@@ -105,14 +114,18 @@ def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
         kept, kv = own - first, own
     layers = config.layers(cost.shape.num_layers)
 
-    def stages(held: Held) -> tuple[StageMemory, ...]:
+    def stages(held: ResidentTokens) -> tuple[StageMemory, ...]:
         all_alike, chunk_size, placement = [held] * config.pp, config.chunk_size, config.placement
         return stage_memory(
             cost, dp=config.dp, layers=layers, held=all_alike, chunk_size=chunk_size, placement=placement
         )
 
     # Where the end of a step is the fullest, gradients take what activations have given back.
-    now, at_end, never = stages(Held(kept, kv=kv)), stages(Held()), stages(Held(_NEVER_AT_END))
+    now, at_end, never = (
+        stages(ResidentTokens(kept, kv=kv)),
+        stages(ResidentTokens()),
+        stages(ResidentTokens(_NEVER_AT_END)),
+    )
     return max(
         max(one.total - one.gradients + full.gradients, end.total)
         for one, end, full in zip(now, at_end, never, strict=True)

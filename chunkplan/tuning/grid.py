@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -294,7 +294,7 @@ class _Grid:
     def _try(self, level: int, wanted: Wanted, sharding: Sharding) -> Tried:
         """Try the Ks that are wanted of each way with a level, by its place; keys and values are on the GPU."""
         search, cost = self.search, self.options.cost(self.layout, LADDER[2 * level], sharding)
-        started = {}
+        started: dict[Way, list[Future[Outcome]]] = {}
         for way, ks in wanted.items():
             # Trials without any level and sharding tell what stages hold, whatever fits.
             is_first = level == 0 and sharding == self.options.shardings_of(self.layout)[0]
@@ -384,7 +384,7 @@ def _up_to_enough(sizes: Sequence[int], enough: int) -> list[int]:
 
 def mixed_again(choice: Choice, on_heaviest: Outcome, heaviest: Sample, search: Search) -> Choice | None:
     """A choice with levels layer by layer that do not fit the `heaviest` steps, with levels that do; None: none do."""
-    moments = on_heaviest.moments[int(choice.cost.kv_offload)]
+    moments = on_heaviest.peaks[int(choice.cost.kv_offload)]
     found = fitted((search.sample, heaviest), choice.config, choice.cost, moments, search.options.gpu_memory)
     if found is None:
         return None

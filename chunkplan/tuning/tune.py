@@ -184,9 +184,11 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
 def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
     """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
     found: list[tuple[FirstLook, int]] = []
-    chunk_sizes, ks = _COARSE_CHUNK_SIZES, _COARSE_KS
-    if not search.options.thorough:  # what is found is compared with what is to be tried
-        chunk_sizes, ks = _near(chunk_sizes, search.options.chunk_sizes), _near(ks, search.options.ks)
+    options = search.options
+    chunk_sizes: tuple[int, ...] = _COARSE_CHUNK_SIZES
+    ks: tuple[int, ...] = _COARSE_KS
+    if not options.thorough:  # what is found is compared with what is to be tried
+        chunk_sizes, ks = _near(chunk_sizes, options.chunk_sizes), _near(ks, options.ks)
     for layout in layouts:
         choices = try_grid(search, layout, chunk_sizes, ks, _ignore)
         times = [choice.step_ns for choice in choices if choice.fits]

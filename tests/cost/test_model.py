@@ -17,7 +17,7 @@ from chunkplan.cost.durations import attention_pairs_of, balance_layers, duratio
 from chunkplan.cost.hardware import KERNELS, AttentionRates, Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.optimizers import tokens_at_once
-from chunkplan.cost.rates import Sums
+from chunkplan.cost.rates import GradientSumTime
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
@@ -248,7 +248,7 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
     cost = plain_cost()
     ns = 6e9 / cost.hardware.copy_bytes
     of_layer, of_ends = ns * cost.shape.layer_parameters, ns * cost.shape.embedding_parameters
-    without = cost.rates._replace(sums=Sums())
+    without = cost.rates._replace(sums=GradientSumTime())
     for tokens in (np.array([100]), np.array([8192])):
         pairs = attention_pairs_of(tokens, np.zeros_like(tokens))
         longer = np.subtract(*(durations(tokens, pairs, rates, (15, 13)) for rates in (cost.rates, without)))[..., 0]
@@ -263,7 +263,7 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
     assert in_fp32.embeddings == pytest.approx(16 / 6 * of_ends)
     assert on_four.head.chunk == pytest.approx(of_ends / 8)
     adapters = plain_cost(lora_rank=8).rates.sums
-    assert 0 < adapters.layer < of_layer / 50 and adapters == Sums(layer=adapters.layer)
+    assert 0 < adapters.layer < of_layer / 50 and adapters == GradientSumTime(layer=adapters.layer)
 
 
 def test_gradients_of_experts_are_stacks_which_no_product_adds_to_a_sum() -> None:
