@@ -16,13 +16,13 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 
 #: Lines of each room at most, and files of all: a change that needs more finds them by deleting or merging.
 BUDGETS = {
-    ("runtime/",): 12_850,
+    ("runtime/",): 12_865,
     ("chunkplan/intake/",): 10_400,
-    ("chunkplan/reporting/", "cli/"): 9_570,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_805,
+    ("chunkplan/reporting/", "cli/"): 9_600,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_875,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_160,
-    ("",): 55_820,
+    ("",): 55_700,
 }
 MOST_FILES = 285
 

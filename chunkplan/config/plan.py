@@ -376,7 +376,7 @@ class PlanConfig(Options):
         if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
             raise UsageError(
                 f"stage-layers has {sum(self.stage_layers)} layers, {name} has {num_layers}",
-                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model-config "
+                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model "
                 "names the model",
             )
         if self.pp * self.virtual_stages > num_layers:
@@ -386,5 +386,5 @@ class PlanConfig(Options):
                 lower += " or virtual-stages" if self.schedule == "interleaved" else ", or choose another schedule"
             raise UsageError(
                 f"{name} has {num_layers} layers, too few for {stages}",
-                hint=f"lower {lower}; --model-config names the model",
+                hint=f"lower {lower}; --model names the model",
             )

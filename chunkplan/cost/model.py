@@ -111,10 +111,13 @@ _MOST_OVERHEAD_NS = 2.0**40
 
 MODEL = Domain(
     lambda value: isinstance(value, ModelShape),
-    "a model's config.json, or its folder",
-    read=lambda typed: read_model_config(Path(typed)),
-    metavar="FILE",
+    "a model's name, its config.json or the folder of it",
+    read=read_model_config,
+    metavar="NAME|FILE",
+    example=f"Qwen/{QWEN2_5_7B.name}",
+    is_written_too=True,
 )
+MODEL_SOURCE = replace(MODEL, holds=lambda value: isinstance(value, str | Path), read=str)
 HARDWARE = Domain(
     lambda value: isinstance(value, Hardware),
     "a hardware profile",
@@ -149,11 +152,11 @@ class CostModel(Options):
 
     shape: ModelShape = option(
         MODEL,
-        "The model's config.json, or its folder.",
+        "The model: its name on the Hugging Face Hub, or its config.json or folder.",
         group=MACHINE,
         default=QWEN2_5_7B,
-        default_words="Qwen2.5-7B",
-        flag="--model-config",
+        default_words=QWEN2_5_7B.name,
+        flag="--model",
     )
     hardware: Hardware = option(
         HARDWARE,

@@ -27,14 +27,14 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.job import TIMEOUT, Groups
 from chunkplan_runtime.failures import watchdog as watching
-from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_heard, lost_process
+from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_activity, lost_process
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import (
     NO_ACTIVITY,
     Activity,
     Exchanges,
-    Holding,
+    OwnedTokens,
     RankLayout,
     SharedPart,
     Span,
@@ -180,14 +180,14 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
         words = EXCHANGING.partition("in the backward of chunk 0, ")[2].partition(" processes")[0]
         with each.waiting(words, (0, 1, 2, 3)):
             activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
-    heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
+    heard = "nothing heard of it for 10 s" + last_activity(3, dict(sorted(activities.items())))
     error = lost_process("gone", RankLayout(4, 1, 3).describe(), "at step 12", heard)
     assert f"error: {error}\nhint: {error.hint}\n" == EXCHANGING
 
 
 def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     """`tests/runtime/distributed/test_train_sharing.py` has one that waits."""
-    span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
+    span, holding = Span(17, 0, 65536, 99000, 0), OwnedTokens(((0, 99000),))
     exchanges = Exchanges(RankLayout(dp=4, process=1))
     part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
     memory = GatheredMemory(PageMemory(), part, exchanges)

@@ -15,7 +15,7 @@ from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.execution import executor
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import MODEL_TYPES, check_config
 from chunkplan_runtime.models.model import new_model
@@ -221,7 +221,7 @@ def test_any_lengths_are_exact(lengths, chunk_size, k, seed):
 def test_parity_takes_a_model_config(tmp_path, tiny_config):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("qwen3", torch_dtype="bfloat16")))
-    report = parity([20, 4], 6, 2, model_config=path)
+    report = parity([20, 4], 6, 2, model=path)
     assert_exact(report)
     assert any("q_norm" in name for name in report.relative_errors)
 
@@ -315,13 +315,13 @@ def test_a_plan_like_one_in_which_ranks_share_sequences_is_exact_on_one_process(
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):
-    blocks = StateStore.blocks
+    blocks = KVStore.blocks
 
     def lose(*asked):
         for block in blocks(*asked):
             yield block._replace(gradients=tuple(gradient.clone() for gradient in block.gradients))
 
-    monkeypatch.setattr(StateStore, "blocks", lose)
+    monkeypatch.setattr(KVStore, "blocks", lose)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
     report = compare_plan(plan, analysis, model())
     assert report.max_relative_error > 1e-4
@@ -338,7 +338,7 @@ def test_gradients_that_are_not_finite_are_no_success(tmp_path, tiny_config):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("qwen2", initializer_range=1e200)))
     with pytest.raises(ChunkplanError, match="not finite"):
-        parity([20, 4], 6, 2, model_config=path)
+        parity([20, 4], 6, 2, model=path)
 
 
 def test_parity_refuses_layers_that_a_model_does_not_go_by(tmp_path, tiny_config):
@@ -349,7 +349,7 @@ def test_parity_refuses_layers_that_a_model_does_not_go_by(tmp_path, tiny_config
     with pytest.raises(
         UsageError, match="layer_types has full_attention and sliding_attention, which a qwen3_moe"
     ) as raised:
-        parity([20, 4], 6, 2, model_config=path)
+        parity([20, 4], 6, 2, model=path)
     assert raised.value.where == str(path)
 
 

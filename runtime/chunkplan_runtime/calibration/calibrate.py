@@ -36,13 +36,13 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import entry_of, kv_shapes
-from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.model import CausalLM, new_model, planned_config
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is measured on a type of device. Chunks where options do not say; the rest is large there.
+    """The sizes measured on a type of device: chunks where options do not say, and the rest, which is large there.
 
     `queries`: many, and few. `head_sizes`: beside the model's own. `product`: rows and columns.
     """
@@ -101,8 +101,8 @@ class Probe:
     prefix_tokens: int = 0
 
 
-class _EnoughError(Exception):
-    """What is to be timed has been: what the other parts would still have to do is left undone."""
+class _TimeIsUpError(Exception):
+    """Raised when the timed part has run, to leave the rest of the step undone."""
 
 
 def calibrate(
@@ -129,8 +129,8 @@ def calibrate(
     )
     base_name = options.base or shipped_profile(device_name(device))
     base = load_hardware(base_name or "h100")
-    shape = read_model_config(options.model_config)
-    config = read_config(options.model_config)
+    shape = read_model_config(options.model)
+    config = planned_config(options.model)
     num_layers = options.layers
     if num_layers is None:
         fitting = layers_that_fit(
@@ -284,7 +284,7 @@ def first_layers(config: Any, num_layers: int) -> Any:
 
 
 def make_probes(chunk_sizes: Sequence[int], prefixes: Sequence[int]) -> list[Probe]:
-    """Of each size a whole sequence, a packed chunk, and a part behind each prefix, which is rounded up to whole parts.
+    """Make of each size a whole sequence, a packed chunk, and a part behind each prefix, rounded up to whole parts.
 
     Raises:
         UsageError: there are fewer than three sizes, or one is too small to be packed.
@@ -363,9 +363,9 @@ def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
         synchronize(model.device)
         times[action.op] = perf_counter_ns() - started
         if action.op == "backward":
-            raise _EnoughError
+            raise _TimeIsUpError
 
-    with suppress(_EnoughError):
+    with suppress(_TimeIsUpError):
         RankExecutor(model).run(work, sum(probe.segments), around)
     return times["forward_kv"], times["recompute"] + times["backward"]
 
