@@ -70,7 +70,7 @@ def best_fit(
     num_bins = rooms.size
     # Open bins by room, ascending: a bin moves towards the front as it fills.
     room = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
-    owner = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
+    owner = np.empty(rooms.size + items.size, np.int64)  # the bin of each
     num_open = 0
     for index in np.argsort(rooms, kind="mergesort"):
         if rooms[index] > 0 and not second_choice[index]:

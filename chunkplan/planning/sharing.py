@@ -2,7 +2,7 @@
 
 A sequence that is worth more than a rank's share of a step would keep the other ranks waiting. An aligned block of
 ranks takes it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks begin
-with what the widest block shares, so that nobody waits for a meeting: the ranks of a block have the same work until it
+with what the widest block shares, so that no rank waits for another: the ranks of a block have the same work until it
 is done. What is left is to choose how many ranks share each sequence, and which block: malleable jobs, widest first,
 then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the outcome of such a choice of two phases).
 """

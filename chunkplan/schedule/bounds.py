@@ -122,7 +122,7 @@ def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -
 def unit_bound(chunks: Chunks, times: ChunkTimes) -> int:
     """A lower bound for a V of virtual stages with split backwards: the longest time of a unit alone.
 
-    It is played through as if each model stage were a stage of its own. Where the V turns there is no link.
+    It is simulated as if each model stage were a stage of its own. Where the V turns there is no link.
     """
     durations = times.durations.copy()
     durations[BACKWARD] = durations[BACKWARD_INPUT]

@@ -62,7 +62,7 @@ def state_aware_1f1b(
 
     Chunks go through in rounds of pp: a round through the first virtual stages of all stages, then through the second
     ones, and so on. Backwards take them the other way around. The last stage warms up with (virtual stages - 1) pp + 1
-    forwards. Groups that cross rounds can need more: where stages would wait for each other in a deadlock, all warm up
+    forwards. Groups that cross rounds can need more: where stages would deadlock, all warm up
     with another round.
     """
     keeps = chunks.keeps_activations

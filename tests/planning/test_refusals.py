@@ -51,7 +51,7 @@ def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: st
         ({"cp": 2}, "cp is 2, expected a divisor of dp, which is 1", "set dp to a multiple of 2, or leave cp out"),
         (
             {"dp": 8, "cp": "auto", "pp": 2, "schedule": "search"},
-            "schedule search orders every rank by itself: groups of ranks would wait for each other",
+            "schedule search orders every rank by itself: groups of ranks would deadlock",
             "use schedule auto with cp, or leave cp out",
         ),
         (
