@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test soak test-oldest test-gpu gpu-report check format docs clean
+.PHONY: demo test soak test-oldest test-gpu gpu-report check docs-check format docs clean
 
 demo: $(INSTALLED)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not soak'
+	$(PYTEST) -m 'not soak and not docs'
 
 # The slow hardening that `make test` leaves out: sweeps of which it has a few cases.
 soak: $(INSTALLED)
@@ -46,6 +46,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The words of pages against the source: names, tables, figures and lengths of lines. Commands of pages run in `test`.
+docs-check: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'docs and not soak' tests/docs
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -66,13 +66,17 @@ def tune(
     target = output or place.tuning
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
+<<<<<<< HEAD
     with note_compilation(), tuning_progress() as report_progress:
+=======
+    warn_of_positions(loaded, options.shape)
+    with note_compilation(), progress_of_phases("runs") as report_progress:
+>>>>>>> next
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
         print_json(tuning_document(tuning))
     else:
         _print(stdout(), tuning)
-    warn_of_positions(tuning.positions, options.shape.name)
     if not loaded.is_exact:
         warn("the lengths are estimated from bytes: times and memory are, too")
     if output is None:
