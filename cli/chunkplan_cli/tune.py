@@ -66,12 +66,8 @@ def tune(
     target = output or place.tuning
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
-<<<<<<< HEAD
-    with note_compilation(), tuning_progress() as report_progress:
-=======
     warn_of_positions(loaded, options.shape)
-    with note_compilation(), progress_of_phases("runs") as report_progress:
->>>>>>> next
+    with note_compilation(), tuning_progress() as report_progress:
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
         print_json(tuning_document(tuning))
