@@ -60,6 +60,14 @@ def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
 
 
 @contextmanager
+def tuning_progress() -> Iterator[PhaseReport]:
+    """Yield a function to call with (the best so far, parts done, all parts): lines come from the fifth second on."""
+    pace = Pace()
+    with _progress("parts", 1, lambda: pace, Pace.ALIKE_SECONDS) as report:
+        yield report
+
+
+@contextmanager
 def _progress(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: float) -> Iterator[PhaseReport]:
     """Yield a function as `progress_of_phases` does; without a terminal the first line comes after so many seconds."""
     paces: dict[str, Pace] = {}
