@@ -47,6 +47,9 @@ def _compiled(function: Function, **options: Any) -> Function:
         dispatcher = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # nowhere to keep it: neither the installation nor the user's cache folder can be written
         dispatcher = numba.njit(**options)(function)
+    if cache_file := getattr(getattr(dispatcher, "_cache", None), "_cache_file", None):
+        # Compared before the rest of an index is read, which fails where an earlier source had other classes.
+        cache_file._version = f"{cache_file._version} {cache_file._source_stamp}"
     if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
         of_types = dispatcher.get_call_template
         plain: Callable[[Any], Any] = unliteral

@@ -54,6 +54,29 @@ def test_code_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert nothing == ""
 
 
+def test_code_kept_from_an_earlier_version_with_other_classes_is_compiled_anew(tmp_path: Path) -> None:
+    module = """
+from typing import NamedTuple
+from chunkplan.compiled import compiled
+class {name}(NamedTuple):
+    value: int
+@compiled
+def value_of(pair):
+    return pair.value + {added}
+print(value_of({name}(1)))
+"""
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "cli"))
+    for name, added in (("Before", 1), ("Renamed", 20)):
+        (tmp_path / "kept.py").write_text(module.format(name=name, added=added))
+        ran = subprocess.run(
+            [sys.executable, "-c", "import kept"],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{path}{os.pathsep}{tmp_path}"},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.stdout == f"{1 + added}\n", ran.stderr
+
+
 def test_the_loops_are_plain_python_too() -> None:
     """Uncompiled they give the same, which is how to step through them in a debugger."""
     assert pack(NUMBA_DISABLE_JIT="1")[0].startswith("[0, 1] 2")
