@@ -18,13 +18,13 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 12_865,
     ("chunkplan/intake/",): 10_400,
-    ("chunkplan/reporting/", "cli/"): 9_600,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_680,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_740,
+    ("chunkplan/reporting/", "cli/"): 9_475,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_874,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_755,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_175,
-    ("",): 55_700,
+    ("",): 55_820,
 }
-MOST_FILES = 285
+MOST_FILES = 286
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

@@ -162,9 +162,12 @@ def _run(
     config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)
     rows: list[Baseline] = []
+    moments: Int64Array | None = None  # what stages hold: 1F1B has the same order whatever actions take
     for sharding in options.shardings_of(layout):
         for memory in LADDER[::2]:
             cost = options.cost(layout, memory, sharding)
+            if moments is not None and memory != LADDER[::2][-1] and not _fits(config, cost, moments, options):
+                continue
             step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
             step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
             needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
@@ -174,6 +177,11 @@ def _run(
             if fits:
                 break
     return min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+
+
+def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: TuneOptions) -> bool:
+    """Whether stages that hold `moments` int64 [pp, 8] fit."""
+    return max(stage.total for stage in memory_of_stages(config, cost, moments)) <= options.gpu_memory
 
 
 def _simulate(

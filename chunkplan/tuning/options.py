@@ -14,7 +14,7 @@ from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, CostModel, Precision, Sharding
 from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
-from chunkplan.domains import MOST, Domain, number, one_of, several, tokens, whole
+from chunkplan.domains import FLAG, MOST, Domain, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, same
 
@@ -167,6 +167,12 @@ class TuneOptions(Options):
         depends=None,
     )
     keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
+    thorough: bool = option(
+        FLAG,
+        "Simulate every choice, on many steps: minutes, for at most 2% more speed.",
+        group=_TRIED,
+        default=False,
+    )
 
     def check_together(self) -> None:
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""

@@ -112,8 +112,8 @@ class RankExecutor:
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
         layers; not where nothing in them is trained, nor where that action is half a backward. `collectives`: joins
-        those of other processes before each action. Only the last model stage knows losses; on others there are none. Raises
-        DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
+        those of other processes before each action. Only the last model stage knows losses; on others there are none.
+        Raises DataError: the actions do not run every chunk forward and backward, or not in an order that is exact.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
         done = dict.fromkeys(product(range(len(self._stages)), work.chunks), "nothing")
