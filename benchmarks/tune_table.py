@@ -3,8 +3,8 @@
     python benchmarks/tune_table.py                 # adds the cases that are missing, the quickest first; hours in all
     python benchmarks/tune_table.py --fast          # prints what `tune` finds of the cases that are in the table
 
-Lengths are random sequences of two mixtures and all of sample_data: `measured/tune_lengths.npz`. The table is
-`measured/tune_table.json`: a row has its case, the seconds of a step, the choice, the processor seconds and the commit.
+Lengths are random sequences of two mixtures and all of sample_data: `tune_lengths.npz`. The table is
+`tune_table.json`: a row has its case, the seconds of a step, the choice, the processor seconds and the commit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.tune import Tuning, tune
 
-MEASURED = Path(__file__).parent / "measured"
-LENGTHS, TABLE = MEASURED / "tune_lengths.npz", MEASURED / "tune_table.json"
+HERE = Path(__file__).parent
+LENGTHS, TABLE = HERE / "tune_lengths.npz", HERE / "tune_table.json"
 
 #: Every second ChunkSize of the default ones, and all Ks; and fewer of both for more than a node of GPUs, where a
 #: thorough search of all takes an hour.

@@ -200,7 +200,7 @@ class IntakeOptions(Options):
     columns: Mapping[str, str] = option(
         COLUMNS,
         "The key of a role, where it has another name: text=body, or for some sources only: code.jsonl:text=body; of "
-        "messages role=speaker,content=utterance,role.user=customer. Repeatable.",
+        "messages role=from,content=value,role.user=me. Repeatable.",
         group=_TOKENS,
         default={},
         default_words="",

@@ -154,7 +154,7 @@ class TuneOptions(Options):
         "Schedules to try on a pipeline.",
         group=_TRIED,
         default=None,
-        default_words=",".join(_ON_A_PIPELINE),
+        default_words=", ".join(_ON_A_PIPELINE),
     )
 
     cp: str | int = same(

@@ -275,7 +275,7 @@ def tuning_screen(arguments: str, folder: Path) -> list[str]:
 def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path: Path) -> None:
     [table] = re.findall(r"^\| profile \|.*?\n\n", COST_MODEL, re.M | re.S)
     shipped = {path.stem for path in (ROOT / "chunkplan" / "cost" / "profiles").glob("*.toml")}
-    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| (\d+) \|$", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
     assert {row[0] for row in rows} == shipped
     for name, *figures in rows:
         profile = chunkplan.load_hardware(name)

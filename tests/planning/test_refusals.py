@@ -135,13 +135,19 @@ def test_more_chunks_than_a_plan_can_hold_are_refused_before_they_are_made(tmp_p
         ({"equal_chunks": 1}, "equal-chunks is 1"),
         ({"holdout": 0}, "holdout is 0"),
         ({"holdout": 1.5}, "holdout is 1.5"),
-        ({"part": "eval"}, "nothing is held out"),
         ({"mix": {"a": -1}}, "the weight of a is -1"),
     ],
 )
 def test_a_config_checks_itself(change: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         PlanConfig(**{"chunk_size": 8, "k": 1, **change})  # type: ignore[arg-type]
+
+
+def test_evaluating_on_nothing_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, [5, 6])
+    with pytest.raises(UsageError, match="nothing is held out"):
+        build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, part="eval"))
+    assert not (tmp_path / "plan").exists()
 
 
 def test_dropping_every_sequence_is_refused(tmp_path: Path) -> None:

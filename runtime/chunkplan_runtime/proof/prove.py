@@ -165,7 +165,7 @@ def _two_stages(model: CausalLM) -> CausalLM:
     layers = (range(num_layers // 2), range(num_layers // 2, num_layers))
     copies = [replace(model, model=deepcopy(model.model), current=current) for _ in layers]
     first, last = (cut_stage(own, layers, RankLayout(pp=2, process=stage)) for stage, own in enumerate(copies))
-    vars(last)["parts"] = [first, last]  # which run as if they were virtual stages of one process
+    vars(last)["by_stage"] = [first, last]  # which run as if they were virtual stages of one process
     return last
 
 
