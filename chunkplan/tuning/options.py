@@ -169,7 +169,7 @@ class TuneOptions(Options):
     keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
     thorough: bool = option(
         FLAG,
-        "Simulate every choice, on many steps: minutes, for at most 2% more speed.",
+        "Simulate every choice, on many steps: minutes, for a few percent at most.",
         group=_TRIED,
         default=False,
     )
