@@ -63,7 +63,7 @@ SHARED = "## Options of most commands"
 
 TRAINER = """## python -m chunkplan_runtime.train
 
-Trains on all processes that `torchrun` starts ([distributed.md](distributed.md)). It takes the options of
+Trains on all processes that `torchrun` starts ([training.md#several-processes](training.md#several-processes)). It takes the options of
 [`chunkplan train`](#chunkplan-train) except for {others}; `--plan` and `--output` are required.
 """
 

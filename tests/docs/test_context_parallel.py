@@ -54,7 +54,7 @@ def test_heads_are_predicted_to_pay_between_nodes_as_the_page_has_it() -> None:
 
 
 def test_the_summary_has_the_figures_of_the_table() -> None:
-    row = r"^\| (long-sft|lmsys-like) \| (\d+) \| (\d+) \| 8,192 \| 4 \| ([\d.]+) \| ([\d.]+) \|"
+    row = r"^\| (long-sft|lmsys-like) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|"
     found = {tuple(place): (float(off), float(on)) for *place, off, on in re.findall(row, PAGE, re.M)}
     summary = " ".join(PAGE.split("- **It helps**")[1].split("```")[0].split())
     pattern = (
