@@ -70,6 +70,9 @@ _SIZE = Domain(
     whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", _read_size, metavar="SIZE", example="80GiB"
 )
 
+#: Ways to train without chunks that are timed beside the choices.
+BASELINES = ("single", "padded", "packed", "zero-3", "context-parallel", "megatron", "cut")
+
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
 #: What a cost model has of the options as it is.
@@ -153,6 +156,13 @@ class TuneOptions(Options):
         depends=None,
     )
     keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
+    baseline: str | None = option(
+        one_of(*BASELINES, metavar="NAME"),
+        f"What gains are against: {', '.join(BASELINES)}.",
+        group=_TRIED,
+        default=None,
+        default_words="the fastest that fits and loses no token",
+    )
 
     def check_together(self) -> None:
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""

@@ -6,7 +6,7 @@ planned and simulated as a plan's are, and an integer program chooses a K for ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +14,7 @@ from typing import NamedTuple
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.cost.states import optimizer_bytes
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
@@ -92,8 +90,10 @@ class Tuning:
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """The fastest baseline that fits and loses no token; None where there is none."""
-        fitting = [row for row in self.baselines if row.fits and not row.lost]
+        """What gains are against: the fastest baseline that fits and loses no token, or of those that the options name;
+        None where none fits."""
+        named = self.options.baseline
+        fitting = [row for row in self.baselines if row.fits and (row.key == named if named else not row.lost)]
         return min(fitting, key=lambda row: row.step_ns, default=None)
 
     @property
@@ -117,8 +117,16 @@ class Tuning:
         return self.epoch_hours * self.best.layout.gpus
 
 
-def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
+def tune(
+    analysis: Analysis | str | Path,
+    options: TuneOptions,
+    *,
+    progress: Progress | None = None,
+    found: Callable[[Baseline], None] | None = None,
+) -> Tuning:
     """Choose ChunkSize, K, schedule and layout for `analysis` (an analysis, its folder, or a lengths file).
+
+    `found` is called with each baseline as soon as it is timed, before anything else is tried.
 
     Raises:
         UsageError: there is no analysis, or nothing fits the memory; says what would be needed.
@@ -129,10 +137,15 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     num_tokens = analysis.num_tokens
     layouts = options.layouts()
     report = progress or _ignore
+    sample = _sample(num_tokens, options, _STRATA)
+    rows = []
+    for row in baselines(sample, options, options.baseline_layouts(), report):
+        rows.append(row)
+        if found is not None:
+            found(row)
     compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts, report) if len(layouts) > 1 else []
     if compared:
         layouts = _worth_a_closer_look(compared)
-    sample = _sample(num_tokens, options, _STRATA)
     choices = [
         choice
         for layout in layouts
@@ -148,7 +161,7 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
         raise _nothing_fits(choices[0], options, _fewest_gpus(sample, options, report, above=gpus))
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, options.baseline_layouts(), report)),
+        baselines=tuple(rows),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
@@ -303,17 +316,3 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
         + ("" if options.load_in_4bit or not options.lora_rank or shape.has_experts else ", --load-in-4bit")
         + ", or more memory",
     )
-
-
-def headline(analysis: Analysis) -> Tuning:
-    """A small tuning for Qwen2.5-7B on a node of eight H100s: what chunks would gain, before a model is named."""
-    hardware = load_hardware("h100")
-    options = TuneOptions(
-        shape=QWEN2_5_7B,
-        hardware=hardware,
-        gpu_memory=hardware.memory_bytes,
-        gpus=8,
-        chunk_sizes=(4096, 8192, 16384, 65536),
-        ks=(1, 4),
-    )
-    return tune(analysis, options)

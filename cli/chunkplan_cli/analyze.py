@@ -104,12 +104,6 @@ def analyze(
     work: CliValues,
     intake: CliValues,
     file: CliValues,
-    headline: Annotated[
-        bool,
-        typer.Option(
-            "--headline", help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute."
-        ),
-    ] = False,
     output: Annotated[
         Path | None, output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace.")
     ] = None,
@@ -134,12 +128,6 @@ def analyze(
     place = Workspace.find(workspace)
     work, intake = _with_files(FileOptions(**file).config, place, work, intake)
     how = AnalyzeOptions(**work)
-    for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
-        if headline and is_given:
-            raise UsageError(
-                f"--headline and {other} exclude each other",
-                hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
-            )
     options = IntakeOptions(**intake)
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
@@ -156,7 +144,7 @@ def analyze(
     replaced = describe_old(target)
     with _reading(data, options, how, place, beside) as request:
         analysis = write_analysis(request, target)
-    print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline, beside=beside)
+    print_analysis(analysis, as_json=as_json, replaced=replaced, beside=beside)
     print_next(output, workspace)
 
 

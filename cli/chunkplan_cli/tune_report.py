@@ -14,6 +14,7 @@ from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.cost.fused import fused_words
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds, trained_words
 from chunkplan_cli.terminal import facts_grid
+from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -44,7 +45,9 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     if tuning.layouts:
         console.print(_layouts(tuning))
         console.print()
-    console.print(_baselines(tuning))
+    print_way_heads(console, "Baselines", options)
+    for row in tuning.baselines:
+        print_way(console, row, tuning.options, tuning.num_sequences)
     console.print()
     console.print(_choices(tuning, wide=console.width >= _WIDE))
     num_fitting = sum(choice.fits for choice in tuning.choices)
@@ -55,7 +58,7 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
         style="dim",
     )
     console.print()
-    console.print(Panel(_verdict(tuning), title=title, title_align="left", expand=False))
+    console.print(Panel(verdict(tuning), title=title, title_align="left", expand=False))
 
 
 def _layout_words(choice: Choice) -> str:
@@ -72,26 +75,6 @@ def _layouts(tuning: Tuning) -> Table:
         time = "does not fit" if step_ns is None else seconds(step_ns / 1e3)
         runnable = "" if runnable_ns is None else seconds(runnable_ns / 1e3)
         table.add_row(str(layout.dp), str(layout.tp), str(layout.pp), time, runnable)
-    return table
-
-
-def _baselines(tuning: Tuning) -> Table:
-    layouts = ["layout"] if tuning.layouts else []
-    table = _table("Baselines", *layouts, "step", "tokens/s", "memory", "notes", first="way")
-    for row in tuning.baselines:
-        rate = tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9)
-        notes = checkpointing_words(row.checkpointing)
-        notes += [ZERO[row.sharding]] if row.sharding != "optimizer" and row.layout.dp > 1 else []
-        notes += [f"{percent(row.lost)} lost"] if row.lost else []
-        table.add_row(
-            row.name,
-            *("x".join(map(str, row.layout)) for _ in layouts),
-            seconds(row.step_ns / 1e3) if row.fits else f"({seconds(row.step_ns / 1e3)})",
-            f"{rate:,.0f}" if row.fits else "",
-            gibibytes(row.memory.total) + ("" if row.fits else " !"),
-            ", ".join(notes),
-            style=None if row.fits else "dim",
-        )
     return table
 
 
@@ -144,7 +127,7 @@ def _how(choice: Choice) -> list[str]:
     return [*words, *split_words(choice.config), *memory_words(choice)]
 
 
-def _verdict(tuning: Tuning) -> Table:
+def verdict(tuning: Tuning) -> Table:
     """Build what is in the box: the setting, what it gains, and what it costs."""
     choice, options = tuning.best, tuning.options
     rate = f"{seconds(choice.step_ns / 1e3)}, {choice.tokens_per_second:,.0f} tokens/s, MFU {percent(choice.mfu)}"
@@ -152,7 +135,8 @@ def _verdict(tuning: Tuning) -> Table:
     hours = f"{seconds(tuning.epoch_hours * 3.6e9)}, {f'{used:,.1f}' if used >= 1 else f'{used:.2g}'} GPU-hours"
     if options.gpu_hour_price is not None:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
-    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
+    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), *_against(tuning)]
+    rows += [("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
     if choice.host_bytes:
         rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU{_on_host(choice)}"))
@@ -180,8 +164,10 @@ def _on_host(choice: Choice) -> str:
 
 
 def _gain_words(tuning: Tuning) -> str:
-    """Compare with the fastest baseline that fits and loses no token, on the layout that is best for it."""
+    """Compare with what gains are against, on the layout that is best for it."""
     best = tuning.best_baseline
+    if best is None and tuning.options.baseline:
+        return f"{tuning.options.baseline} does not fit: there is nothing to compare with"
     if best is None:
         whole = tuning.baselines[0]
         needed = gibibytes(whole.memory.total)
@@ -189,8 +175,24 @@ def _gain_words(tuning: Tuning) -> str:
     time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
     if not tuning.has_gain:
         return f"nothing to gain: {best.name} takes {time} on {layout}"
-    today = f"{best.name} ({time} on {layout}), the fastest baseline that fits and loses no token"
+    today = f"{best.name} ({time} on {layout})"
+    today += "" if tuning.options.baseline else ", the fastest baseline that fits and loses no token"
     return f"{tuning.gain:.2f}x as fast as {today}"
+
+
+def _against(tuning: Tuning) -> list[tuple[str, str]]:
+    """Say how many times as fast as each of the other baselines that fit the best choice is."""
+    from chunkplan.tuning.tune import A_GAIN
+
+    step_ns, others = tuning.best.step_ns, [row for row in tuning.baselines if row.fits]
+    lines = [
+        f"{row.step_ns / step_ns:.2f}x  {row.name}{f', which loses {percent(row.lost)} of the tokens' if row.lost else ''}"
+        for row in others
+        if row is not tuning.best_baseline
+    ]
+    if others and all(row.step_ns < A_GAIN * step_ns for row in others):
+        lines.append("faster than none of these: keep what you have")
+    return [("against others", "\n".join(lines))] if lines else []
 
 
 def _memory_words(tuning: Tuning) -> str:
@@ -249,16 +251,6 @@ def _words(choice: Choice, tuning: Tuning) -> str:
     words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice.config.k, choice.config.k_by_length)}"]
     words += [_layout_words(choice)] if tuning.layouts else []
     return ", ".join([*words, *_how(choice)])
-
-
-def print_headline(console: Console, tuning: Tuning) -> None:
-    """Print what chunks would gain, in one line: over the best baseline that fits and loses no token."""
-    choice = tuning.best
-    console.print(
-        f"{tuning.options.shape.name} on {choice.layout.gpus} x {tuning.options.hardware.name}, by prediction: a step "
-        f"takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with K {choice.config.k}; "
-        f"{_gain_words(tuning)}."
-    )
 
 
 def split_words(config: PlanConfig) -> list[str]:

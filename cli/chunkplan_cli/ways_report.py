@@ -1,0 +1,76 @@
+"""Prints ways to train as rows that can come one by one: those of today, and that of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from chunkplan.cost.checkpointing import checkpointing_words
+from chunkplan.cost.hardware import ERRORS, source_of
+from chunkplan.quantities import ZERO, gibibytes, percent, seconds
+
+if TYPE_CHECKING:
+    from chunkplan.tuning.baselines import Baseline
+    from chunkplan.tuning.grid import Choice
+    from chunkplan.tuning.options import TuneOptions
+
+#: Characters of the columns beside the name of a way.
+_WIDTHS = {"step": 9, "tokens/s": 9, "GPU-h/epoch": 11, "lost": 6}
+
+_FULL = "full activation checkpointing"
+
+
+def print_way_heads(console: Console, title: str, options: TuneOptions) -> None:
+    """Print what stands above the rows, and how far off their times may be."""
+    source = source_of(options.hardware)
+    words = f"step times +-{percent(ERRORS[source])}: the profile of the {options.hardware.name} is "
+    words += {"measured": "fitted to measurements", "data sheet": "from its data sheet and published figures"}.get(
+        source, source
+    )
+    console.print(Text(title, style="bold"))
+    console.print(Text(f"{words}; GPU memory {gibibytes(options.gpu_memory)}", style="dim"))
+    console.print(_row("way", tuple(_WIDTHS), "dim"))
+
+
+def print_way(console: Console, way: Baseline | Choice, options: TuneOptions, num_sequences: int) -> None:
+    """Print a way of today, or a choice, in two lines: what it takes, and how it is run or why it does not fit."""
+    name, checkpointing, sharding, lost = _how(way)
+    hours = -(-num_sequences // options.global_batch) * way.step_ns / 3.6e12 * way.layout.gpus
+    if way.fits:
+        cells = (seconds(way.step_ns / 1e3), f"{way.tokens_per_second:,.0f}", f"{hours:,.3g}")
+        notes = [f"{gibibytes(way.memory.total)} a GPU", *checkpointing_words(checkpointing, _FULL)]
+        notes += [ZERO[sharding]] if sharding != "optimizer" and way.layout.dp > 1 else []
+    else:
+        cells = ("no fit", "", "")
+        parts = asdict(way.memory)
+        most = max(parts, key=lambda part: parts[part])
+        what = f"{gibibytes(parts[most])} of it {most.replace('_', ' ').replace('kv', 'KV')}"
+        notes = [f"does not fit: {gibibytes(way.memory.total)} a GPU at least, {what}"]
+    dp, tp, pp = way.layout
+    layout = ", ".join(f"{axis} {size}" for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1)
+    notes = [layout or "one GPU", *notes]
+    console.print(_row(name, (*cells, percent(lost) if lost else "none"), "" if way.fits else "dim"))
+    console.print(Padding(Text(", ".join(notes), style="dim"), (0, 0, 0, 2)))
+
+
+def _how(way: Baseline | Choice) -> tuple[str, str, str, float]:
+    """Name of a way, its activation checkpointing and sharding, and the share of the tokens that it loses."""
+    from chunkplan.tuning.baselines import Baseline
+
+    if isinstance(way, Baseline):
+        return way.name, way.checkpointing, way.sharding, way.lost
+    return "chunkplan", way.cost.checkpointing, way.cost.sharding, 0.0
+
+
+def _row(name: str, cells: tuple[str, ...], style: str) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=41)
+    for width in _WIDTHS.values():
+        grid.add_column(width=width - 1, justify="right")
+    grid.add_row(name, *cells, style=style)
+    return grid
