@@ -19,10 +19,10 @@ BUDGETS = {
     ("runtime/",): 12_850,
     ("chunkplan/intake/",): 10_150,
     ("chunkplan/reporting/", "cli/"): 9_700,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_450,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_580,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_140,
-    ("",): 55_000,
+    ("",): 55_150,
 }
 MOST_FILES = 285
 

@@ -1,0 +1,111 @@
+"""A lower bound of what a configuration takes, in closed form from the cost model: what it says is not simulated.
+
+All are sums over the sequences of a step: no sequence is split, packed or scheduled.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from chunkplan.arrays import Int32Array, Int64Array
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.durations import Float64Array, attention_pairs_of
+from chunkplan.cost.held import Held
+from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import AttentionPattern
+from chunkplan.cost.states import reduction_ns
+from chunkplan.layers import stage_parts
+from chunkplan.tuning.sampling import Sample
+
+
+class WorkOfSteps(NamedTuple):
+    """What there is to do in each of some steps, all float64 [num_steps], and the lengths, int32 [n], that it is of.
+
+    `tokens` and attention `pairs` of all sequences of a step, and of its longest one; see `attention_pairs_of`.
+    `weights`: the share of all steps that each stands for. `first`: where a step's sequences begin, int64 [num_steps].
+    """
+
+    tokens: Float64Array
+    pairs: Float64Array
+    longest: Float64Array
+    longest_pairs: Float64Array
+    weights: Float64Array
+    num_tokens: Int32Array
+    first: Int64Array
+
+
+def work_of_steps(sample: Sample, patterns: tuple[AttentionPattern, ...]) -> WorkOfSteps:
+    """Sum up the steps of a sample for a model with `patterns` of attention."""
+    first, lengths = sample.first_of_step[:-1], sample.num_tokens.astype(np.int64)
+    pairs = attention_pairs_of(lengths, 0 * lengths, patterns)
+    sums = (np.add.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
+    longest = (np.maximum.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
+    return WorkOfSteps(*sums, *longest, sample.weights, sample.num_tokens, first)
+
+
+def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> float:
+    """The least time of a step with its reduction, on average, in nanoseconds: no simulation finds less.
+
+    It is the most of three, over the stages: an even share for each of the ranks of all work, of what chunks take
+    beside it, and of what is run again as K leaves it, but for attention, which may be kept; the same for the ranks
+    that may share the longest sequence; and where nothing else is to do, the way of its chunks through the other
+    stages, there and back.
+    """
+    rates, pp = cost.rates_on(config.dp), config.pp
+    layers, together = config.layers(cost.shape.num_layers), config.cp_sizes[-1]
+    k = max([config.k, *(k for _, k in config.k_by_length or ())])
+    kept = k * config.chunk_size * together
+    of_sequences = np.maximum(work.num_tokens.astype(np.float64) - kept, 0.0)
+    again = np.add.reduceat(of_sequences, work.first)  # tokens that are forwarded twice
+    stops = list(accumulate(layers))
+    fixed = 3 * rates.chunk - rates.frozen.chunk + rates.sums.layer
+    sent = max(rates.gather, rates.launch) + max(rates.gather + rates.reduce, 2 * rates.launch)
+
+    def spent(stage: tuple[int, ...], tokens: Float64Array, pairs: Float64Array, again: Float64Array) -> Float64Array:
+        """What a stage of these model stages takes for one or more chunks of so many tokens, [num_steps]."""
+        num_chunks = np.ceil(tokens / config.chunk_size)
+        total: Float64Array = np.zeros_like(tokens)
+        for each in stage:
+            count, run_again = layers[each], rates.again_within(stops[each] - layers[each], stops[each])
+            forward, backward = rates.of_work(tokens, pairs)
+            repeated = (run_again.token - rates.frozen.token) * tokens + run_again.pair * pairs
+            own = forward + backward + repeated + rates.token * again + (fixed + run_again.chunk) * num_chunks
+            head = rates.trained_head * tokens if each == len(layers) - 1 else 0.0
+            total = total + count * np.maximum(own, sent * num_chunks) + head
+        return total
+
+    parts = [tuple(part) for part in stage_parts(range(len(layers)), pp, config.placement)]
+    everything = [spent(part, work.tokens, work.pairs, again) / config.dp for part in parts]
+    of_longest = np.maximum(work.longest - kept, 0.0)
+    alone = [spent(part, work.longest, work.longest_pairs, of_longest) / together for part in parts]
+    slowest = np.maximum(np.max(everything, axis=0), np.max(alone, axis=0))
+    reduction = reduction_ns(cost, dp=config.dp, pp=pp, layers=layers, placement=config.placement)
+    return float(work.weights @ slowest) + reduction
+
+
+def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
+    """The least memory of the fullest stage, in bytes, for data whose longest sequence has `longest` tokens.
+
+    Of it the last K chunks are held as the first backward begins, beside all its keys and values; on a pipeline that is
+    so of every stage. States are what they are.
+    """
+    own = longest // config.cp_sizes[-1]
+    k = [config.k, *(k for _, k in config.k_by_length or ())][-1]
+    kept, kv = 0, 0
+    if own > config.chunk_size:
+        first = max(0, -(-own // config.chunk_size) - k) * config.chunk_size  # what K leaves to be run again
+        kept, kv = own - first, own
+    held = Held(activations=kept, kv=kv)
+    stages = stage_memory(
+        cost,
+        dp=config.dp,
+        layers=config.layers(cost.shape.num_layers),
+        held=[held] * config.pp,
+        chunk_size=config.chunk_size,
+        placement=config.placement,
+    )
+    return max(stage.total for stage in stages)
