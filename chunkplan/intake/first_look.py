@@ -49,9 +49,7 @@ def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Ana
     if request.tokenizer is None or request.options.sample is not None or STDIN in request.paths:
         return write_analysis(request, output), None
     options = replace(request.options, tokens=False, max_length=None)
-    by_bytes = replace(
-        request, tokenizer=None, chat_template=None, options=options, cache=scratch / "bytes-cache"
-    )
+    by_bytes = replace(request, tokenizer=None, chat_template=None, options=options, cache=scratch / "bytes-cache")
     everything = write_analysis(by_bytes, scratch / "bytes")
     total = int(everything.num_tokens.sum(dtype=np.int64))
     if everything.is_exact or total <= 2 * COUNTED:

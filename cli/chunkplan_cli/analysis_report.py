@@ -35,9 +35,7 @@ _INDENT = 5 * " "
 _KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
 
 
-def print_analysis(
-    analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()
-) -> None:
+def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
     """Print the length report; then what was read, and where the analysis is.
 
     `beside` are the files that lie beside the data and are none.

@@ -19,6 +19,7 @@ from chunkplan_cli.ways_report import print_way, print_way_heads
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
     from chunkplan.tuning.grid import Choice
+    from chunkplan.tuning.options import TuneOptions
     from chunkplan.tuning.tune import Tuning
 
 #: Choices that are shown: the fastest, others that need less memory than all faster ones, and beside what the runtime
@@ -32,15 +33,9 @@ _WIDE = 116
 def print_tuning(console: Console, tuning: Tuning) -> None:
     """Print what a tuning is for, its baselines, the choices that are worth a look, and in a box the one to take."""
     options = tuning.options
-    gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
-    trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
-    trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
-    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
-    console.print(
-        f"{options.shape.name}{trained} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
-        f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "
-        f"the longest {tuning.longest_sequence:,}"
-    )
+    layout = "" if tuning.layouts else f": {_layout_words(tuning.chosen)}"
+    about = f"{tuning.tokens_per_step:,.0f} tokens on average, the longest {tuning.longest_sequence:,}"
+    print_tuned_for(console, options, layout, about)
     console.print()
     if tuning.layouts:
         console.print(_layouts(tuning))
@@ -51,14 +46,32 @@ def print_tuning(console: Console, tuning: Tuning) -> None:
     console.print()
     console.print(_choices(tuning, wide=console.width >= _WIDE))
     num_fitting = sum(choice.fits for choice in tuning.choices)
-    title = "recommended" if tuning.recommended else "fastest, plan only"
     console.print(
-        f"> {title}   * less memory than all above it   layout: dp x tp x pp\n"
+        f"> {_title(tuning)}   * less memory than all above it   layout: dp x tp x pp\n"
         f"{num_fitting:,} of {len(tuning.choices):,} choices fit",
         style="dim",
     )
     console.print()
-    console.print(Panel(verdict(tuning), title=title, title_align="left", expand=False))
+    print_verdict(console, tuning)
+
+
+def print_tuned_for(console: Console, options: TuneOptions, layout: str, about: str) -> None:
+    """Print which model is trained on which GPUs, in which `layout`, with steps of how many sequences, and `about`
+    these."""
+    gpus = f"{options.layouts()[0].gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
+    trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
+    trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
+    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
+    console.print(f"{options.shape.name}{trained} on {gpus}{layout}; {options.global_batch} sequences a step, {about}")
+
+
+def print_verdict(console: Console, tuning: Tuning) -> None:
+    """Print the box with the choice to take: what it gains, and what it costs."""
+    console.print(Panel(_verdict(tuning), title=_title(tuning), title_align="left", expand=False))
+
+
+def _title(tuning: Tuning) -> str:
+    return "recommended" if tuning.recommended else "fastest, plan only"
 
 
 def _layout_words(choice: Choice) -> str:
@@ -127,7 +140,7 @@ def _how(choice: Choice) -> list[str]:
     return [*words, *split_words(choice.config), *memory_words(choice)]
 
 
-def verdict(tuning: Tuning) -> Table:
+def _verdict(tuning: Tuning) -> Table:
     """Build what is in the box: the setting, what it gains, and what it costs."""
     choice, options = tuning.best, tuning.options
     rate = f"{seconds(choice.step_ns / 1e3)}, {choice.tokens_per_second:,.0f} tokens/s, MFU {percent(choice.mfu)}"
@@ -186,7 +199,8 @@ def _against(tuning: Tuning) -> list[tuple[str, str]]:
 
     step_ns, others = tuning.best.step_ns, [row for row in tuning.baselines if row.fits]
     lines = [
-        f"{row.step_ns / step_ns:.2f}x  {row.name}{f', which loses {percent(row.lost)} of the tokens' if row.lost else ''}"
+        f"{row.step_ns / step_ns:.2f}x  {row.name}"
+        + (f", which loses {percent(row.lost)} of the tokens" if row.lost else "")
         for row in others
         if row is not tuning.best_baseline
     ]
