@@ -53,7 +53,7 @@ MakesMicroBatches = Callable[[Int64Array, Sequence[AttentionPattern]], MicroBatc
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
 
 #: Ranks that share every micro-batch: the fastest number that fits.
-_SHARED = (2, 4, 8)
+_SHARED = (2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)

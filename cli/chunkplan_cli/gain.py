@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import webbrowser
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,10 +168,8 @@ def _print_next(data: list[str] | None, workspace: Path | None, estimate: Estima
     """Print the commands that build what is recommended, which work as they are."""
     where = ["--workspace", str(workspace)] if workspace else []
     if estimate is not None and data:
-        tokenizer = [
-            word for name in _FILES if name in files for word in (f"--{name.replace('_', '-')}", files.typed[name])
-        ]
-        note("next: " + shlex.join(["chunkplan", "analyze", *data, *tokenizer, *where]))
-    given = data if data and _is_measured(data) else []
-    prefix = "      " if estimate is not None else "next: "
-    note(prefix + shlex.join(["chunkplan", "build", *given, "--auto", *where]))
+        given = [(f"--{name.replace('_', '-')}", files.typed[name]) for name in _FILES if name in files]
+        note("next: " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *where]))
+    measured = data if data and _is_measured(data) else []
+    first = "next: " if estimate is None else "      "
+    note(first + shlex.join(["chunkplan", "build", *measured, "--auto", *where]))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from chunkplan.tuning.options import TuneOptions
 
 #: Characters of the columns beside the name of a way.
-_WIDTHS = {"step": 9, "tokens/s": 9, "GPU-h/epoch": 11, "lost": 6}
+_WIDTHS = {"step": 9, "tokens/s": 9, "GPU-hours": 10, "lost": 7}
 
 _FULL = "full activation checkpointing"
 
@@ -28,7 +28,7 @@ _FULL = "full activation checkpointing"
 def print_way_heads(console: Console, title: str, options: TuneOptions) -> None:
     """Print what stands above the rows, and how far off their times may be."""
     source = source_of(options.hardware)
-    words = f"step times +-{percent(ERRORS[source])}: the profile of the {options.hardware.name} is "
+    words = f"times within {ERRORS[source]:.0%}, GPU-hours of an epoch: the profile of the {options.hardware.name} is "
     words += {"measured": "fitted to measurements", "data sheet": "from its data sheet and published figures"}.get(
         source, source
     )
@@ -68,9 +68,9 @@ def _how(way: Baseline | Choice) -> tuple[str, str, str, float]:
 
 
 def _row(name: str, cells: tuple[str, ...], style: str) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(width=41)
+    grid = Table.grid()
+    grid.add_column(width=42)
     for width in _WIDTHS.values():
-        grid.add_column(width=width - 1, justify="right")
+        grid.add_column(width=width, justify="right", no_wrap=True)
     grid.add_row(name, *cells, style=style)
     return grid
