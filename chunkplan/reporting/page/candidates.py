@@ -164,7 +164,7 @@ def ways_figure(document: TuningDocument) -> go.Figure:
     for row in document["baselines"]:
         more = f", {percent(row['lost_tokens'])} lost" if row["lost_tokens"] else ""
         color = ORANGE if row["fits"] else GREY
-        rows.append((row["name"] + (more if row["fits"] else ", does not fit"), row["step_seconds"], color))
+        rows.append((row["name"] + (more if row["fits"] else ", no fit"), row["step_seconds"], color))
     names, times, colors = (list(column) for column in zip(*rows, strict=True))
     figure = go.Figure()
     figure.add_bar(
