@@ -71,9 +71,9 @@ def build(
 ) -> Plan:
     """Plan the dataset of `analysis` (an analysis, its folder, or a lengths file) and write the plan to `output`.
 
-    Where the config holds sequences out, a plan of these goes to the folder beside it whose name ends in `-eval`. Plans
-    already there are replaced once the new ones are complete. `cost` predicts times, by default those of Qwen2.5-7B on
-    H100s. `workers` threads plan side by side, by default one a
+    Where the config holds sequences out, or the analysis has some to evaluate on, a plan of these goes to the folder
+    beside it whose name ends in `-eval`. Plans already there are replaced once the new ones are complete. `cost`
+    predicts times, by default those of Qwen2.5-7B on H100s. `workers` threads plan side by side, by default one a
     processor; the plan is the same for any number of them. `progress` is called with (steps planned, steps).
 
     Raises:
@@ -110,13 +110,13 @@ def build_like(
     refuse_to_replace(like.path, Path(output))
     loaded = load_same_analysis(like, analysis)
     cost = cost or like.cost
-    values, _ = values_like(like.config, with_sources(loaded, changes), cost.shape)
+    values, _ = values_like(like.config, with_sources(loaded, changes, like.config.holdout), cost.shape)
     return build(loaded, output, PlanConfig(**values), cost=cost, workers=workers, progress=progress)
 
 
-def with_sources(analysis: Analysis, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options of a plan, of which `mix` names the sources of `analysis` by their whole paths."""
-    return {**values, "mix": resolve_mix(analysis, values["mix"])} if values.get("mix") else values
+def with_sources(analysis: Analysis, values: Mapping[str, Any], holdout: float | int | None) -> Mapping[str, Any]:
+    """Options of a plan with that `holdout`, of which `mix` has the weights of sources of `analysis` by their paths."""
+    return {**values, "mix": resolve_mix(analysis, values["mix"], holdout)} if values.get("mix") else values
 
 
 def build_plans(
@@ -130,7 +130,10 @@ def build_plans(
     dry_run: bool = False,
 ) -> dict[Path, BuiltPlan]:
     """`build`, with all there is to know about every plan, by folder; a dry run writes nothing."""
-    targets = [output, evaluation_folder(output)] if config.holdout is not None else [output]
+    if not isinstance(analysis, Analysis):
+        analysis = load_analysis(analysis)
+    holds_out = config.holdout is not None or bool(analysis.is_evaluation.any())
+    targets = [output, evaluation_folder(output)] if holds_out else [output]
     for target in targets:
         refuse_other_content(target, "plan")
     if len(targets) == 2 and config.part == "train" and targets[1].exists() and not is_evaluation(targets[1]):
@@ -138,12 +141,10 @@ def build_plans(
             f"{targets[1]} is not the plan of held-out sequences, which this build would replace it with",
             hint="move it away, or write the plan elsewhere with --output",
         )
-    if not isinstance(analysis, Analysis):
-        analysis = load_analysis(analysis)
     if config.mix:
-        config = replace(config, mix=resolve_mix(analysis, config.mix))
+        config = replace(config, mix=resolve_mix(analysis, config.mix, config.holdout))
     configs = {output: config}
-    if config.holdout is not None and config.part == "train":
+    if holds_out and config.part == "train":
         held_out = replace(config, part="eval", mix=None, epochs=1, last_batch="keep")
         configs[evaluation_folder(output)] = held_out
     built = {}

@@ -132,7 +132,7 @@ def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int
     The data have `num_sequences`, of which `num_held_out` are held out.
     """
     rows = []
-    if config.holdout is not None:
+    if num_held_out:
         held_out = f"{num_held_out:,} of {num_sequences:,} sequences"
         rows.append(("held out", held_out + (": these" if config.part == "eval" else "")))
     if config.mix:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, tokens
@@ -136,6 +136,9 @@ IGNORED = Domain(
     metavar="KEY",
     example="weight",
     is_repeated=True,
+)
+FILES = replace(
+    IGNORED, expected="a list of files, folders or patterns", typed="FILE", metavar="FILE", example="dev.jsonl"
 )
 RECORD_BYTES = Domain(
     holds=lambda value: type(value) is int and 1 <= value < 10**15,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -72,16 +74,22 @@ def _read_number(typed: str) -> int | float:
     return int(typed) if typed.isdecimal() else float(typed)
 
 
-def _read_weights(typed: list[str]) -> dict[str, int | float]:
-    """The weight of each source, as typed: {"code.jsonl": 2} for ["code.jsonl=2"]."""
-    weights: dict[str, int | float] = {}
+def read_share(weight: float | str) -> Fraction | None:
+    """The share that "70%" says, 7/10; None of what is no share."""
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", weight) if isinstance(weight, str) else None
+    return Fraction(match[1]) / 100 if match and Fraction(match[1]) <= 100 else None
+
+
+def _read_weights(typed: list[str]) -> dict[str, float | str]:
+    """The weight or share of each source, as typed: {"a.jsonl": 2} for ["a.jsonl=2"], {"a": "70%"} for ["a=70%"]."""
+    weights: dict[str, float | str] = {}
     for words in typed:
         source, equals, weight = words.rpartition("=")
         if not equals or not source:
             raise ValueError(words)
         if source in weights:
             raise UsageError(f"{source} has two weights", hint="name every source at most once")
-        weights[source] = _read_number(weight)
+        weights[source] = weight if weight.endswith("%") else _read_number(weight)
     return weights
 
 
@@ -110,9 +118,9 @@ WEIGHTS = Domain(
     holds=lambda value: isinstance(value, Mapping) and all(isinstance(source, str) for source in value),
     expected="weights by source",
     read=_read_weights,
-    typed="SOURCE=X",
+    typed="SOURCE=70% or SOURCE=X",
     metavar="SOURCE=X",
-    example="code.jsonl=2",
+    example="code.jsonl=70%",
     is_repeated=True,
 )
 
@@ -135,7 +143,7 @@ class PlanConfig(Options):
 
     The help of each option is in its field. `k_by_length`: pairs (tokens, K); for sequences of more tokens K stands in
     place of `k`, and of several pairs the last that applies counts. `part`: whether the plan is of what is held out
-    ("eval") or of the others ("train"). `mix` names sources by their path.
+    ("eval") or of the others ("train"). `mix` names sources by their path; those of a plan are numbers.
 
     Raises:
         UsageError: a value is out of range, or does not go with the others.
@@ -242,8 +250,12 @@ class PlanConfig(Options):
         default=None,
     )
     part: Part = option(one_of("train", "eval"), "Of which sequences it is.", group=_DATA, default="train", flag="")
-    mix: Mapping[str, float] | None = option(
-        WEIGHTS, "How often an epoch takes a source: 2 is twice, 0.5 half of it. Repeatable.", group=_DATA, default=None
+    mix: Mapping[str, float | str] | None = option(
+        WEIGHTS,
+        "The share of an epoch's sequences that is of a file, folder or pattern (70%), or how often an epoch takes it "
+        "(2 is twice, 0.5 half of it). Repeatable.",
+        group=_DATA,
+        default=None,
     )
 
     def check_together(self) -> None:
@@ -282,16 +294,14 @@ class PlanConfig(Options):
                 hint="give as many, or leave it out",
             )
         self._check_groups()
-        if self.part == "eval" and self.holdout is None:
-            raise UsageError(
-                "part is eval, but nothing is held out: there is nothing to evaluate on",
-                hint="hold out a share or a number of sequences, for example holdout = 0.01",
-            )
         for source, weight in (self.mix or {}).items():
-            if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
+            is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MAX_WEIGHT
+            if not is_number and read_share(weight) is None:
                 raise UsageError(
-                    f"the weight of {source} is {weight!r}, expected a number from 0 to {MAX_WEIGHT:,}",
-                    hint="2 takes every sequence twice an epoch, 0.5 every other, 0 none",
+                    f"the weight of {source} is {weight!r}, expected a share such as 70%, or a number from 0 to "
+                    f"{MAX_WEIGHT:,}",
+                    hint="70% is a share of the sequences of an epoch; 2 takes every sequence of it twice an epoch, "
+                    "0.5 every other, 0 none",
                 )
 
     def _check_groups(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -48,6 +48,10 @@ ONE_PROCESS_BYTES = 8 << 20
 Progress = Callable[[int, int | None, int], None]
 
 
+#: Files, folders, patterns and URLs of data.
+Paths = str | Path | Sequence[str | Path]
+
+
 @dataclass(frozen=True, kw_only=True)
 class IntakeRequest:
     """What to read and how; `analyze` documents the fields.
@@ -56,7 +60,7 @@ class IntakeRequest:
     places of what is said of sources by their names, need not be used, and is of no source here.
     """
 
-    paths: str | Path | Sequence[str | Path]
+    paths: Paths | Mapping[str, Paths]
     cache: Path
     options: IntakeOptions = field(default_factory=IntakeOptions)
     tokenizer: str | Path | None = None
@@ -80,7 +84,7 @@ class Done:
 
 
 def analyze(
-    paths: str | Path | Sequence[str | Path],
+    paths: Paths | Mapping[str, Paths],
     output: str | Path,
     options: IntakeOptions | None = None,
     *,
@@ -97,7 +101,8 @@ def analyze(
     Several processes are used where there is much to read.
 
     Args:
-        paths: files, folders, patterns, URLs or "-", see `sources.find_sources`.
+        paths: files, folders, patterns, URLs or "-", see `sources.find_sources`; also by what they are for, as in
+            {"train": "train.jsonl", "eval": ["dev.jsonl", "test.jsonl"]}.
         output: the folder of the analysis.
         options: what is done with the records.
         tokenizer: a tokenizer.json, a folder with one, the name of a model on the Hugging Face Hub, or tiktoken:NAME.
@@ -153,9 +158,9 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     """
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
-    paths = [request.paths] if isinstance(request.paths, (str, Path)) else request.paths
     beside: list[str] = []
-    files = find_sources(paths, beside, suffixes_of(request.options.formats))
+    train, evaluation = _by_part(request.paths)
+    files = find_sources(train, beside, suffixes_of(request.options.formats), evaluation=evaluation)
     if request.beside is not None:
         request.beside(beside)
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
@@ -187,6 +192,15 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
                 finally:
                     store.clean()  # processes that were ended at once leave their pieces behind
             yield Done(run.sources, store, settings, tokenizer)
+
+
+def _by_part(paths: Paths | Mapping[str, Paths]) -> list[Sequence[str | Path]]:
+    """The paths to train on and those to evaluate on."""
+    parts = paths if isinstance(paths, Mapping) else {"train": paths}
+    if unknown := next((part for part in parts if part not in ("train", "eval")), None):
+        raise UsageError(f"paths are given for {unknown!r}", hint="parts are train and eval")
+    given = (parts.get(part, ()) for part in ("train", "eval"))
+    return [[each] if isinstance(each, (str, Path)) else each for each in given]
 
 
 def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:

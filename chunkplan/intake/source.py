@@ -98,7 +98,7 @@ class Source:
         def total(name: str) -> int:
             return sum(getattr(piece, name) for piece in pieces)
 
-        return {
+        entry: SourceEntry = {
             "path": self.name,
             "format": self.format,
             "compression": self.file.compression,
@@ -122,6 +122,7 @@ class Source:
             "left_out": left_out,
             "first_left_out": first_left_out,
         }
+        return {**entry, "part": "eval"} if self.file.is_evaluation else entry
 
     @property
     def _left_out(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -17,9 +17,10 @@ others, so that it is named. What looks like data and cannot be opened is a sour
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -60,6 +61,9 @@ _NO_DATA = re.compile(
     r"|(vocab|merges)\.txt|(?i:(readme|licen[sc]e|copying|notice|citation)\.txt)"
 )
 
+#: How files, and folders of files, are called by what they are for: train-00000.parquet, gsm8k_test.jsonl, dev/.
+_SPLIT = re.compile(r"(?:^|[^a-z])(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval(?:uation)?)(?![a-z])", re.I)
+
 #: The kind of a link to a folder.
 LINK = "link"
 
@@ -77,6 +81,7 @@ class SourceFile:
 
     `path` is a path, a URL, or "-". `num_bytes` is None for what can only be read once: the standard input and pipes.
     A link is one to a folder, in which nothing is read. `damage` says why something in a folder cannot be opened.
+    What `is_evaluation` is evaluated on, and not trained.
     """
 
     path: str
@@ -84,6 +89,7 @@ class SourceFile:
     compression: str | None
     num_bytes: int | None
     damage: str | None = None
+    is_evaluation: bool = False
 
 
 def describe(path: str) -> tuple[str, str | None] | None:
@@ -129,9 +135,16 @@ class _Search:
 
 
 def find_sources(
-    paths: Sequence[str | Path], beside: list[str] | None = None, suffixes: Mapping[str, str] | None = None
+    paths: Sequence[str | Path],
+    beside: list[str] | None = None,
+    suffixes: Mapping[str, str] | None = None,
+    *,
+    evaluation: Sequence[str | Path] = (),
 ) -> list[SourceFile]:
-    """The sources that `paths` name, in order; a file that is named twice is two of them.
+    """The sources that `paths` name, in order, then those to evaluate on; a file that is named twice is two of them.
+
+    What `evaluation` names is evaluated on, also where `paths` name it, and so is what stands in a folder beside what
+    is to be trained, if the names of both say it: `dev.jsonl` beside `train.jsonl`, `test/` beside `train/`.
 
     Files that folders and patterns have beside data, and that are none, are added to `beside`. `suffixes` says how the
     names of files would end if they said what these are: SOURCE -> suffix, for files that `is_named` so.
@@ -153,13 +166,21 @@ def find_sources(
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
                 f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first four also such as jsonl.gz",
             )
-    found = [source for path in map(str, paths) for source in _find(path, search)]
-    sources = sorted(found, key=lambda source: source.kind == LINK)
+    evaluated = [replace(one, is_evaluation=True) for path in map(str, evaluation) for one in _find(path, search)]
+    places = {_place(source) for source in evaluated}
+    found = [source for path in map(str, paths) for source in _find(path, search) if _place(source) not in places]
+    sources = sorted([*found, *evaluated], key=lambda source: (source.kind == LINK, source.is_evaluation))
+    if evaluated and not found:
+        raise UsageError("--eval takes all of the data: none is left to train on", hint="give other files to train on")
     if not sources:
         raise UsageError("no data", hint="give files, folders, patterns or URLs of data, or - for the standard input")
     if sum(source.path == STDIN for source in sources) > 1:
         raise UsageError("the standard input can be read once", hint="give - once")
     return sources
+
+
+def _place(source: SourceFile) -> str:
+    return source.path if source.path == STDIN or is_url(source.path) else os.path.realpath(source.path)
 
 
 def _find(path: str, search: _Search) -> list[SourceFile]:
@@ -171,7 +192,7 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
         files = files_of(path)
         if files.is_folder(path):
             found = [_found(files, each, search) for each in _below(files, path, search)]
-            return _check_any(found, f"{path} has no data in it or below", search.beside)
+            return _by_split(_check_any(found, f"{path} has no data in it or below", search.beside), len(path))
         if files.exists(path):
             return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
@@ -213,6 +234,18 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
             message += f"; names that begin with _ are left out: {hidden} is read if it is named itself"
         raise UsageError(message, hint=hint)
     return found
+
+
+def _by_split(found: list[SourceFile], start: int) -> list[SourceFile]:
+    """`found` in a folder, of which what is called an evaluation split beside one to train on is evaluated on.
+
+    The names are looked at from letter `start` of the paths on.
+    """
+    splits = [(one.path, match) for one in found for match in _SPLIT.finditer(one.path, start)]
+    trained = {path[: match.start(1)] for path, match in splits if match[1].lower().startswith("train")}
+    others = ((path, match) for path, match in splits if not match[1].lower().startswith("train"))
+    evaluated = {path for path, match in others if path[: match.start(1)] in trained}
+    return [replace(one, is_evaluation=one.path in evaluated) for one in found]
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:

@@ -58,6 +58,27 @@ class Analysis:
         """The record of its source that every sequence is of, from 0; raises as `source`."""
         return np.arange(self.num_sequences) if self._is_bare else self._column("record")
 
+    @cached_property
+    def is_evaluation(self) -> BoolArray:
+        """Whether each sequence is of a source to evaluate on, bool [num_sequences]; raises as `source`."""
+        marks = np.array([source.get("part") == "eval" for source in self.manifest.get("sources", [])], np.bool_)
+        if not marks.any():
+            return np.broadcast_to(np.zeros(1, np.bool_), self.num_sequences)  # takes no memory
+        found: BoolArray = marks[self.source]
+        return found
+
+    @cached_property
+    def is_evaluated_elsewhere(self) -> BoolArray:
+        """Whether each sequence is to be trained but for one of the same tokens to evaluate on, bool [num_sequences].
+
+        Raises:
+            DataError: the tokens cannot be read.
+        """
+        if not self.is_evaluation.any():
+            return self.is_evaluation
+        keys = self.content_keys
+        return np.isin(keys, keys[self.is_evaluation]) & ~self.is_evaluation
+
     @property
     def _is_bare(self) -> bool:
         return bool(self.manifest["kind"] == "lengths")

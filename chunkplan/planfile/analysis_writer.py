@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, IntArray, offsets_of
-from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, sequence_digests
+from chunkplan.planfile.hashing import ContentHasher, TokensHasher, combine_hashes, hash_of_evaluation, sequence_digests
 from chunkplan.planfile.manifest import TokenFileEntry, write_manifest
 from chunkplan.planfile.schema import SCHEMA_VERSION, SEQUENCES, TOKENS, to_arrow, to_numpy
 from chunkplan.version import __version__
@@ -161,6 +161,7 @@ class AnalysisWriter:
         hashes = {"sequences": self._table.close()}
         if self._token_files:
             hashes["tokens"] = self._hasher.hexdigest()
+        hashes |= hash_of_evaluation(described.get("sources", []))
         manifest = {
             "kind": "analysis",
             "schema_version": SCHEMA_VERSION,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,12 @@ def combine_hashes(hashes: Mapping[str, str]) -> str:
     for name in sorted(hashes):
         total.update(f"{name}\0{hashes[name]}\0".encode())
     return total.hexdigest()
+
+
+def hash_of_evaluation(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The content hash of which of the `sources` of an analysis are evaluated on, by its name; none if none is."""
+    which = [index for index, source in enumerate(sources) if source.get("part") == "eval"]
+    return {"evaluation": hashlib.sha256(str(which).encode()).hexdigest()} if which else {}
 
 
 def content_hash(table: pa.Table, schema: pa.Schema) -> str:

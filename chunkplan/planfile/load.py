@@ -18,7 +18,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import MANIFEST
 from chunkplan.files.json_file import refuse_outside
 from chunkplan.planfile.analysis import Analysis
-from chunkplan.planfile.hashing import ContentHasher, combine_hashes
+from chunkplan.planfile.hashing import ContentHasher, combine_hashes, hash_of_evaluation
 from chunkplan.planfile.manifest import read_manifest
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.schema import SEQUENCES, to_arrow
@@ -144,6 +144,8 @@ def _complaints(
         yield "sequences.parquet", message
     if bool(manifest["tokens"]) != ("tokens" in manifest["content_hashes"]):
         yield MANIFEST, "`tokens` names no token files, but there is a hash of tokens, or the other way round"
+    if manifest["content_hashes"].get("evaluation") != hash_of_evaluation(manifest["sources"]).get("evaluation"):
+        yield MANIFEST, "the sources to evaluate on are not those it was written for (content hash differs)"
     first = 0
     for each in manifest["tokens"]:
         if each["first_sequence_id"] != first:
@@ -225,7 +227,7 @@ def load_held_out(plan: Plan) -> Plan | None:
         DataError: what lies there is not that.
     """
     folder = evaluation_folder(plan.path.resolve())
-    if plan.config.holdout is None or plan.config.part != "train" or not folder.is_dir():
+    if not plan.manifest["selection"]["num_held_out"] or plan.config.part != "train" or not folder.is_dir():
         return None
     found = load_plan(folder)
     if found.config.part != "eval" or found.config.holdout != plan.config.holdout:

@@ -27,6 +27,7 @@ from chunkplan.domains import (
     Domain,
     Expected,
     find_mismatch,
+    one_of,
     or_null,
     whole,
 )
@@ -72,11 +73,11 @@ class TokenFileEntry(TypedDict):
 class SourceEntry(TypedDict):
     """A source of an analysis (docs/plan-format.md). `analyze` writes all entries.
 
-    `evidence`: why it is read by its `schema`. `reasons`: rejected records by reason. `unread_keys`: keys of records
-    that nothing was made of, each with the number of records, or None where that is not known. `num_truncated`
-    sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which the chat template leaves
-    something out, by what it is, or with a token of prompt and answer (`shared`), and `first_left_out` the row of the
-    first of them.
+    `evidence`: why it is read by its `schema`. `part`: "eval" of what is not trained. `reasons`: rejected records by
+    reason. `unread_keys`: keys of records that nothing was made of, each with the number of records, or None where that
+    is not known. `num_truncated` sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which
+    the chat template leaves something out, by what it is, or with a token of prompt and answer (`shared`), and
+    `first_left_out` the row of the first of them.
     """
 
     path: str
@@ -86,6 +87,7 @@ class SourceEntry(TypedDict):
     columns: NotRequired[dict[str, str] | None]
     evidence: NotRequired[str | None]
     bytes: NotRequired[int | None]
+    part: NotRequired[str]
     content_hash: NotRequired[str]
     records: int
     rejected: NotRequired[int]
@@ -124,7 +126,7 @@ class Selection(TypedDict):
 ANALYSIS: Expected = {
     "tool_version": TEXT,
     "content_hash": TEXT,
-    "content_hashes": {"sequences": TEXT, "tokens?": TEXT},
+    "content_hashes": {"sequences": TEXT, "tokens?": TEXT, "evaluation?": TEXT},
     "totals": COUNTS,
     "sources": [
         {
@@ -135,6 +137,7 @@ ANALYSIS: Expected = {
             "columns?": or_null(WORDS),
             "evidence?": or_null(TEXT),
             "bytes?": or_null(whole()),
+            "part?": one_of("eval"),
             "content_hash?": TEXT,
             "records": whole(),
             "rejected?": whole(),
@@ -166,13 +169,16 @@ ANALYSIS: Expected = {
 #: Missing where they are at their defaults.
 _NEW = ("cp", "stage_layers", "keep_attention")
 _PLAN_CONFIG = {f"{name}?" if name in _NEW else name: entry for name, entry in entries_of(PlanConfig).items()}
+_MIX = Domain(
+    lambda value: isinstance(value, dict) and all(map(NUMBER.holds, value.values())), "numbers from 0 by source"
+)
 _SELECTED: dict[str, Domain] = {"num_sequences": whole(), "num_held_out": whole(), "num_occurrences": whole()}
 PLAN: Expected = {
     "tool_version": TEXT,
     "content_hash": TEXT,
     "content_hashes": {"config": TEXT, "steps": TEXT, "chunks": TEXT, "schedule": TEXT},
     # The names say how it came about, which other programs may have their own ways for.
-    "config": {**_PLAN_CONFIG, "schedule": TEXT, "packing": TEXT},
+    "config": {**_PLAN_CONFIG, "mix": or_null(_MIX), "schedule": TEXT, "packing": TEXT},
     "analysis": {"path": PATH, "content_hash": TEXT, "exact": FLAG, "sample?": or_null(SHARE)},
     "selection": {**_SELECTED, "sources": [{"path": LINE, **_SELECTED}]},
     "totals": {

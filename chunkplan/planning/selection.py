@@ -5,21 +5,23 @@ planner builds with what `expected_copies` says, and the validator checks agains
 
 A config has these entries, each of which may be missing: `holdout`, a share in (0, 1) or a number of sequences;
 `part`, "train" (the default) or "eval", the sequences that are held out; `mix`, weights by the path of a source, 1 for
-those that are not named; `seed` of the shuffles that the mix takes from.
+those that are not named; `seed` of the shuffles that the mix takes from. What a user says of a mix, also in shares and
+of folders, `resolve_mix` turns into weights of paths.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 
-from chunkplan.arrays import BoolArray, Int32Array
-from chunkplan.config.plan import PlanConfig
+from chunkplan.arrays import BoolArray, Int32Array, Int64Array
+from chunkplan.config.plan import PlanConfig, read_share
 from chunkplan.errors import UsageError
+from chunkplan.intake.source_columns import is_named
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.manifest import Selection, SourceSelection
 
@@ -34,6 +36,9 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
     number N holds out the N smallest keys, and the copies of the last of them. More data can push a sequence out of
     the N, never into them: what was trained on stays in training, and only what is new, or was held out, changes sides.
 
+    Where sources of the analysis are to be evaluated on, all of theirs are held out and nothing else, and what has the
+    same tokens as one of them is in neither part.
+
     Part "eval" has what is held out once in every epoch, whatever the mix. Part "train" has the others. Of a source
     with n of these and weight w an epoch takes m = w * n (half rounded up) from an endlessly repeated shuffle, from
     where the epoch before stopped: from the first epoch on, its sequences occur equally often to within one. The
@@ -43,41 +48,125 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
     `check_selection` says whether a config makes sense.
     """
     mix = config.mix or {}
-    if config.holdout is None and not mix:
-        return np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences)  # takes no memory
     held_out = _held_out(analysis, config.holdout)
     if config.part == "eval":
         return held_out.astype(np.int32)
-    copies = (~held_out).astype(np.int32)
+    if not held_out.any() and not mix:
+        return np.broadcast_to(np.ones(1, np.int32), analysis.num_sequences)  # takes no memory
+    is_trained = _is_trained(analysis, config.holdout)
+    copies = is_trained.astype(np.int32)
     for source, path in enumerate(_paths(analysis)):
         if path in mix:
-            own = np.flatnonzero((analysis.source == source) & ~held_out)
+            own = np.flatnonzero((analysis.source == source) & is_trained)
             if own.size:
                 copies[own] = _draw(own.size, Fraction(str(mix[path])), [config.seed, source, _MIX_STREAM], epoch)
     return copies
 
 
-def resolve_mix(analysis: Analysis, mix: Mapping[str, float]) -> dict[str, float]:
-    """`mix` with the paths that the analysis has for its sources; a source may be named by its file name alone.
+def resolve_mix(
+    analysis: Analysis, mix: Mapping[str, float | str], holdout: float | int | None = None
+) -> dict[str, float]:
+    """The weight of each source by the path that the analysis has for it, of what `mix` says of sources by their names.
+
+    A name is a path, the end of one that is of this source alone, or a folder or a pattern, which stands for all of
+    theirs. Weights are as they are. Shares, such as "70%", become weights with which an epoch has as many sequences as
+    the sources that are taken have together, and of a name its share of these; what is not named has the rest, in
+    proportion, or nothing where there is no rest.
 
     Raises:
-        UsageError: a name is that of no source, of several, or of one named before; or the analysis has no sources.
+        UsageError: a name is that of no source, of several, or of one named before; the analysis has no sources; shares
+            stand beside weights, or do not add up.
     """
+    groups: dict[str, list[str]] = {}
+    for name in mix:
+        groups[name] = found = _named(analysis, name)
+        if twice := next((path for path in found for other in groups if other != name and path in groups[other]), None):
+            raise UsageError(f"the source {twice} has two weights", hint="name every source at most once")
+    shares = {name: share for name, weight in mix.items() if (share := read_share(weight)) is not None}
+    if not shares:
+        weights: dict[str, float] = {path: mix[name] for name, found in groups.items() for path in found}  # type: ignore[misc]
+        return weights
+    if len(shares) < len(mix):
+        raise UsageError("--mix has shares, such as 70%, beside numbers", hint="give shares of all, or numbers of all")
+    return _weights_of(analysis, groups, shares, holdout)
+
+
+def _weights_of(
+    analysis: Analysis, groups: Mapping[str, list[str]], shares: Mapping[str, Fraction], holdout: float | int | None
+) -> dict[str, float]:
+    """The weights by path with which each of the `groups` of paths has its share of an epoch."""
+    is_trained = _is_trained(analysis, holdout)
+    counts = dict.fromkeys(_paths(analysis), 0)
+    for source, path in enumerate(_paths(analysis)):
+        counts[path] += int((is_trained & (analysis.source == source)).sum())
+    named = {path for found in groups.values() for path in found}
+    parts = [(groups[name], share, name) for name, share in shares.items()]
+    others = [path for path in counts if path not in named and counts[path]]
+    rest = 1 - sum(shares.values(), Fraction())
+    if rest < 0 or (rest and not others):
+        needed = "100% or less" if others else "100%, as every source is named"
+        raise UsageError(
+            f"the shares of --mix add up to {float(100 * (1 - rest)):g}%", hint=f"they have to be {needed}"
+        )
+    parts.append((others, rest, "what is not named"))
+    num_taken = sum(counts[path] for found, share, _ in parts if share for path in found)
+    weights: dict[str, float] = {}
+    for found, share, name in parts:
+        number = sum(counts[path] for path in found)
+        if share and not number:
+            raise UsageError(f"{name} has no sequence to train on", hint="leave it out of --mix")
+        weights |= dict.fromkeys(found, float(share * num_taken / number) if share else 0.0)
+    return weights
+
+
+def _named(analysis: Analysis, name: str) -> list[str]:
+    """The paths of the sources that `name` is for."""
     paths = list(dict.fromkeys(_paths(analysis)))
-    resolved: dict[str, float] = {}
-    for name, weight in mix.items():
-        found = [name] if name in paths else [path for path in paths if Path(path).name == name]
-        if not found:
-            raise _unknown_source(name, analysis, paths)
-        if len(found) > 1:
-            raise UsageError(
-                f"{name} names {len(found)} sources of the analysis: {_shortened(found)}",
-                hint="name the source by its whole path",
-            )
-        if found[0] in resolved:
-            raise UsageError(f"the source {found[0]} has two weights", hint="name every source at most once")
-        resolved[found[0]] = weight
-    return resolved
+    sources = analysis.manifest.get("sources", [])
+    evaluated = {source["path"] for source in sources if source.get("part") == "eval"}
+    paths = [path for path in paths if path not in evaluated]
+    if name in paths:
+        return [name]
+    ends = [path for path in paths if is_named(path, name)]
+    if len(ends) > 1 and not any(sign in name for sign in "*?["):
+        raise UsageError(
+            f"{name} names {len(ends)} sources of the analysis: {_shortened(ends)}",
+            hint="name the source by its whole path, or all of them by a pattern",
+        )
+    found = ends or [path for path in paths if f"/{name.strip('/')}/" in f"/{path}"]
+    if not found:
+        raise _unknown_source(name, analysis, paths)
+    return found
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What the first epoch of a plan has of a source that may be trained.
+
+    Of its `num_sequences` it leaves out `num_skipped` and has `num_repeated` more than once: `num_occurrences`, with
+    `num_tokens` together.
+    """
+
+    path: str
+    num_sequences: int
+    num_skipped: int
+    num_repeated: int
+    num_occurrences: int
+    num_tokens: int
+
+
+def describe_mix(analysis: Analysis, config: PlanConfig) -> list[SourceShare]:
+    """What the first epoch has of each source with sequences that may be trained; names are whole paths."""
+    copies, is_trained = expected_copies(analysis, config, 0), _is_trained(analysis, config.holdout)
+    found = []
+    for source, path in enumerate(_paths(analysis)):
+        own = np.flatnonzero((analysis.source == source) & is_trained)
+        times: Int64Array = copies[own].astype(np.int64)
+        if own.size:
+            num_tokens = int((times * analysis.num_tokens[own]).sum())
+            counts = (own.size, int((times == 0).sum()), int((times > 1).sum()), int(times.sum()), num_tokens)
+            found.append(SourceShare(path, *counts))
+    return found
 
 
 def check_selection(analysis: Analysis, config: PlanConfig) -> None:
@@ -89,6 +178,11 @@ def check_selection(analysis: Analysis, config: PlanConfig) -> None:
         DataError: the tokens cannot be read.
     """
     _check_holdout(analysis, config)
+    if config.part == "eval" and not _held_out(analysis, config.holdout).any():
+        raise UsageError(
+            "part is eval, but nothing is held out: there is nothing to evaluate on",
+            hint="hold out a share or a number of sequences, for example holdout = 0.01",
+        )
     mix = config.mix or {}
     paths = _paths(analysis)
     for name in mix:
@@ -125,9 +219,15 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
     )
 
 
+def _is_trained(analysis: Analysis, holdout: float | int | None) -> BoolArray:
+    """Whether each sequence may be trained: it is not held out, and is not as one to evaluate on."""
+    is_trained: BoolArray = ~(_held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
+    return is_trained
+
+
 def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
     if holdout is None:
-        return np.broadcast_to(np.zeros(1, bool), analysis.num_sequences)
+        return analysis.is_evaluation
     keys = analysis.content_keys
     if isinstance(holdout, float):
         return keys < np.uint64(math.ceil(Fraction(str(holdout)) * 2**64))
@@ -153,7 +253,14 @@ def _draw(num_sequences: int, weight: Fraction, seed: Sequence[int], epoch: int)
 def _check_holdout(analysis: Analysis, config: PlanConfig) -> None:
     holdout = config.holdout
     if holdout is None:
+        if analysis.is_evaluation.all():
+            raise UsageError("all sequences are of files to evaluate on", hint="analyze files to train on too")
         return
+    if analysis.is_evaluation.any():
+        raise UsageError(
+            f"a holdout of {holdout}, but the analysis has files to evaluate on",
+            hint="leave --holdout out, or analyze the files to train on alone",
+        )
     num_sequences, num_held_out = analysis.num_sequences, int(_held_out(analysis, holdout).sum())
     if num_held_out in (0, num_sequences):
         what, left = ("none", "evaluation") if num_held_out == 0 else ("all", "training")

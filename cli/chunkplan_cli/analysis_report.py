@@ -96,12 +96,17 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
         counts = counted(source["records"], "record")
         if source["rejected"]:
             counts += f", {source['rejected']:,} rejected"
+        counts += ", to evaluate on" if source.get("part") == "eval" else ""
         note(*_beside(f"read {_name(source)}: {source['schema'] or 'nothing'}, {counts}", f"({source['evidence']})"))
         _say_what_was_not_read([source], "not read")
     if len(sources) > _LISTED:
         note(f"read {len(sources) - _LISTED:,} more sources; --json lists them all")
         _say_what_was_not_read(sources[_LISTED:], "not read of them")
     say_what_lies_beside(beside)
+    evaluated = [_name(source) for source in sources if source.get("part") == "eval"]
+    if evaluated:
+        names = _several(evaluated[:_NAMED], len(evaluated))
+        note(*_beside(f"evaluated on, not trained: {names}", "(files that DATA names themselves are trained)"))
     records = sum(source["records"] for source in all_sources)
     rejected = sum(source["rejected"] for source in all_sources)
     left_out = sum(source["not_sampled"] for source in all_sources)

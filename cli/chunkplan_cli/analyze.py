@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chunkplan.config.intake import IntakeOptions, SourceOverrides
+from chunkplan.config.intake import FILES, IntakeOptions, SourceOverrides
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, read_toml, toml_name
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.workspace import Workspace
 
-_TOKENS, _WORK = "Records and tokens", "How the work is done"
+_TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
 
 #: What leaves out sources that cannot be read; a longer command is not repeated with it.
 _SKIP = ("--on-error", "skip")
@@ -56,6 +56,14 @@ class AnalyzeOptions(Options):
         default=None,
         default_words="CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
         "from bytes",
+    )
+    eval: tuple[str, ...] = option(
+        FILES,
+        "Evaluate on this file or folder and do not train on it. Repeatable.",
+        group=_DATA,
+        default=(),
+        default_words="files of a folder that are named validation, dev, test or eval beside train",
+        flag="--eval",
     )
     chat_template: Path | None = option(
         path("FILE"), "A Jinja chat template in place of the tokenizer's.", group=_TOKENS, default=None
@@ -162,7 +170,7 @@ def reading_of(
     try:
         with reading_progress() as progress:
             yield IntakeRequest(
-                paths=data,
+                paths={"train": data, "eval": how.eval},
                 cache=place.cache,
                 options=options,
                 tokenizer=how.tokenizer,

@@ -33,13 +33,14 @@ from chunkplan_cli.declared import (
     output_option,
     takes,
 )
-from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions
+from chunkplan_cli.plan_report import warn_of_chunk_size, warn_of_memory, warn_of_positions, warn_of_weights
 from chunkplan_cli.progress import note_compilation, planning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 
 if TYPE_CHECKING:
     from chunkplan.building import BuiltPlan
     from chunkplan.lengths import Positions
+    from chunkplan.planfile.analysis import Analysis
     from chunkplan.reporting.plan_memory import PlanMemory
 
 
@@ -112,13 +113,14 @@ def build(
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     built = plans[target]
     memory = memory_at(built.moments, built.ranks, settings, cost)
-    _show(built, None if dry_run else target, memory, positions, as_json=as_json)
+    _show(built, loaded, None if dry_run else target, memory, positions, as_json=as_json)
+    warn_of_weights(plan.get("mix", {}))
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
     if not auto and not options.like and settings.split != "none":
         warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
     warn_of_memory(memory, cost, settings, None if options.from_file or options.like else tune)
     warn_of_positions(positions, cost.shape.name)
-    _say_what_was_written(plans, target, replaced, dry_run=dry_run)
+    _say_what_was_written(plans, loaded, target, replaced, dry_run=dry_run)
     if not dry_run:
         flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
         note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
@@ -184,22 +186,36 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
 
 
 def _show(
-    built: BuiltPlan, target: Path | None, memory: PlanMemory, positions: Positions | None, *, as_json: bool
+    built: BuiltPlan,
+    analysis: Analysis,
+    target: Path | None,
+    memory: PlanMemory,
+    positions: Positions | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Print the report of what was written to `target`, or of a dry run."""
+    from chunkplan.planning.selection import describe_mix
     from chunkplan.summary import summary_of
-    from chunkplan_cli.plan_report import print_plan_report
+    from chunkplan_cli.plan_report import print_mix, print_plan_report
 
     manifest = built.manifest
     summary = summary_of(built.steps, built.chunks, manifest)
+    config = PlanConfig.from_entries(manifest["config"])
+    shares = describe_mix(analysis, config) if config.mix else []
     if as_json:
         document = {"plan": target and str(target), "manifest": manifest, "summary": summary.to_dict()}
-        print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions)})
+        mix = {"mix": [asdict(share) for share in shares]} if shares else {}
+        print_json({**document, "memory": memory.to_dict(), "positions": positions and asdict(positions), **mix})
     else:
         print_plan_report(stdout(), summary, manifest, memory)
+        if shares:
+            print_mix(stdout(), shares)
 
 
-def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: str | None, *, dry_run: bool) -> None:
+def _say_what_was_written(
+    plans: dict[Path, BuiltPlan], analysis: Analysis, target: Path, replaced: str | None, *, dry_run: bool
+) -> None:
     from chunkplan.building import is_evaluation
     from chunkplan.planfile.load import evaluation_folder
 
@@ -212,6 +228,9 @@ def _say_what_was_written(plans: dict[Path, BuiltPlan], target: Path, replaced: 
     if evaluation in plans:
         held_out = plans[target].manifest["selection"]["num_held_out"]
         note(f"plan of the {held_out:,} sequences held out in {evaluation}")
+    if num_elsewhere := int(analysis.is_evaluated_elsewhere.sum()):
+        verbs = ("has", "is") if num_elsewhere == 1 else ("have", "are")
+        note(f"{num_elsewhere:,} more {verbs[0]} the tokens of one of these, and {verbs[1]} in neither plan")
     if dry_run:
         note("dry run: nothing was written")
         return

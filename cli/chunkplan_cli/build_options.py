@@ -106,7 +106,7 @@ def open_like(
             hint="leave it out; or leave --like out, for a plan of its own",
         )
     cost = replace(like.cost, **machine)
-    values, fallen = values_like(like.config, with_sources(found, given), cost.shape)
+    values, fallen = values_like(like.config, with_sources(found, given, like.config.holdout), cost.shape)
     if fallen:
         options = options_of(PlanConfig)
         words = ", ".join(f"{options[name].spelled} {in_words(getattr(like.config, name))}" for name in fallen)

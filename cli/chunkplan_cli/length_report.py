@@ -50,6 +50,10 @@ def _totals(report: LengthReport, analysis: Analysis) -> Table:
     if analysis.has_tokens or not report.exact:
         targets = _share(report.num_target_tokens / report.num_tokens)
         table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{targets} of the tokens")
+    evaluated = [source for source in analysis.manifest.get("sources", []) if source.get("part") == "eval"]
+    if evaluated:
+        number, num_tokens = (sum(source[name] for source in evaluated) for name in ("num_sequences", "num_tokens"))
+        table.add_row("evaluation", f"{number:,}", f"of these sequences, with {num_tokens:,} tokens, are not trained")
     table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
     return table
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,12 +12,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from chunkplan.quantities import counted, gibibytes
-from chunkplan_cli.terminal import drawn_table, facts_grid, note, warn
+from chunkplan_cli.terminal import drawn_table, facts_grid, note, titled_table, warn
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
     from chunkplan.cost.model import CostModel
     from chunkplan.lengths import Positions
+    from chunkplan.planning.selection import SourceShare
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import PlanReport
     from chunkplan.summary import PlanSummary
@@ -130,6 +132,40 @@ def print_plan_report(
         Text(f"content hash {manifest['content_hash'][:16]}", style="dim"),
     ]
     console.print(Panel(Group(*lines), title="plan", title_align="left", expand=False))
+
+
+#: Sources of a mix that are listed.
+_LISTED = 20
+
+
+def print_mix(console: Console, shares: Sequence[SourceShare]) -> None:
+    """Print which shares of an epoch sources have, and what of each it skips or repeats."""
+    table = titled_table("The mix of an epoch")
+    table.add_column("source", overflow="fold")
+    for name in ("of sequences", "of tokens", "sequences", "of"):
+        table.add_column(name, justify="right")
+    table.add_column("each epoch")
+    in_all = [max(1, sum(getattr(share, name) for share in shares)) for name in ("num_occurrences", "num_tokens")]
+    for share in shares[:_LISTED]:
+        skipped = ["skips all" if share.num_skipped == share.num_sequences else f"skips {share.num_skipped:,}"]
+        repeated = [f"repeats {share.num_repeated:,}"] if share.num_repeated else []
+        words = ", ".join((skipped if share.num_skipped else []) + repeated)
+        of_all = [f"{100 * share.num_occurrences / in_all[0]:.1f}%", f"{100 * share.num_tokens / in_all[1]:.1f}%"]
+        table.add_row(share.path, *of_all, f"{share.num_occurrences:,}", f"{share.num_sequences:,}", words)
+    console.print(table)
+    if len(shares) > _LISTED:
+        console.print(f"and {len(shares) - _LISTED:,} more sources; --json lists them all")
+
+
+def warn_of_weights(mix: Mapping[str, float | str]) -> None:
+    """Warn where numbers that say how often an epoch takes a source look like shares of it."""
+    numbers = [weight for weight in mix.values() if isinstance(weight, (int, float))]
+    if len(numbers) == len(mix) > 1 and math.isclose(sum(numbers), 1, abs_tol=1e-6):
+        shares = [
+            f"--mix {shlex.quote(f'{name}={100 * weight:g}%')}" for name, weight in zip(mix, numbers, strict=True)
+        ]
+        warn("these numbers are how often an epoch takes each source, not its share")
+        note(f"hint: for shares of the sequences of an epoch write {' '.join(shares)}")
 
 
 def print_estimated(console: Console, manifest: Mapping[str, Any]) -> None:

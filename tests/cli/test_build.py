@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
+from tests.support.places import ROOT
 from tests.support.published_models import QWEN3_NEXT
 
 #: A model with few positions.
@@ -214,3 +215,29 @@ def test_the_memory_of_layers_that_differ_is_found_in_the_plan_too(data: Path) -
         document, _ = built(data, *words)
         assert document["memory"] == json.loads(run(data, "inspect", "--json").stdout)["memory"]
     assert document["memory"]["memory"]["kv"] > document["memory"]["memory"]["kv_gradients"] > 0
+
+
+def test_a_mix_is_shown_as_the_shares_that_result(command, tmp_path: Path) -> None:
+    for name, number in (("a", 6), ("b", 3), ("c", 3)):
+        lines = [json.dumps({"text": f"{name} {each} " + "word " * each}) for each in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert (
+        command("analyze", "a.jsonl", "b.jsonl", "c.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer").code == 0
+    )
+    small = ("build", "--chunk-size", 64, "--k", 1, "--global-batch", 2, "--checkpointing", "none", "--dry-run")
+    ran = command(*small, "--mix", "a.jsonl=25%", "--mix", "b.jsonl=75%")
+    rows = [line.split() for line in ran.out.splitlines() if ".jsonl" in line and "%" in line]
+    assert [[row[0], row[1], *row[3:]] for row in rows] == [
+        ["a.jsonl", "22.2%", "2", "6", "skips", "4"],
+        ["b.jsonl", "77.8%", "7", "3", "repeats", "3"],
+        ["c.jsonl", "0.0%", "0", "3", "skips", "all"],
+    ]
+    assert "not its share" not in ran.err
+    ran = command(*small, "--mix", "a.jsonl=0.7", "--mix", "b.jsonl=0.2", "--mix", "c.jsonl=0.1", width=200)
+    assert "these numbers are how often an epoch takes each source, not its share" in ran.err
+    assert "write --mix a.jsonl=70% --mix b.jsonl=20% --mix c.jsonl=10%" in ran.err
+    ran = command(*small, "--mix", "d.jsonl=70%")
+    assert (ran.code, ran.err.splitlines()[-2:]) == (
+        2,
+        ["error: the analysis has no source d.jsonl", "hint: its sources are a.jsonl, b.jsonl, c.jsonl"],
+    )

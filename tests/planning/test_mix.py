@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkplan.errors import UsageError
-from chunkplan.planning.selection import (
-    check_selection,
-    expected_copies,
-    resolve_mix,
-)
+from chunkplan.planning.selection import check_selection, describe_mix, expected_copies, resolve_mix
 from tests.support.selections import config, held_out, mix, numbered, shares
 
 WEIGHTS = [0, 0.1, 0.333, 0.5, 1, 1.0, 1.5, 2, 2.75, 3, 1e-05]
@@ -109,6 +105,12 @@ def test_sources_are_named_by_path_or_by_a_file_name_that_is_theirs_alone(make):
     with pytest.raises(UsageError, match=r"b\.jsonl names 2 sources .*: data/b\.jsonl, data/deep/b\.jsonl") as raised:
         resolve_mix(analysis, {"b.jsonl": 1})
     assert "whole path" in raised.value.hint
+    assert resolve_mix(analysis, {"deep/b.jsonl": 1}) == {"data/deep/b.jsonl": 1}
+    assert resolve_mix(analysis, {"deep": 1}) == resolve_mix(analysis, {"data/deep/": 1}) == {"data/deep/b.jsonl": 1}
+    assert resolve_mix(analysis, {"b*": 3}) == {"data/b.jsonl": 3, "data/deep/b.jsonl": 3}
+    assert len(resolve_mix(analysis, {"data": 3})) == 3
+    with pytest.raises(UsageError, match=r"data/deep/b\.jsonl has two weights"):
+        resolve_mix(analysis, {"deep": 1, "*.jsonl": 2})
     with pytest.raises(UsageError, match=r"data/a\.jsonl has two weights"):
         resolve_mix(analysis, {"data/a.jsonl": 1, "a.jsonl": 2})
 
@@ -137,11 +139,64 @@ def test_a_source_that_is_not_there_is_named_with_those_that_are(make, make_leng
         assert "analyze the data" in raised.value.hint
 
 
-@pytest.mark.parametrize("weight", [-0.5, -1, float("nan"), float("inf"), 10**400, 1_000_001, True, "2", None])
+@pytest.mark.parametrize(
+    "weight", [-0.5, -1, float("nan"), float("inf"), 10**400, 1_000_001, True, "2", "101%", "-1%", "%", None]
+)
 def test_weights_that_cannot_be_are_refused(make, weight):
     with pytest.raises(UsageError, match=r"the weight of data/a\.jsonl is") as raised:
         check_selection(make(a=[[1]]), mix(weight))
     assert raised.value.hint
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    nums=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    cuts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+    holdout=st.sampled_from([None, 1]),
+)
+def test_shares_are_of_the_sequences_of_an_epoch_as_large_as_the_data_taken(make, nums, cuts, holdout):
+    analysis = make(
+        **{name: numbered(num, 100 * place) for place, (name, num) in enumerate(zip("abc", nums, strict=True))}
+    )
+    percents = (min(cuts), max(cuts) - min(cuts), 100 - max(cuts))
+    out = held_out(analysis, holdout) if holdout else np.zeros(sum(nums), bool)
+    left = np.bincount(analysis.source[~out], minlength=3)
+    said = dict(zip(("a.jsonl", "b.jsonl", "c.jsonl"), (f"{percent}%" for percent in percents), strict=True))
+    if any(percent and not number for percent, number in zip(percents, left, strict=True)):
+        with pytest.raises(UsageError, match="has no sequence to train on"):
+            resolve_mix(analysis, said, holdout)
+        return
+    mixed = config(mix=resolve_mix(analysis, said, holdout), holdout=holdout)
+    in_all = sum(number for percent, number in zip(percents, left, strict=True) if percent)
+    copies = expected_copies(analysis, mixed, 0)
+    for source, percent in enumerate(percents):
+        taken = copies[analysis.source == source].sum()
+        assert abs(taken - percent * in_all / 100) <= 0.5 + 1e-6
+    described = {share.path: share for share in describe_mix(analysis, mixed)}
+    assert sum(share.num_occurrences for share in described.values()) == copies.sum()
+    assert sum(share.num_skipped for share in described.values()) == ((copies == 0) & ~out).sum()
+    assert sum(share.num_repeated for share in described.values()) == (copies > 1).sum()
+    assert sum(share.num_tokens for share in described.values()) == 2 * copies.sum()
+
+
+def test_what_no_share_names_has_the_rest_in_proportion_or_nothing(make):
+    analysis = make(a=numbered(10), b=numbered(30, 50), c=numbered(60, 100))
+
+    def taken(mix):
+        copies = expected_copies(analysis, config(mix=resolve_mix(analysis, mix)), 0)
+        return [int(copies[analysis.source == source].sum()) for source in range(3)]
+
+    assert taken({"a.jsonl": "55%"}) == [55, 15, 30]
+    assert taken({"a.jsonl": "33.3%", "[bc].jsonl": "66.7%"}) == [33, 22, 44]
+    assert taken({"a.jsonl": "75%", "b.jsonl": "25%"}) == [30, 10, 0]
+    assert taken({"a.jsonl": "0%"}) == [0, 30, 60]
+    for bad, message in (
+        ({"a.jsonl": "70%", "b.jsonl": "40%"}, "add up to 110%"),
+        ({"a.jsonl": "70%", "[bc].jsonl": "20%"}, "add up to 90%"),
+        ({"a.jsonl": "70%", "b.jsonl": 2}, "beside numbers"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolve_mix(analysis, bad)
 
 
 def test_the_largest_weights_and_epochs_are_counted_right(make):

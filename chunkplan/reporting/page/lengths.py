@@ -27,8 +27,8 @@ _SEGMENTS = pa.schema([CHUNKS.field("segments")])
 def holds_all_once(plan: Plan) -> bool:
     """Whether the plan holds every sequence of its analysis, and each one once."""
     config = plan.config
-    is_part = config.holdout is not None or config.mix or plan.manifest["totals"]["num_dropped_sequences"]
-    return not is_part and config.epochs == 1
+    num_left_out = plan.manifest["selection"]["num_held_out"] + plan.manifest["totals"]["num_dropped_sequences"]
+    return not num_left_out and not config.mix and config.epochs == 1
 
 
 def planned_lengths(plan: Plan, analysis: Analysis) -> Int32Array:

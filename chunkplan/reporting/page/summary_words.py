@@ -69,7 +69,7 @@ def _selection(plan: Plan, summary: PlanSummary) -> Facts:
     """List what a plan holds of the data, where that is not every sequence once."""
     config, selection = plan.config, plan.manifest["selection"]
     facts = selection_words(config, num_held_out=selection["num_held_out"], num_sequences=selection["num_sequences"])
-    if config.holdout is not None:
+    if selection["num_held_out"]:
         facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config.part]))
     if config.epochs > 1:
         facts.append(("epochs", f"{config.epochs:,}"))
