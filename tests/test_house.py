@@ -18,13 +18,13 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 12_850,
     ("chunkplan/intake/",): 10_400,
-    ("chunkplan/reporting/", "cli/"): 9_760,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_580,
+    ("chunkplan/reporting/", "cli/"): 10_050,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 6_680,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_750,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_160,
-    ("",): 55_600,
+    ("",): 55_900,
 }
-MOST_FILES = 285
+MOST_FILES = 288
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

@@ -46,7 +46,7 @@ def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Ana
     Raises:
         UsageError, DataError: as `write_analysis`.
     """
-    if request.tokenizer is None or request.options.sample is not None or STDIN in request.paths:
+    if request.tokenizer is None or request.options.sample is not None or request.paths == [STDIN]:
         return write_analysis(request, output), None
     options = replace(request.options, tokens=False, max_length=None)
     by_bytes = replace(request, tokenizer=None, chat_template=None, options=options, cache=scratch / "bytes-cache")

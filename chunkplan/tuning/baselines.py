@@ -13,7 +13,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.checkpointing import CHECKPOINTINGS, shown_levels
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.held import Held
@@ -31,7 +31,7 @@ from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOption
 from chunkplan.tuning.sampling import Sample
 
 #: Full activation checkpointing, as it is switched on without a choice of layers.
-_FULL = ("full", "offload")
+_FULL: tuple[Checkpointing, ...] = ("full", "offload")
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -92,7 +92,7 @@ class _Way:
     steps: list[MicroBatches]
     lost: float = 0.0
     cp: int = 1
-    levels: tuple[str, ...] = CHECKPOINTINGS
+    levels: tuple[Checkpointing, ...] = CHECKPOINTINGS
     sharding: Sharding | None = None
 
 
@@ -246,7 +246,7 @@ def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> 
     return _fastest(rows)
 
 
-def _fewest_layers(levels: Sequence[str], config: PlanConfig, cost: CostModel, moments: Int64Array) -> str:
+def _fewest_layers(levels: Sequence[Checkpointing], config: PlanConfig, cost: CostModel, moments: Int64Array) -> str:
     """The stronger of two levels in the first layers of each stage, as few as fit, and the weaker in the others.
 
     The stronger fits in all of them. `moments`: what stages hold, which does not depend on levels.

@@ -83,7 +83,7 @@ def gain(
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens
-        about = f"{tokens.size:,} in all; {tokens.mean():,.0f} tokens on average, the longest {tokens.max():,}"
+        about = f"of {tokens.size:,}; {tokens.mean():,.0f} tokens on average, the longest {tokens.max():,}"
         print_tuned_for(console, options, "", about)
         print_way_heads(console, "Ways to train", options)
     with note_compilation(), progress_of_phases("runs") as report_progress:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.control import Control
 from rich.padding import Padding
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 #: Characters of the columns beside the name of a way.
 _WIDTHS = {"step": 9, "tokens/s": 9, "GPU-hours": 10, "lost": 7}
+
+#: Of a bar of progress, which is drawn again below the row.
+_ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 _FULL = "full activation checkpointing"
 
@@ -54,8 +59,9 @@ def print_way(console: Console, way: Baseline | Choice, options: TuneOptions, nu
     dp, tp, pp = way.layout
     layout = ", ".join(f"{axis} {size}" for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1)
     notes = [layout or "one GPU", *notes]
-    console.print(_row(name, (*cells, percent(lost) if lost else "none"), "" if way.fits else "dim"))
-    console.print(Padding(Text(", ".join(notes), style="dim"), (0, 0, 0, 2)))
+    row = _row(name, (*cells, percent(lost) if lost else "none"), "" if way.fits else "dim")
+    below = Padding(Text(", ".join(notes), style="dim"), (0, 0, 0, 2), expand=False)
+    console.print(Group(*([_ERASE] if console.is_terminal else []), row, below))
 
 
 def _how(way: Baseline | Choice) -> tuple[str, str, str, float]:
