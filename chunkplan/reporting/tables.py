@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers under a caption. The first cell of a row heads it; columns named in `texts` are words, not numbers.
+    """Numbers under a caption. The first cell of a row heads it; columns named in `texts` are words, not numbers, which
+    are folded where a line is full.
 
     The terminal draws `bars` behind columns, of such a length for each row, and gives rows their `styles`.
     """

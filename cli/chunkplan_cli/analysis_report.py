@@ -1,20 +1,27 @@
-"""What a new analysis is shown as: the report on stdout, and on stderr what was read and how."""
+"""An analysis in the terminal: its lengths on stdout; of a new one on stderr what was read and how."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from chunkplan.config.intake import CONVERSATIONS
 from chunkplan.errors import ChunkplanError
-from chunkplan.quantities import counted
-from chunkplan_cli.terminal import note, print_json, stderr, stdout, warn
+from chunkplan.quantities import counted, power_of_two
+from chunkplan.reporting.tables import Table
+from chunkplan_cli.terminal import drawn_table, note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
+    from chunkplan.lengths import Estimate, LengthReport, Quantile
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.planfile.manifest import SourceEntry
 
@@ -41,7 +48,6 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, b
     `beside` are the files that lie beside the data and are none.
     """
     from chunkplan.lengths import length_report
-    from chunkplan_cli.length_report import print_length_report
 
     report = length_report(analysis)
     if as_json:
@@ -278,3 +284,118 @@ def _say_what_it_is_good_for(analysis: Analysis) -> None:
         )
     elif not analysis.has_tokens:
         warn("lengths only, no tokens are stored: enough to plan but not to train")
+
+
+def print_length_report(console: Console, report: LengthReport, analysis: Analysis) -> None:
+    """Print `report`, and what `analysis`, which it is of, says of records rejected and sequences cut."""
+    if report.sample is not None:
+        message = f"A SAMPLE of {100 * report.sample:g}% of the records; ranges hold in 95 of 100 samples."
+        console.print(Text(message, style="bold yellow"))
+        console.print()
+    if not report.exact:
+        message = "ESTIMATED from bytes, no tokenizer: every 4 bytes are taken for one token."
+        console.print(Text(message, style="bold yellow"))
+        console.print()
+    console.print(_totals(report, analysis))
+    console.print()
+    for table in (_cumulative(report), _histogram(report), _tails(report)):
+        caption = table.caption if report.exact else f"{table.caption} (estimated)"
+        console.print(drawn_table(console, replace(table, caption=caption)))
+        console.print()
+    console.print("* attention: the sum of squared lengths")
+    console.print(f"Padded to the longest, {_share(report.padding_share)} of what is computed would be padding.")
+
+
+def _totals(report: LengthReport, analysis: Analysis) -> RichTable:
+    table = RichTable.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    estimated = "" if report.exact else "estimated"
+    table.add_row(
+        "sequences", f"{report.num_sequences:,}", _join(_in_all(report.all_sequences), _dropped(report, analysis))
+    )
+    table.add_row("tokens", f"{report.num_tokens:,}", _join(_in_all(report.all_tokens), estimated))
+    if analysis.has_tokens or not report.exact:
+        targets = _share(report.num_target_tokens / report.num_tokens)
+        table.add_row("target tokens", f"{report.num_target_tokens:,}", estimated or f"{targets} of the tokens")
+    evaluated = [source for source in analysis.manifest.get("sources", []) if source.get("part") == "eval"]
+    if evaluated:
+        number, num_tokens = (sum(source[name] for source in evaluated) for name in ("num_sequences", "num_tokens"))
+        table.add_row("evaluation", f"{number:,}", f"of these sequences, with {num_tokens:,} tokens, are not trained")
+    table.add_row("mean length", f"{report.mean_tokens:,.0f}", estimated)
+    return table
+
+
+def _in_all(estimate: Estimate | None) -> str:
+    """Say what a sample means for all data."""
+    return f"in all {estimate.value:,} ({estimate.low:,}-{estimate.high:,})" if estimate else ""
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
+
+
+def _dropped(report: LengthReport, analysis: Analysis) -> str:
+    """Say what a reader should know before trusting the number of sequences."""
+    rejected: dict[str, int] = analysis.manifest.get("rejected", {})
+    reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
+    notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
+    truncated: dict[str, int] = analysis.manifest.get("truncated", {"num_sequences": 0})
+    if truncated["num_sequences"]:
+        notes.append(f"{truncated['num_sequences']:,} cut by {truncated['num_tokens']:,} tokens")
+    if report.num_without_target:
+        notes.append(f"{report.num_without_target:,} without a target token")
+    return "; ".join(notes)
+
+
+def _cumulative(report: LengthReport) -> Table:
+    """List quantiles beside the share of sequences below round lengths: two views of one curve, so one table."""
+    is_sample = report.sample is not None
+    rows = [
+        (
+            *("longest" if quantile.share == 1 else f"{100 * quantile.share:g}%", f"{quantile.num_tokens:,}"),
+            *([_range(quantile)] if is_sample else []),
+            *(power_of_two(band.high), _share(band.num_sequences / report.num_sequences)),
+            _share(band.num_tokens / report.num_tokens),
+        )
+        for quantile, band in zip(report.quantiles, report.cumulative, strict=True)
+    ]
+    between = ["between"] if is_sample else []
+    return Table("Lengths", ("quantile", "tokens", *between, "shorter than", "of sequences", "of tokens"), rows)
+
+
+def _range(quantile: Quantile) -> str:
+    """Say between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
+    low = quantile.num_tokens if quantile.share == 1 else quantile.low
+    return f"{'?' if low is None else f'{low:,}'}-{'?' if quantile.high is None else f'{quantile.high:,}'}"
+
+
+def _histogram(report: LengthReport) -> Table:
+    rows = [
+        (
+            *(power_of_two(band.low), power_of_two(band.high), f"{band.num_sequences:,}"),
+            *(_share(band.num_sequences / report.num_sequences), _share(band.num_tokens / report.num_tokens)),
+        )
+        for band in report.histogram
+    ]
+    bars = {"share": [band.num_sequences for band in report.histogram]}
+    bars["of tokens"] = [band.num_tokens for band in report.histogram]
+    return Table("Histogram", ("from", "below", "sequences", "share", "of tokens"), rows, bars=bars)
+
+
+def _tails(report: LengthReport) -> Table:
+    rows = []
+    for name, tail in (("over 8K", report.over_8k), ("longest 1%", report.longest_1_percent)):
+        shares = (tail.sequence_share, tail.token_share, tail.attention_share)
+        rows.append((name, f"{tail.low:,}", f"{tail.num_sequences:,}", *map(_share, shares)))
+    return Table("The tail", ("", "from", "sequences", "share", "of tokens", "of attention*"), rows, texts=("",))
+
+
+def _share(share: float) -> str:
+    """Print a percentage; what is not all or nothing is never rounded to it."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    if 0.999 < share < 1:
+        return ">99.9%"
+    return f"{100 * share:.1f}%"

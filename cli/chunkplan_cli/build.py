@@ -18,6 +18,7 @@ from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.build_options import (
     AUTO,
     BuildOptions,
+    choose,
     describe_old,
     fitting_levels,
     open_like,
@@ -76,7 +77,6 @@ def build(
     from chunkplan.planfile.manifest import unread_words
     from chunkplan.reporting.plan_memory import memory_at
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.build_auto import choose
 
     options = BuildOptions(**how)
     if "checkpointing" in how and (auto or options.checkpointing != AUTO):

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from statistics import median as median_of
+from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
+from rich.text import Text
+
+from chunkplan.quantities import percent, seconds
+from chunkplan.reporting.tables import Table
 from chunkplan_cli.declared import CliValues, JsonOption, make, output_option, takes
 from chunkplan_cli.progress import progress
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.terminal import drawn_table, note, print_json, stdout, warn
 from chunkplan_runtime.calibration import CalibrationOptions
+
+if TYPE_CHECKING:
+    from chunkplan.cost.calibrate import Calibration
 
 
 @takes(asked=CalibrationOptions)
@@ -29,7 +38,6 @@ def calibrate(
     from chunkplan.cost.calibrate import calibration_document, refuse_other_profile, write_profile
     from chunkplan.cost.model_config import config_file
     from chunkplan.files.writing import refuse_overwriting
-    from chunkplan_cli.difference_report import chunk_words, print_calibration
     from chunkplan_runtime import require_torch
 
     options = make(CalibrationOptions, CliValues({**asked, "name": output.stem}))
@@ -47,12 +55,95 @@ def calibrate(
         left = [{"segments": list(probe.segments), "prefix_tokens": probe.prefix_tokens} for probe in left_out]
         print_json({**calibration_document(calibration), "left_out": left, "profile": str(output)})
     else:
-        print_calibration(stdout(), calibration)
+        _print(stdout(), calibration)
     if left_out:
-        chunks = "; ".join(chunk_words(probe.segments, probe.prefix_tokens) for probe in left_out)
+        chunks = "; ".join(_chunk_words(probe.segments, probe.prefix_tokens) for probe in left_out)
         warn(f"left out, as they do not fit the memory of {calibration.rates.device}: {chunks}")
     note(f"profile in {output}")
     for command in ("tune", "build --auto"):
         words = ["chunkplan", *command.split(), "--model-config", str(options.model_config), "--hardware", str(output)]
         words += ["--precision", calibration.cost.precision]
         note(f"next: {shlex.join(words)}")
+
+
+#: Entries of a profile that are fitted or measured, with the unit they are shown in.
+_UNITS = {
+    "flops": (1e12, "TFLOP/s"),
+    "fp32_flops": (1e12, "TFLOP/s"),
+    "attention_flops": (1e12, "TFLOP/s"),
+    "copy_bytes": (1e9, "GB/s"),
+    "host_bytes": (1e9, "GB/s"),
+    "ramp_tokens": (1.0, "tokens"),
+    "kernel_ns": (1e3, "us"),
+    "launch_ns": (1e3, "us"),
+    "memory_bytes": (2**30, "GiB"),
+}
+
+
+def _print(console: Console, calibration: Calibration) -> None:
+    """Print every chunk measured and predicted, the rates of the profile, and how far off it is."""
+    console.print(f"{calibration.rates.device}: {calibration.what}")
+    console.print()
+    console.print(drawn_table(console, _chunks(calibration)))
+    legend = "* held out of the fit   + backward: both, with the head\noff by: predicted over measured time, less 1"
+    console.print(Text(legend, style="dim"))
+    console.print()
+    console.print(drawn_table(console, _rates(calibration)))
+    console.print()
+    for line in _verdict(calibration):
+        console.print(line)
+
+
+def _chunk_words(segments: tuple[int, ...], prefix_tokens: int) -> str:
+    """Say how many tokens a chunk has, in how many segments or after which prefix."""
+    if prefix_tokens:
+        return f"{segments[0]:,} after {prefix_tokens:,}"
+    return f"{sum(segments):,}" if len(segments) == 1 else f"{sum(segments):,} of {len(segments)}"
+
+
+def _chunks(calibration: Calibration) -> Table:
+    rows = [
+        (
+            *("*" if held_out else "", _chunk_words(chunk.segments, chunk.prefix_tokens)),
+            *(seconds(chunk.forward_kv_ns / 1e3), f"{forward_error:+.1%}"),
+            *(seconds(chunk.train_ns / 1e3), seconds(train_ns / 1e3), f"{train_error:+.1%}"),
+        )
+        for chunk, held_out, train_ns, (forward_error, train_error) in zip(
+            calibration.chunks, calibration.held_out, calibration.train_ns, calibration.errors, strict=True
+        )
+    ]
+    head = ("", "chunk", "forward", "off by", "+ backward", "predicted", "off by")
+    return Table("Chunks, in tokens", head, rows, texts=("", "chunk"))
+
+
+def _rates(calibration: Calibration) -> Table:
+    rows = []
+    for name, (unit, word) in _UNITS.items():
+        here, there = (getattr(hardware, name) / unit for hardware in (calibration.hardware, calibration.base))
+        rows.append((name, _three_digits(here), _three_digits(there), word))
+    for each in calibration.hardware.attention:
+        rows.append((f"{each.kernel}, heads of {each.head_size}", "", "", ""))
+        for name in ("forward_blocks", "forward_squares", "backward_blocks", "backward_squares"):
+            rows.append((f"  {name}", _three_digits(getattr(each, name) / 1e12), "", "TFLOP/s"))
+    return Table("Profile", ("", "here", calibration.base.name, ""), rows, texts=("",))
+
+
+def _verdict(calibration: Calibration) -> list[Text]:
+    errors, rates = calibration.held_out_errors, calibration.rates
+    median, worst = percent(median_of(errors.ravel().tolist())), percent(float(errors.max()))
+    apart = f"; the times of a chunk are {percent(calibration.spread)} apart" if calibration.spread else ""
+    own = rates.flops if calibration.cost.precision == "bf16" else rates.fp32_flops
+    return [
+        Text.assemble(("Held-out error: ", "bold"), f"median {median}, worst {worst}, of {len(errors)} chunks{apart}."),
+        Text(
+            f"A large product alone reaches {_three_digits(own / 1e12)} TFLOP/s; a layer without work takes "
+            f"{_three_digits(rates.layer_overhead_ns / 1e3)} us."
+        ),
+        *[Text(f"Too fast for these chunks to tell: {', '.join(names)}.") for names in [calibration.untold] if names],
+        Text(f"What one device cannot tell is that of {calibration.base.name}: links, peak_flops, reserved_bytes."),
+    ]
+
+
+def _three_digits(value: float) -> str:
+    """Print three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -28,6 +28,8 @@ from chunkplan_cli.declared import (
 from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import note_compilation, progress_of_phases
 from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.tune import print_tuned_for, print_verdict
+from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
     from chunkplan.intake.first_look import Estimate
@@ -73,8 +75,6 @@ def gain(
     from chunkplan.tuning.document import tuning_document, write_tuning
     from chunkplan.tuning.tune import tune as run
     from chunkplan.workspace import Workspace
-    from chunkplan_cli.tune_report import print_tuned_for, print_verdict
-    from chunkplan_cli.ways_report import print_way, print_way_heads
 
     options = tune_options(CliValues({"gpus": 8} | asked if asked.keys().isdisjoint(("gpus", "dp", "pp")) else asked))
     place = Workspace.find(workspace)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from chunkplan.operations import OPS
+from chunkplan.reporting.gantt import OP_WORDS, Bar, bars_of
 from chunkplan.schedule.simulated import Simulation
 from chunkplan.schedule.trace import LETTERS
 
 #: By op, in the order of `OPS`.
-OP_WORDS = ("forward", "forward, KV only", "recompute", "backward", "backward of inputs", "of weights")
 _COLOURS = ("bright_blue", "cyan", "yellow", "green", "green", "magenta")
-_IDLE, _WAITS_FOR_RANKS = -1, -2
+
+#: What a column of characters shows where it is no bar.
+_IDLE, _WAITS_FOR_RANKS = ".", ":"
 
 #: Long schedules of few stages are shown in several bands, one below the other, of so many lines in all.
 _MAX_LINES = 18
@@ -31,11 +33,12 @@ def print_gantt(console: Console, simulation: Simulation, say: Say) -> None:
     width = max(console.width - len(_label(0, simulation.pp)), 10)
     makespan = int(simulation.ends.max())
     num_bands = _num_bands(simulation, width)
+    rows = bars_of({simulation.rank: simulation})
     for band in range(num_bands):
         start, stop = band * makespan // num_bands, (band + 1) * makespan // num_bands
-        for stage in range(simulation.pp):
-            bar = _bar(simulation, stage, start, max(stop, start + 1), width)
-            console.print(Text.assemble((_label(stage, simulation.pp), "dim"), bar), no_wrap=True, soft_wrap=True)
+        for stage, row in enumerate(rows):
+            line = _line(row, start, max(stop, start + 1), width, with_virtual_stage=simulation.virtual_stages > 1)
+            console.print(Text.assemble((_label(stage, simulation.pp), "dim"), line), no_wrap=True, soft_wrap=True)
         axis = _axis(simulation, start, stop, width, say)
         console.print(Text(" " * len(_label(0, simulation.pp)) + axis, style="dim"), soft_wrap=True)
     for line in _legend(simulation):
@@ -51,77 +54,58 @@ def _num_bands(simulation: Simulation, width: int) -> int:
     return max(1, min(wanted, _MAX_LINES // (simulation.pp + 1)))
 
 
-def _bar(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> Text:
+def _line(row: Sequence[Bar], start: int, stop: int, width: int, *, with_virtual_stage: bool) -> Text:
     """Draw what a stage does from `start` to `stop`: a label and a line for each action, dots where it waits.
 
-    Where it waits for ranks that share a chunk, they are colons.
+    Where it waits for ranks that share a chunk, they are colons. A number is there as a whole or not at all, and never
+    touches the letter of the next action.
     """
-    bar = Text()
-    winners = _winners(simulation, stage, start, stop, width)
+    text = Text()
+    winners = _winners(row, start, stop, width)
     column = 0
     while column < width:
-        action, first = winners[column], column
-        while column < width and winners[column] == action:
+        shown, first = winners[column], column
+        while column < width and winners[column] is shown:
             column += 1
-        if action in (_IDLE, _WAITS_FOR_RANKS):
-            bar.append((":" if action == _WAITS_FOR_RANKS else ".") * (column - first), style="dim")
+        if isinstance(shown, str):
+            text.append(shown * (column - first), style="dim")
             continue
-        op = int(simulation.actions.ops[action])
-        line = "=" if action in simulation.is_critical else "-"
-        bar.append(
-            _block(simulation, action, column - first).ljust(column - first, line), style=f"black on {_COLOURS[op]}"
-        )
-    return bar
+        labels = shown.labels(with_virtual_stage=with_virtual_stage)
+        label = next((each for each in reversed(labels) if len(each) < column - first), labels[0])
+        filled = label.ljust(column - first, "=" if shown.is_critical else "-")
+        text.append(filled, style=f"black on {_COLOURS[shown.op]}")
+    return text
 
 
-def _block(simulation: Simulation, action: int, width: int) -> str:
-    """Name an action by the letter of its op, its chunk and how many ranks share that, or as much of that as fits.
+def _winners(row: Sequence[Bar], start: int, stop: int, width: int) -> list[Bar | str]:
+    """Choose the bar that each column shows, or `_IDLE` or `_WAITS_FOR_RANKS`.
 
-    A number is there as a whole or not at all, and never touches the letter of the next action.
-    """
-    letter = LETTERS[simulation.actions.ops[action]]
-    label = f"{letter}{simulation.actions.chunk_ids[action]}"
-    if simulation.virtual_stages > 1:
-        longer = f"{label}.{simulation.actions.virtual_stages[action]}"
-        label = longer if len(longer) < width else label
-    size = int(simulation.table.cp_size[simulation.actions.chunk_ids[action]])
-    if size > 1:
-        longer = f"{label}x{size}"
-        label = longer if len(longer) < width else label
-    return label if len(label) < width else letter
-
-
-def _winners(simulation: Simulation, stage: int, start: int, stop: int, width: int) -> list[int]:
-    """Choose the action that each column shows, or `_IDLE` or `_WAITS_FOR_RANKS`.
-
-    Where a column is many actions, it shows what has been shown least so far for the time it takes, so that any stretch
-    of columns shows ops and waiting in proportion; of the actions of an op, the longest.
+    Where a column is many bars, it shows what has been shown least so far for the time it takes, so that any stretch of
+    columns shows ops and waiting in proportion; of the bars of an op, the longest.
     """
     span = stop - start  # columns are as long as `span` when time is multiplied by `width`
     for_ranks, idle = len(OPS), len(OPS) + 1
     time = [[0] * (for_ranks + 1) for _ in range(width)]
-    longest = [[(0, _IDLE)] * len(OPS) + [(0, _WAITS_FOR_RANKS)] for _ in range(width)]
-    actions = simulation.actions
+    longest: list[list[tuple[int, int, Bar | str]]] = [[(0, -1, _IDLE)] * (for_ranks + 1) for _ in range(width)]
 
-    def add(what: int, first: int, last: int, action: int) -> None:
+    def add(what: int, first: int, last: int, place: int, shown: Bar | str) -> None:
         begins, ends = (max(first, start) - start) * width, (min(last, stop) - start) * width
         for column in range(begins // span, -(-ends // span) if ends > begins else 0):
             overlap = min(ends, (column + 1) * span) - max(begins, column * span)
             time[column][what] += overlap
-            longest[column][what] = max(longest[column][what], (overlap, action))
+            longest[column][what] = max(longest[column][what], (overlap, place, shown), key=lambda each: each[:2])
 
-    for action in range(actions.stages[stage], actions.stages[stage + 1]):
-        begins = int(simulation.starts[action])
-        add(int(actions.ops[action]), begins, int(simulation.ends[action]), action)
-        add(for_ranks, begins - int(simulation.waits[action]), begins, _WAITS_FOR_RANKS)
-    winners = []
+    for place, bar in enumerate(row):
+        add(bar.op, bar.start, bar.end, place, bar)
+        add(for_ranks, bar.start - bar.wait, bar.start, 0, _WAITS_FOR_RANKS)
+    winners: list[Bar | str] = []
     owed = [0] * (idle + 1)  # by op, then waiting for ranks, then for all else
     for column in range(width):
         shares = [*time[column], span - sum(time[column])]
         owed = [debt + share for debt, share in zip(owed, shares, strict=True)]
         winner = max((what for what, share in enumerate(shares) if share), key=lambda what: owed[what])
         owed[winner] -= span
-        winners.append(_IDLE if winner == idle else longest[column][winner][1])
+        winners.append(_IDLE if winner == idle else longest[column][winner][2])
     return winners
 
 

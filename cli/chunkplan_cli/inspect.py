@@ -207,7 +207,7 @@ def _tuning_of(shown: Path, analysis: Path | None, place: Workspace) -> Path | N
 def _show_analysis(path: Path, as_json: bool) -> None:
     from chunkplan.lengths import length_report
     from chunkplan.planfile.load import load_analysis
-    from chunkplan_cli.length_report import print_length_report
+    from chunkplan_cli.analysis_report import print_length_report
 
     analysis = load_analysis(path)
     report = length_report(analysis)
@@ -266,7 +266,7 @@ def _show_chunk(
 ) -> None:
     from chunkplan.planfile.load import load_same_analysis
     from chunkplan.reporting.chunk_view import view_chunk
-    from chunkplan_cli.record_report import print_chunk
+    from chunkplan_cli.step_report import print_chunk
 
     analysis = None
     if decodes or options.analysis or plan.analysis_path.exists():

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from chunkplan.config.intake import MEGABYTE, IntakeOptions
 from chunkplan.errors import UsageError
 from chunkplan.options import Option, options_of
+from chunkplan.quantities import counted, percent
+from chunkplan.reporting.tables import Table
 from chunkplan.workspace import Workspace, find_tokenizer
 from chunkplan_cli.analyze import with_length_column
 from chunkplan_cli.declared import CliValues
-from chunkplan_cli.terminal import note, print_json, stdout, warn
+from chunkplan_cli.terminal import drawn_table, facts_grid, note, print_json, stdout, visible, warn
 
 if TYPE_CHECKING:
     from chunkplan.intake.tokenizer import RecordTokenizer
     from chunkplan.planfile.analysis import Analysis
-    from chunkplan.reporting.record_view import RecordView
+    from chunkplan.reporting.record_view import RecordView, SequenceView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
 READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes")
@@ -61,7 +69,6 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
     """
     from chunkplan.intake.records import RecordError
     from chunkplan.reporting.record_view import view_record
-    from chunkplan_cli.record_report import print_record
 
     analysis = _analysis(path, place)
     options = _options(request, analysis, place)
@@ -73,7 +80,7 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
         made_with = {"analysis": analysis and str(analysis.path), "tokenizer": tokenizer and tokenizer.path}
         print_json(made_with | asdict(view))
     else:
-        print_record(stdout(), view, tokenizer, _origin(request, view, analysis, options), shows_all=request.shows_all)
+        _print(stdout(), view, tokenizer, _origin(request, view, analysis, options), shows_all=request.shows_all)
     if view.rejected is not None:
         why = view.rejected
         raise RecordError(why.message, reason=why.reason, hint=why.hint, where=view.place)
@@ -190,3 +197,145 @@ def _typed(one: Option, value: Any) -> list[str]:
             return [f"{one.flag} {value / MEGABYTE:g}"]
         case _:
             return [f"{one.flag} {value}"]
+
+
+#: Letters of a record as it is stored, or as it is rendered where nothing says what counts.
+_LETTERS = 3000
+
+
+def _print(
+    console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None, *, shows_all: bool
+) -> None:
+    """Print `view`; `origin` says what was taken from an analysis."""
+    from chunkplan_cli.step_report import marks_note, print_marked
+
+    console.print(Text(visible(view.place, console), style="bold"))
+    console.print(_facts(console, view, tokenizer, origin))
+    if view.messages is not None:
+        console.print()
+        console.print(drawn_table(console, _choices(view)))
+    shown = view.sequences.get(view.turns, ())
+    texts = [one for one in shown if one.text is not None]
+    if texts:
+        console.print()
+        console.print(marks_note(console))
+    for number, one in enumerate(shown, 1):
+        if one.text is not None:
+            console.print()
+            if len(shown) > 1:
+                size = f"{counted(one.num_tokens, 'token')}, {counted(one.num_target_tokens or 0, 'target')}"
+                console.print(Text(f"sequence {number} of {len(shown)}: {size}", style="bold"))
+            print_marked(console, one.text, "--text")
+    if view.rendered is not None:
+        _print_plain(console, "as rendered; what counts in it is not known", [view.rendered], 0, shows_all)
+    if view.stored is not None:
+        _print_plain(console, "as it is stored", view.stored.split("\n"), view.num_stored_left_out, shows_all)
+
+
+def _facts(console: Console, view: RecordView, tokenizer: RecordTokenizer | None, origin: str | None) -> RichTable:
+    from chunkplan.intake.pieces import LEFT_OUT, SHARED
+
+    rows = {"read as": f"{view.schema} ({view.evidence})" if view.evidence else view.schema}
+    rows["keys"] = ", ".join(f"`{key}`" if key == role else f"`{key}` ({role})" for role, key in view.columns.items())
+    rows["not read"] = ", ".join(f"`{key}`" for key in view.unread)
+    rows["messages"] = ", ".join(f"{number} {role}" for role, number in (view.messages or {}).items())
+    rows["tokenizer"] = "" if tokenizer is None else tokenizer.path
+    rows["defaults"] = origin or ""
+    shown = view.sequences.get(view.turns, ())
+    if len(shown) > 1:
+        rows["sequences"] = f"{len(shown):,}"
+    if _num_tokens(shown):
+        rows["tokens"] = f"{_num_tokens(shown):,}{_cut(shown)}"
+    if (num_targets := _num_targets(shown)) is not None:
+        rows["target tokens"] = f"{num_targets:,}, {percent(num_targets / max(_num_tokens(shown), 1))} of the tokens"
+    kinds = {kind for one in shown for kind in one.left_out}
+    rows["left out"] = "; ".join(words for kind, words in LEFT_OUT.items() if kind in kinds)
+    rows["shared"] = "a token that holds the end of a prompt and the begin of an answer" if SHARED in kinds else ""
+    if view.rejected is not None:
+        rows["rejected"] = f"{view.rejected.reason}: {view.rejected.message}"
+    rows |= _what_is_missing(view, tokenizer)
+    return facts_grid((name, visible(words, console)) for name, words in rows.items() if words)
+
+
+def _choices(view: RecordView) -> Table:
+    """List what each choice of turns would train of a conversation."""
+    rows = []
+    for turns, sequences in view.sequences.items():
+        kept = [one for one in sequences if one.rejected is None]
+        name = f"{turns} (shown)" if turns == view.turns else turns
+        counts = (len(kept), _num_tokens(kept), _num_targets(kept) or 0)
+        counted_turns = _trained(kept, view.num_turns) + _rejected(sequences)
+        rows.append((name, *(f"{number:,}" for number in counts), counted_turns))
+    head = ("--turns", "sequences", "tokens", "target tokens", "turns that count")
+    return Table("What --turns would train", head, rows, texts=(head[0], head[-1]))
+
+
+def _trained(sequences: Sequence[SequenceView], num_turns: int) -> str:
+    """Say which turns count: "all 3", "1 to 3, 5 of 6"; of several sequences that each has one."""
+    trained = sorted({turn for one in sequences if one.num_target_tokens for turn in one.trained})
+    if not trained:
+        return "none" if sequences else ""
+    is_all = len(trained) == num_turns > 1
+    words = f"all {num_turns:,}" if is_all else f"{_ranges(trained)} of {num_turns:,}"
+    words += ", one a sequence" if len(sequences) > 1 else ""
+    return f"{words}, so far as not cut off" if any(one.num_cut for one in sequences) else words
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """List ascending numbers, with those that follow one another as a range: "1 to 3, 5"."""
+    edges = [0, *(at for at, (low, high) in enumerate(pairwise(numbers), 1) if high > low + 1), len(numbers)]
+    runs = [(numbers[start], numbers[stop - 1]) for start, stop in pairwise(edges)]
+    return ", ".join(f"{low}" if low == high else f"{low} to {high}" for low, high in runs)
+
+
+def _rejected(sequences: Sequence[SequenceView]) -> str:
+    reasons = [one.rejected.reason for one in sequences if one.rejected is not None]
+    if not reasons:
+        return ""
+    of_all = f"{len(reasons)} rejected" if len(reasons) < len(sequences) else "rejected"
+    return f"{', ' if len(reasons) < len(sequences) else ''}{of_all} ({reasons[0]})"
+
+
+def _num_tokens(sequences: Sequence[SequenceView]) -> int:
+    return sum(one.num_tokens for one in sequences)
+
+
+def _num_targets(sequences: Sequence[SequenceView]) -> int | None:
+    """The target tokens of all, None where they are not known of any."""
+    known = [one.num_target_tokens for one in sequences if one.num_target_tokens is not None]
+    return sum(known) if known else None
+
+
+def _cut(sequences: Sequence[SequenceView]) -> str:
+    num_cut = sum(one.num_cut for one in sequences)
+    return f", and {num_cut:,} cut off by --max-length" if num_cut else ""
+
+
+def _print_plain(console: Console, title: str, parts: Sequence[str], num_more: int, shows_all: bool) -> None:
+    """Print text that nothing is known of, in parts that begin a line each; of a long one its beginning.
+
+    Behind it are `num_more` bytes that were not kept.
+    """
+    shown = "\n".join(visible(part, console) for part in parts)
+    num_left = 0 if shows_all else max(0, len(shown) - _LETTERS)
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(Text(shown[: len(shown) - num_left]), overflow="fold")
+    if num_left or num_more:
+        words = f"{counted(num_left, 'character')} left out here; --text shows all"
+        if num_more:
+            shown_by_text = f"{counted(num_left, 'character')}, which --text shows, and " if num_left else ""
+            words = f"left out here: {shown_by_text}{counted(num_more, 'byte')} of what is too much to show"
+        words = f"... {words} ..."
+        console.print(Text(words, style="dim"))
+
+
+def _what_is_missing(view: RecordView, tokenizer: RecordTokenizer | None) -> dict[str, str]:
+    """Say why there is less to see than of other records."""
+    if view.messages is not None or not view.sequences:
+        return {}
+    if view.schema == "length":
+        return {"text": "none: a length is all that is known of it"}
+    if tokenizer is None:
+        return {"text": "its tokens are not decoded, as no tokenizer is known: give --tokenizer"}
+    return {"--turns": "makes no difference: it is no conversation"}

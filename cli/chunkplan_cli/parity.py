@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
 from chunkplan.options import Options, option, same
+from chunkplan.reporting.tables import Table
 from chunkplan_cli.declared import CliValues, JsonOption, make, takes
-from chunkplan_cli.terminal import print_json, stdout
+from chunkplan_cli.terminal import drawn_table, print_json, stdout
 from chunkplan_runtime.training.config import KERNEL
 
 if TYPE_CHECKING:
-    from chunkplan_runtime.parity import ParityReport, StageProof
+    from chunkplan_runtime.parity import ParityReport
 
 _MAX_PARAMETERS = 10
 
@@ -77,17 +77,19 @@ def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
 def _print(result: ParityReport) -> None:
     console = stdout()
     if result.proofs:
-        _print_proofs(result.proofs)
+        head = ("small model of its class", "relative error", "worst parameter")
+        proofs = []
+        for proof in result.proofs:
+            error = "not proved" if proof.error is None else f"{proof.error:.1e}"
+            proofs.append(("one stage" if proof.num_stages == 1 else "two stages", error, proof.where))
+        console.print(drawn_table(console, Table("", head, proofs, texts=(head[0], head[2]))))
     if result.ran_small:
         console.print("the model has more than 300M weights: the sequences are run on the small one")
     counts = ", ".join(f"{count} {kind}" for kind, count in result.chunks.items() if count)
     console.print(f"chunks: {counts}")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("parameter", header_style="dim", overflow="fold")
-    table.add_column("relative error", header_style="dim", justify="right", no_wrap=True)
-    for name, error in sorted(result.relative_errors.items(), key=lambda item: -item[1])[:_MAX_PARAMETERS]:
-        table.add_row(name, f"{error:.1e}")
-    console.print(table)
+    worst = sorted(result.relative_errors.items(), key=lambda item: -item[1])[:_MAX_PARAMETERS]
+    rows = [(name, f"{error:.1e}") for name, error in worst]
+    console.print(drawn_table(console, Table("", ("parameter", "relative error"), rows, texts=("parameter",))))
     if len(result.relative_errors) > _MAX_PARAMETERS:
         console.print(f"... and {len(result.relative_errors) - _MAX_PARAMETERS} smaller (--json shows all)")
     if result.vanishing:
@@ -95,14 +97,3 @@ def _print(result: ParityReport) -> None:
     console.print(f"loss: {result.loss:.12f} in chunks, {result.reference_loss:.12f} whole")
     verdict = "exact" if result.passed else "NOT exact"
     console.print(f"{verdict}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")
-
-
-def _print_proofs(proofs: tuple[StageProof, ...]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("small model of its class", header_style="dim", no_wrap=True)
-    table.add_column("relative error", header_style="dim", justify="right", no_wrap=True)
-    table.add_column("worst parameter", header_style="dim", overflow="fold")
-    for proof in proofs:
-        error = "not proved" if proof.error is None else f"{proof.error:.1e}"
-        table.add_row("one stage" if proof.num_stages == 1 else "two stages", error, proof.where)
-    stdout().print(table)

@@ -12,7 +12,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from chunkplan.quantities import counted, gibibytes
-from chunkplan_cli.terminal import drawn_table, facts_grid, note, titled_table, warn
+from chunkplan.reporting.tables import Table
+from chunkplan_cli.terminal import drawn_table, facts_grid, note, warn
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -140,19 +141,16 @@ _LISTED = 20
 
 def print_mix(console: Console, shares: Sequence[SourceShare]) -> None:
     """Print which shares of an epoch sources have, and what of each it skips or repeats."""
-    table = titled_table("The mix of an epoch")
-    table.add_column("source", overflow="fold")
-    for name in ("of sequences", "of tokens", "sequences", "of"):
-        table.add_column(name, justify="right")
-    table.add_column("each epoch")
     in_all = [max(1, sum(getattr(share, name) for share in shares)) for name in ("num_occurrences", "num_tokens")]
+    rows = []
     for share in shares[:_LISTED]:
         skipped = ["skips all" if share.num_skipped == share.num_sequences else f"skips {share.num_skipped:,}"]
         repeated = [f"repeats {share.num_repeated:,}"] if share.num_repeated else []
         words = ", ".join((skipped if share.num_skipped else []) + repeated)
         of_all = [f"{100 * share.num_occurrences / in_all[0]:.1f}%", f"{100 * share.num_tokens / in_all[1]:.1f}%"]
-        table.add_row(share.path, *of_all, f"{share.num_occurrences:,}", f"{share.num_sequences:,}", words)
-    console.print(table)
+        rows.append((share.path, *of_all, f"{share.num_occurrences:,}", f"{share.num_sequences:,}", words))
+    head = ("source", "of sequences", "of tokens", "sequences", "of", "each epoch")
+    console.print(drawn_table(console, Table("The mix of an epoch", head, rows, texts=(head[0], head[-1]))))
     if len(shares) > _LISTED:
         console.print(f"and {len(shares) - _LISTED:,} more sources; --json lists them all")
 

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 _MAX_BAR = 20
 
 
-def titled_table(title: str) -> Table:
-    """Make a table with its title above it."""
-    return Table(
-        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim"
-    )
-
-
 def facts_grid(facts: Iterable[tuple[str, str]], bold: Collection[str] = ()) -> Table:
     """Lay out facts below each other, each behind its name; those of the names in `bold` stand out."""
     grid = Table.grid(padding=(0, 2))
@@ -39,29 +32,34 @@ def facts_grid(facts: Iterable[tuple[str, str]], bold: Collection[str] = ()) -> 
     return grid
 
 
-def bar(console: Console, value: float, most: float, width: int) -> str:
+def _bar(console: Console, value: float, most: float, width: int) -> str:
     """Draw a bar, of which `width` characters stand for `most`; a little is never nothing."""
     block = "#" if console.options.ascii_only else "█"
     return block * (max(1, round(width * value / most)) if value else 0)
 
 
-def drawn_table(console: Console, table: reporting.Table) -> Table:
-    """Draw a table of a report, with its bars; words in its last column are folded."""
-    drawn = titled_table(table.caption)
-    drawn.title = drawn.title if table.caption else None
+def drawn_table(console: Console, table: reporting.Table, gap: int = 2) -> Table:
+    """Draw a table of a report, its columns `gap` apart: words are folded, numbers are not, bars take what room is
+    left."""
+    drawn = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", show_header=any(table.head))
+    if table.caption:
+        drawn.title, drawn.title_justify = Text(table.caption, style="bold"), "left"
+        drawn.min_width = min(len(table.caption), console.width)
     for name in table.head:
         is_words = name in table.texts
-        can_wrap = is_words and name == table.head[-1]
-        drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not can_wrap, overflow="fold")
+        drawn.add_column(name, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
         if name in table.bars:
             drawn.add_column("")
+    columns = zip(table.head, *table.rows, strict=True)
+    taken = sum(max(map(len, column)) + gap for column in columns) + gap * len(table.bars)
+    room = max(1, min(_MAX_BAR, (console.width - taken) // max(len(table.bars), 1)))
     styles = table.styles or [""] * len(table.rows)
     for number, (row, style) in enumerate(zip(table.rows, styles, strict=True)):
         cells: list[Text] = []
         for name, cell in zip(table.head, row, strict=True):
-            cells.append(Text(cell))
+            cells.append(Text(visible(cell, console)))
             if bars := table.bars.get(name):
-                cells.append(Text(bar(console, bars[number], max(bars), _MAX_BAR)))
+                cells.append(Text(_bar(console, bars[number], max(bars), room)))
         drawn.add_row(*cells, style=style)
     return drawn
 

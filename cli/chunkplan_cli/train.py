@@ -12,7 +12,7 @@ import typer
 from chunkplan.domains import MOST, path, whole
 from chunkplan.options import Options, option, options_of, read_toml, same
 from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, find_plan, takes
-from chunkplan_cli.run_report import MEASURED, TIMELINE, show_run
+from chunkplan_cli.simulate import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
 from chunkplan_runtime.training.config import TrainConfig
 

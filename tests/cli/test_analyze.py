@@ -20,7 +20,7 @@ from chunkplan.intake.reading import IntakeRequest
 from chunkplan.lengths import length_report
 from chunkplan.planfile.load import load_analysis
 from chunkplan_cli import progress
-from chunkplan_cli.length_report import print_length_report
+from chunkplan_cli.analysis_report import print_length_report
 from tests.support.analyze_cases import TOKENIZER, analyzed, write
 from tests.support.command_line import Run
 

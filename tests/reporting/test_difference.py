@@ -256,7 +256,7 @@ def test_it_is_said_of_each_side_where_lengths_are_estimated(
     estimated = analyze(tmp_path, "estimated", {"a.jsonl": ["a text"]})
     out = command("diff", lengths.name, estimated.name).out
     before, after = out.splitlines()[2:4]
-    assert "ESTIMATED" not in before and after.endswith("ESTIMATED")
+    assert "ESTIMATED" not in before and after.rstrip().endswith("ESTIMATED")
     assert (chunkplan.diff(lengths, estimated).before.exact, chunkplan.diff(lengths, estimated).after.exact) == (
         True,
         False,

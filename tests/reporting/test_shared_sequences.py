@@ -26,7 +26,7 @@ from chunkplan.reporting.tables import way_words
 from chunkplan.simulation import simulate_ranks
 from chunkplan.summary import summarize_plan
 from chunkplan_cli.gantt import print_gantt
-from chunkplan_cli.simulation_report import print_simulation
+from chunkplan_cli.simulate import print_simulation
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 from tests.support.small_plans import built, with_late_rank

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from chunkplan.arrays import Int8Array, Int64Array
-from chunkplan.cost.durations import Float64Array
-from chunkplan.operations import KEPT_ATTENTION, OPS
-from chunkplan.planfile.plan import Plan, PlanStep, find_step
+from chunkplan.operations import OPS
+from chunkplan.planfile.plan import Chunk, Plan, PlanStep, find_step
 from chunkplan.quantities import kept_words, percent, seconds
+from chunkplan.reporting.gantt import Bar, bars_of, gaps_of
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
 from chunkplan.reporting.tables import Table
 from chunkplan.schedule.simulated import Simulation
@@ -120,56 +119,60 @@ _LEAST_SHOWN = 1e-3
 
 _US_A_SECOND, _NS_A_SECOND = 1e6, 1e9
 
+#: The last line of what is shown beside a bar.
+_WHEN = "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"
+_BUBBLE = {
+    "width": 0.85,
+    "name": "bubble: nothing to do",
+    "marker": {"color": "rgba(128,140,155,0.22)", "line": {"width": 0}},
+    "hovertemplate": f"<b>bubble</b>: nothing to do<br>{_WHEN}",
+}
+#: Below the bars; where the path is on ranks that are not drawn, it has a gap.
+_CRITICAL = {
+    "width": 0.16,
+    "offset": 0.36,
+    "name": "critical path",
+    "marker": {"color": PINK, "line": {"width": 0}},
+    "hoverinfo": "skip",
+}
+
 #: Kinds of chunks, and how bars of them are hatched: of whole sequences, parts of a split one, those that ranks share.
 _WHOLE, _PART, _SHARED = range(3)
 _HATCHES = ("", "/", "x")
 
 
-class _Actions(NamedTuple):
-    """What the ranks of a step do: [n] each, `chunk` [n, 11]; times are seconds.
-
-    `chunk`: its id, tokens, tokens before it, which part it is of how many, the model stage that runs it; of one that
-    ranks share the first and the last of these, how many share heads and how many pages, and the exchange, in ns.
-    `wait`: for these ranks, before it starts. `kept`: where the chunk keeps attention, its place in `KEPT_ATTENTION`.
-    """
-
-    row: Int64Array
-    op: Int64Array
-    kind: Int64Array
-    start: Float64Array
-    duration: Float64Array
-    wait: Float64Array
-    kept: Int8Array
-    chunk: Int64Array
-
-
 def gantt_figure(drawn: DrawnStep) -> go.Figure:
     """Draw a trace for each op and kind of chunks, and of waiting for other ranks, the bubble and the critical path."""
     ranks = list(drawn.ranks.values())
-    per_rank = [_actions(simulation, place * simulation.pp) for place, simulation in enumerate(ranks)]
-    actions = _first(_Actions._make(np.concatenate(columns) for columns in zip(*per_rank, strict=True)))
-    with_model_stage, is_narrow = ranks[0].virtual_stages > 1, bool(np.bincount(actions.row).max() > MOST_HATCHED)
-    figure = go.Figure()
-    for op, (words, colour) in _STYLES.items():
-        is_named = False
-        for kind, kept in product((_WHOLE, _PART, _SHARED), range(len(KEPT_ATTENTION))):
-            is_alike = (actions.op == OPS.index(op)) & (actions.kind == kind) & (actions.kept == kept)
-            chosen = np.flatnonzero(is_alike)
-            if chosen.size:
-                bars = _Actions._make(column[chosen] for column in actions)
-                bar = _bars(bars, words, colour, kind, with_model_stage=with_model_stage, is_narrow=is_narrow)
-                figure.add_trace(bar.update(legendgroup=op, showlegend=not is_named))
-                is_named = True
-    end = float((actions.start + actions.duration).max())
+    rows, pp = bars_of(drawn.ranks), ranks[0].pp
+    bars = sorted((bar for row in rows for bar in row), key=lambda bar: bar.start)[:MOST_ACTIONS]
+    scale = ranks[0].ticks * _US_A_SECOND
+    most = max(Counter(bar.row for bar in bars).values())
+    alike: dict[tuple[int, int, str], list[Bar]] = {}
+    for bar in sorted(bars, key=lambda bar: bar.row):
+        alike.setdefault((bar.op, _kind(bar.chunk), bar.chunk.kept_attention), []).append(bar)
+    figure, named = go.Figure(), set()
+    for (op, kind, kept), own in sorted(alike.items()):
+        lines = _lines(op, kind, kept, with_model_stage=ranks[0].virtual_stages > 1)
+        trace = _bars(own, scale, lines, kind, is_narrow=most > MOST_HATCHED)
+        words, colour = _STYLES[OPS[op]]
+        trace.update(name=words, legendgroup=OPS[op], showlegend=op not in named)
+        # Wholly opaque bars are drawn a pixel wide, however narrow they are, and hide what lies before them.
+        rgb = ", ".join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))
+        figure.add_trace(trace.update(marker_color=f"rgba({rgb}, 0.99)" if most > MOST_HATCHED else colour))
+        named.add(op)
+    end = max(bar.end for bar in bars)
     long = _LEAST_SHOWN * end
-    if (actions.wait > long).any():
-        figure.add_trace(_waits(actions, long, has_slots=ranks[0].has_slots))
-    idle = _idle(drawn, long, end)
-    figure.add_traces([*([idle] if idle.x.size else []), _critical(drawn, end)])
-    labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(ranks[0].pp)]
-    for row in range(ranks[0].pp, len(labels), ranks[0].pp):
+    if waits := [bar for bar in bars if bar.wait > long]:
+        figure.add_trace(_waits(waits, scale, has_slots=ranks[0].has_slots))
+    if idle := _idle(drawn, rows, end):
+        figure.add_trace(_spans(idle, scale).update(**_BUBBLE))
+    path = [(bar.row, bar.start, bar.end) for row in rows for bar in row if bar.is_critical and bar.start < end]
+    figure.add_trace(_spans(path, scale).update(**_CRITICAL))
+    labels = [_row_name(rank, stage, drawn) for rank in drawn.ranks for stage in range(pp)]
+    for row in range(pp, len(labels), pp):
         figure.add_hline(y=row - 0.5, line={"color": GREY, "width": 0.5})
-    rows = {
+    y_axis = {
         "tickvals": list(range(len(labels))),
         "ticktext": labels,
         "ticklabelstandoff": 4,
@@ -179,6 +182,7 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
         "zeroline": False,
         "showgrid": False,
     }
+    shortest = max(min(bar.end - bar.start for bar in bars), long) / scale
     figure.update_layout(
         layout(
             _ROW_HEIGHT * len(labels) + _AROUND,
@@ -186,166 +190,93 @@ def gantt_figure(drawn: DrawnStep) -> go.Figure:
             bargap=0,  # so that ends of bars are whole pixels; the gap is in their widths
             uniformtext={"mode": "hide", "minsize": _SMALLEST_TEXT},
             hovermode="closest",
-            xaxis=axis("seconds from the start of the step", **within(0, end)),
-            yaxis=rows,
-            **narrowest(
-                max(float(actions.duration.min()), _LEAST_SHOWN * end),
-                step=drawn.step.step,
-                ranks=[rank for rank in drawn.ranks for _ in range(ranks[0].pp)],
-            ),
+            xaxis=axis("seconds from the start of the step", **within(0, end / scale)),
+            yaxis=y_axis,
+            **narrowest(shortest, step=drawn.step.step, ranks=[rank for rank in drawn.ranks for _ in range(pp)]),
         )
     )
     return figure
 
 
-def _first(actions: _Actions) -> _Actions:
-    """Keep as many actions as are drawn, those that begin first."""
-    chosen = np.sort(np.argsort(actions.start, kind="stable")[:MOST_ACTIONS])
-    return _Actions._make(column[chosen] for column in actions)
+def _kind(chunk: Chunk) -> int:
+    return _SHARED if chunk.cp_size > 1 else _WHOLE if chunk.group_id is None else _PART
 
 
 def _row_name(rank: int, stage: int, drawn: DrawnStep) -> str:
     return f"stage {stage}" if len(drawn.step.chunks) == 1 else f"rank {rank} stage {stage}"
 
 
-def _actions(simulation: Simulation, first_row: int) -> _Actions:
-    """List what the stages of a rank do; its first stage is drawn in `first_row`."""
-    chunks = [
-        (chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens, chunk.group_index + 1, chunk.group_size)
-        for chunk in simulation.chunks
-    ]
-    shares = [
-        (chunk.cp_first_rank, chunk.cp_first_rank + chunk.cp_size - 1, chunk.cp_heads, chunk.cp_size // chunk.cp_heads)
-        for chunk in simulation.chunks
-    ]
-    kinds = [
-        _SHARED if chunk.cp_size > 1 else _PART if chunk.group_id is not None else _WHOLE for chunk in simulation.chunks
-    ]
-    actions = simulation.actions
-    scale = simulation.ticks * _US_A_SECOND
-    return _Actions(
-        first_row + simulation.stage_of,
-        actions.ops.astype(np.int64),
-        np.array(kinds)[actions.chunk_ids],
-        simulation.starts / scale,
-        (simulation.ends - simulation.starts) / scale,
-        simulation.waits / scale,
-        simulation.table.kept_attention[actions.chunk_ids],
-        np.column_stack(
-            [
-                np.array(chunks, np.int64)[actions.chunk_ids],
-                simulation.model_stages,
-                np.array(shares, np.int64)[actions.chunk_ids],
-                simulation.exchange_of_actions,
-            ]
-        ),
-    )
+def _spans(spans: Sequence[tuple[int, int, int]], scale: float) -> go.Bar:
+    """Draw bars of a row, a start and an end each; `scale` ticks are a second."""
+    row, start, end = np.array(spans, np.int64).reshape(-1, 3).T
+    return go.Bar(orientation="h", y=row.astype(np.int16), base=start / scale, x=(end - start) / scale)
 
 
-def _bars(actions: _Actions, words: str, colour: str, kind: int, *, with_model_stage: bool, is_narrow: bool) -> go.Bar:
-    lines = [f"<b>{words}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
+def _lines(op: int, kind: int, kept: str, *, with_model_stage: bool) -> list[str]:
+    """Say of the bars of a trace what they are; places are those in the rows of `_shown`."""
+    lines = [f"<b>{_STYLES[OPS[op]][0]}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
     if kind != _WHOLE:
         lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")
-    shown = actions.chunk[:, :6].astype(np.int32)
     if kind == _SHARED:
-        exchange = actions.chunk[:, 10:] / _NS_A_SECOND
-        shown = np.column_stack([actions.chunk[:, :10], exchange])  # [n, 11]
         lines[2] += " of this rank"
         lines.append("shared by ranks %{customdata[6]} to %{customdata[7]}:")
         lines.append("%{customdata[8]} by heads x %{customdata[9]} by pages")
         lines.append("exchange %{customdata[10]:.4f} s of it")
     lines += ["model stage %{customdata[5]}"] if with_model_stage else []
-    where = kept_words(KEPT_ATTENTION[actions.kept[0]])
-    lines += [f"attention kept {where}"] if where else []
+    return lines + ([f"attention kept {words}"] if (words := kept_words(kept)) else [])
+
+
+def _shown(bar: Bar) -> list[float]:
+    """List the numbers of a bar that are shown beside it; of a chunk that ranks share, which and how."""
+    chunk = bar.chunk
+    numbers: list[float] = [chunk.chunk_id, chunk.num_tokens, chunk.prefix_tokens]
+    numbers += [chunk.group_index + 1, chunk.group_size, bar.model_stage]
+    if chunk.cp_size == 1:
+        return numbers
+    ranks = (chunk.cp_first_rank, chunk.cp_first_rank + chunk.cp_size - 1)
+    return [*numbers, *ranks, chunk.cp_heads, chunk.cp_size // chunk.cp_heads, bar.exchange / _NS_A_SECOND]
+
+
+def _bars(bars: Sequence[Bar], scale: float, lines: Sequence[str], kind: int, *, is_narrow: bool) -> go.Bar:
     pattern = {"fillmode": "overlay", "solidity": 0.12, "size": 7, "fgcolor": "white"}
     pattern["shape"] = "" if is_narrow else _HATCHES[kind]
     outline = {"width": 0 if is_narrow else 0.5, "color": "rgba(255,255,255,0.7)"}
-    # Wholly opaque bars are drawn a pixel wide, however narrow they are, and hide what lies before them.
-    fill = f"rgba{(*(int(colour[place : place + 2], 16) for place in (1, 3, 5)), 0.99)}" if is_narrow else colour
-    return go.Bar(
-        orientation="h",
+    shown = np.array([_shown(bar) for bar in bars])
+    return _spans([(bar.row, bar.start, bar.end) for bar in bars], scale).update(
         width=0.85,
-        name=words,
-        y=actions.row.astype(np.int16),
-        base=actions.start,
-        x=actions.duration,
-        text=actions.chunk[:, 0].astype(np.int32),
-        customdata=shown,
+        text=np.array([bar.chunk.chunk_id for bar in bars], np.int32),
+        customdata=shown if kind == _SHARED else shown.astype(np.int32),
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         insidetextfont={"color": "white"},
-        marker={"color": fill, "line": outline, "pattern": pattern},
-        hovertemplate="<br>".join([*lines, "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"]),
+        marker={"line": outline, "pattern": pattern},
+        hovertemplate="<br>".join([*lines, _WHEN]),
     )
 
 
-def _waits(actions: _Actions, least: float, *, has_slots: bool) -> go.Bar:
-    """Draw where stages wait longer than `least` seconds for ranks that share a chunk, or meet in a slot."""
-    chosen = np.flatnonzero(actions.wait > least)
-    waits = _Actions._make(column[chosen] for column in actions)
+def _waits(bars: Sequence[Bar], scale: float, *, has_slots: bool) -> go.Bar:
+    """Draw where stages wait before `bars` for ranks that share a chunk, or meet in a slot."""
     lines = ["<b>waiting</b> for other ranks", "before chunk %{customdata[0]}"]
     if not has_slots:
         lines = ["<b>waiting</b> for ranks %{customdata[1]} to %{customdata[2]}", "that share chunk %{customdata[0]}"]
-    return go.Bar(
-        orientation="h",
+    chunks = [bar.chunk for bar in bars]
+    shown = [(each.chunk_id, each.cp_first_rank, each.cp_first_rank + each.cp_size - 1) for each in chunks]
+    return _spans([(bar.row, bar.start - bar.wait, bar.start) for bar in bars], scale).update(
         width=0.35,
         name="waiting for ranks" if has_slots else "waiting for ranks that share",
-        y=waits.row.astype(np.int16),
-        base=waits.start - waits.wait,
-        x=waits.wait,
-        customdata=waits.chunk[:, [0, 6, 7]].astype(np.int32),
+        customdata=np.array(shown, np.int32),
         marker={"color": RED},
-        hovertemplate="<br>".join([*lines, "%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>"]),
+        hovertemplate="<br>".join([*lines, _WHEN]),
     )
 
 
-def _idle(drawn: DrawnStep, least: float, end: float) -> go.Bar:
-    """Draw where stages have nothing to do for longer than `least` seconds, until their rank is done or until `end`."""
-    rows, starts, stops = [], [], []
-    for place, simulation in enumerate(drawn.ranks.values()):
-        scale = simulation.ticks * _US_A_SECOND
-        for stage in range(simulation.pp):
-            own = slice(*simulation.actions.stages[stage : stage + 2])
-            begins = (simulation.starts - simulation.waits)[own] / scale
-            ends = simulation.ends[own] / scale
-            starts.append(np.append(0.0, ends))
-            stops.append(np.minimum(np.append(begins, float(simulation.ends.max()) / scale), end))
-            rows.append(np.full(begins.size + 1, place * simulation.pp + stage))
-    row, start, stop = np.concatenate(rows), np.concatenate(starts), np.concatenate(stops)
-    chosen = stop - start > least
-    return go.Bar(
-        orientation="h",
-        width=0.85,
-        name="bubble: nothing to do",
-        y=row[chosen].astype(np.int16),
-        base=start[chosen],
-        x=(stop - start)[chosen],
-        marker={"color": "rgba(128,140,155,0.22)", "line": {"width": 0}},
-        hovertemplate="<b>bubble</b>: nothing to do<br>%{base:.4f} s to %{x:.4f} s<extra>%{y}</extra>",
-    )
-
-
-def _critical(drawn: DrawnStep, end: float) -> go.Bar:
-    """Draw a line below what is on the critical path of the rank that is done last, up to `end` in seconds.
-
-    Where it is on ranks that are not drawn, it has a gap.
-    """
-    last = max(drawn.ranks.values(), key=lambda each: each.ends.max())
-    scale = last.ticks * _US_A_SECOND
-    row_of = {rank: place * last.pp for place, rank in enumerate(drawn.ranks)}
-    path = [each for each in last.critical_actions if each.rank in row_of and each.start / scale < end]
-    return go.Bar(
-        orientation="h",
-        width=0.16,
-        offset=0.36,
-        name="critical path",
-        y=np.array([row_of[each.rank] + each.stage for each in path], np.int16),
-        base=np.array([each.start / scale for each in path]),
-        x=np.array([(each.end - each.start) / scale for each in path]),
-        marker={"color": PINK, "line": {"width": 0}},
-        hoverinfo="skip",
-    )
+def _idle(drawn: DrawnStep, rows: Sequence[Sequence[Bar]], end: int) -> list[tuple[int, int, int]]:
+    """List where stages have nothing to do for long, until their rank is done or until `end`."""
+    until = [min(int(each.ends.max()), end) for each in drawn.ranks.values() for _ in range(each.pp)]
+    gaps = [(row, *gap) for row, bars in enumerate(rows) for gap in gaps_of(bars, until[row])]
+    cut = [(row, start, min(stop, end)) for row, start, stop in gaps]
+    return [(row, start, stop) for row, start, stop in cut if stop - start > _LEAST_SHOWN * end]
 
 
 def gantt_table(drawn: list[DrawnStep]) -> Table:
