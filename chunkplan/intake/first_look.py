@@ -25,7 +25,7 @@ _JUDGED = 0.1
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LengthEstimate:
     """How lengths were estimated: tokens of `num_counted` records were counted, of `num_records` in all.
 
     `error`: the median share that the estimate is off by, of the longest tenth of those that were counted.
@@ -36,7 +36,7 @@ class Estimate:
     error: float
 
 
-def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Analysis, Estimate | None]:
+def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Analysis, LengthEstimate | None]:
     """The lengths of what was asked for, and how they were estimated.
 
     Where there is little, or nothing to encode, it is the analysis that `write_analysis` leaves in `output`, and
@@ -69,7 +69,7 @@ def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Ana
 _RECORD_BITS = 40
 
 
-def _estimated(everything: Analysis, sample: Analysis) -> tuple[Int32Array, Estimate]:
+def _estimated(everything: Analysis, sample: Analysis) -> tuple[Int32Array, LengthEstimate]:
     """The tokens of all sequences, int32 [n], by what they have in `everything`, where bytes stand for tokens."""
     all_keys, all_bytes, all_parts = _by_record(everything)
     keys, tokens, _ = _by_record(sample)
@@ -84,7 +84,7 @@ def _estimated(everything: Analysis, sample: Analysis) -> tuple[Int32Array, Esti
     longest = np.argsort(-tokens, kind="stable")[: max(1, round(_JUDGED * tokens.size))]
     predicted = lines[source, 0] * parts + lines[source, 1] * num_bytes
     error = float(np.median(np.abs(predicted / tokens - 1)[longest]))
-    return num_tokens, Estimate(keys.size, all_keys.size, error)
+    return num_tokens, LengthEstimate(keys.size, all_keys.size, error)
 
 
 def _by_record(analysis: Analysis) -> tuple[Int64Array, Float64Array, Int64Array]:

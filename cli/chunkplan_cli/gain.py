@@ -32,7 +32,7 @@ from chunkplan_cli.tune import print_tuned_for, print_verdict
 from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
-    from chunkplan.intake.first_look import Estimate
+    from chunkplan.intake.first_look import LengthEstimate
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.tuning.tune import Tuning
     from chunkplan.workspace import Workspace
@@ -69,7 +69,7 @@ def gain(
     Reads lengths, of much data from a sample; times packing, cutting, context and tensor parallelism and ZeRO-3 on the
     same GPUs, each with what is best for it; and `tune`s. Needs no GPU. `build --auto` builds what it recommends.
 
-    Example: chunkplan gain train.jsonl --tokenizer Qwen2.5-7B/ --model-config Qwen2.5-7B/ --gpus 8
+    Example: chunkplan gain train.jsonl --model-config Qwen2.5-7B/ --gpus 8
     """
     from chunkplan.lengths import Positions
     from chunkplan.tuning.document import tuning_document, write_tuning
@@ -108,7 +108,7 @@ def gain(
 
 def _lengths(
     data: list[str] | None, place: Workspace, reading: CliValues, files: CliValues
-) -> tuple[Analysis, Estimate | None]:
+) -> tuple[Analysis, LengthEstimate | None]:
     """The lengths of what was given, and how they were estimated, if they were."""
     from chunkplan.intake.first_look import first_look
     from chunkplan.planfile.load import load_analysis
@@ -164,7 +164,9 @@ def _write_page(output: Path | None, place: Workspace, analysis: Analysis, tunin
         warn(f"no browser could be started: open {target} in one")
 
 
-def _print_next(data: list[str] | None, workspace: Path | None, estimate: Estimate | None, files: CliValues) -> None:
+def _print_next(
+    data: list[str] | None, workspace: Path | None, estimate: LengthEstimate | None, files: CliValues
+) -> None:
     """Print the commands that build what is recommended, which work as they are."""
     where = ["--workspace", str(workspace)] if workspace else []
     if estimate is not None and data:
