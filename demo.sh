@@ -24,12 +24,12 @@ run chunkplan validate
 say "4. Train: a tiny model with random weights on this CPU, sequences cut at 4096 tokens, chunks of 1024"
 export CHUNKPLAN_WORKSPACE=chunkplan-out/demo
 run chunkplan analyze sample_data --tokenizer sample_data/tokenizer --max-length 4096 --json >/dev/null
-run chunkplan build --chunk-size 1024 --k 2 --global-batch 16 --model-config sample_data/model
+run chunkplan build --chunk-size 1024 --k 2 --global-batch 16 --model sample_data/model
 rm -rf chunkplan-out/demo/run
 run chunkplan train --model-config sample_data/model --max-steps 8 --lr 1e-3
 
 say "5. Are the gradients exact? Chunks of 128 tokens against whole sequences, in float64"
-run chunkplan parity --model-config sample_data/model/config.json --lengths 700,130,90 --chunk-size 128 --k 2
+run chunkplan parity --model sample_data/model/config.json --lengths 700,130,90 --chunk-size 128 --k 2
 
 say "Done in $((SECONDS - started)) s"
 cat <<'END'
@@ -40,7 +40,7 @@ chunkplan-out/demo/run       metrics.jsonl and the trained weights (final/)
 Next, on your own data:
   source .venv/bin/activate
   chunkplan analyze dataset.jsonl --tokenizer path/to/tokenizer.json
-  chunkplan tune --model-config path/to/model --gpus 8
+  chunkplan tune --model path/to/model --gpus 8
   chunkplan build --auto
   chunkplan inspect
   chunkplan train --model path/to/model

@@ -21,10 +21,10 @@ import chunkplan
 from chunkplan.cost.activations import runs_of
 from chunkplan.cost.durations import whole_pairs, work_ns
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.held import KV_GRADIENT_BYTES, kv_elements_per_token, token_bytes
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import ModelShape
+from chunkplan.cost.token_bytes import KV_GRADIENT_BYTES, kv_elements_per_token, token_bytes
 from chunkplan.quantities import k_words
 from chunkplan.tuning.options import TuneOptions
 from tests.support.published_models import MODELS, of_type

@@ -157,7 +157,7 @@ def calibrate(folder: Path) -> Path:
     """Make a profile of one thread of this machine while another one is at the same."""
     profiles = [folder / f"profile-{number}.toml" for number in range(2)]
     sizes = ["--chunk-sizes", "256,512,1024", "--prefixes", "2048,8192", "--device", "cpu"]
-    command = [sys.executable, "-m", "chunkplan_cli.main", "calibrate", "--model-config", folder / "config.json"]
+    command = [sys.executable, "-m", "chunkplan_cli.main", "calibrate", "--model", folder / "config.json"]
     processes = [
         subprocess.Popen(
             [*command, *sizes, "--output", profile],

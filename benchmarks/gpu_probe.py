@@ -77,7 +77,7 @@ def measure_calibration(
     """Calibrate the cost model. Adds a row for each chunk as it is measured; what comes back says what was fitted."""
     with tempfile.TemporaryDirectory() as folder:
         options = CalibrationOptions(
-            model_config=write_model("toy" if toy else "7b", Path(folder)),
+            model=write_model("toy" if toy else "7b", Path(folder)),
             name="here",
             device=str(device),
             chunk_sizes=(16, 32, 64) if toy else (1024, 2048, 4096, 8192, 16384),

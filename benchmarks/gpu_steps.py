@@ -20,9 +20,9 @@ from gpu_streams import streams_at_work
 from gpu_work import work_of
 
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.operations import KEPT_ATTENTION, OPS
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import Action, Chunk
@@ -201,6 +201,6 @@ def predicted_bytes(cost: CostModel, work: StepWork) -> int:
     split = [chunk for chunk in chunks if chunk.group_id is not None]
     kv, longest = max(((chunk.segments[0].end, chunk.group_id) for chunk in split), default=(0, None))
     attention = sum(chunk.num_tokens for chunk in split if (chunk.group_id, chunk.kept_attention) == (longest, "gpu"))
-    held = Held(activations=size, kv=kv, attention=attention, kv_gradients=kv)
+    held = ResidentTokens(activations=size, kv=kv, attention=attention, kv_gradients=kv)
     [memory] = stage_memory(cost, dp=1, layers=(cost.shape.num_layers,), held=[held], chunk_size=size)
     return memory.total - memory.reserved

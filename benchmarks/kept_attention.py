@@ -64,7 +64,7 @@ def measure_sequences(profile: str) -> list[Row]:
                 shares.append(f"{again_us / float(planned[0].chunks.cost.sum(dtype=np.float64)):.1%}")
             row[f"K {k}, run again"] = " -> ".join(shares)
             if k == 1:
-                row["host, GiB"] = round(host_bytes_of(config, cost, planned[0].moments) / 2**30, 1)
+                row["host, GiB"] = round(host_bytes_of(config, cost, planned[0].peaks) / 2**30, 1)
         rows.append(row)
     return rows
 

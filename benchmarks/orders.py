@@ -84,7 +84,7 @@ def measure(name: str, lengths: Int64Array, config: PlanConfig, schedules: list[
                 "over order": round(1000 * predicted / proved, 3),
                 "ms a step": round(1000 * seconds / num_steps, 2),
                 "retained": max(int(each.peak_retained_tokens.max()) for each in scheduled),
-                "KV": max(int(each.moments[:, KV].max()) for each in planned),
+                "KV": max(int(each.peaks[:, KV].max()) for each in planned),
             }
         )
     return rows

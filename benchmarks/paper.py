@@ -23,10 +23,10 @@ from lengths import lengths
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.durations import attention_pairs_of, chunk_times, split_layers
 from chunkplan.cost.hardware import Hardware, load_hardware
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape, plain_layer
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.packing.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.families import schedule_ranks
@@ -118,7 +118,7 @@ def fitting_tokens(cost: CostModel, longest: int, chunk_size: int) -> int:
         cost,
         dp=1,
         layers=layers,
-        held=[Held(inputs=longest, kv=longest, kv_gradients=longest)] * PP,
+        held=[ResidentTokens(inputs=longest, kv=longest, kv_gradients=longest)] * PP,
         chunk_size=chunk_size,
     )[0]
     [layer] = cost.shape.kinds

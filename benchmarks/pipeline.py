@@ -36,7 +36,7 @@ from runtime_batch import qwen2
 
 from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.reporting.replay import Replay, replay, waiting_shares
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths
 
 PP = 4

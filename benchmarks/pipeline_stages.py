@@ -23,7 +23,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.measured import StepTimeline
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FORWARD_KV
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form

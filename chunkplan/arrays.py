@@ -15,7 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
-    """Where runs of `lengths` [n] begin that lie one after another, and where the last one ends: int64 [n + 1]."""
+    """Start offsets of consecutive runs of `lengths` [n], and the end of the last one: int64 [n + 1]."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -27,7 +27,7 @@ def sum_runs(values: Int64Array, first: Int64Array) -> Int64Array:
 
 
 def run_starts(values: IntArray) -> Int64Array:
-    """Where the run of equal values begins that each value is in; int64, of the shape of `values`, none of them -1."""
+    """The start of the run of equal values that each value is in; int64, of the shape of `values`, none of them -1."""
     starts = np.flatnonzero(np.diff(values, prepend=-1))
     return np.repeat(starts, np.diff(np.append(starts, values.size)))
 

@@ -31,11 +31,11 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import PlanWriter
 from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import batch_sizes, step_blocks
-from chunkplan.planning.memory import held_bytes_of
+from chunkplan.planning.memory import memory_rates_of
 from chunkplan.planning.method import Dataset, Planned, plan_block
 from chunkplan.planning.selection import check_selection, describe_selection, expected_copies, resolve_mix
 from chunkplan.planning.splitting import TargetMask, count_parts
-from chunkplan.schedule.holdings import fullest
+from chunkplan.schedule.holdings import highest_peak
 from chunkplan.summary import SUMMED, chunk_frame
 
 #: More would not fit the memory of most machines: planning takes about 100 bytes a segment.
@@ -49,14 +49,14 @@ Progress = Callable[[int, int], None]
 class BuiltPlan:
     """A plan's manifest, its table `steps`, and its `chunk_frame` with the columns that a summary looks at.
 
-    `moments` int64 [pp, 8]: what each stage holds when that takes most memory of all steps and ranks, see
-    `fullest_moments`; `ranks` int64 [pp]: where that is, as step x dp + rank.
+    `peaks` int64 [pp, 8]: what each stage holds when that takes most memory of all steps and ranks, see
+    `peak_snapshots`; `ranks` int64 [pp]: where that is, as step x dp + rank.
     """
 
     manifest: dict[str, Any]
     steps: pa.Table
     chunks: pl.DataFrame
-    moments: Int64Array
+    peaks: Int64Array
     ranks: Int64Array
 
 
@@ -181,7 +181,7 @@ def _refuse_replaced(analysis: Analysis) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is empty or holds a plan of held-out sequences."""
+    """True if a folder is empty or holds a plan of held-out sequences."""
     return not any(folder.iterdir()) or load_plan(folder).config.part == "eval"
 
 
@@ -214,7 +214,7 @@ def _build_one(
         writer.add(tables)
         step_tables.append(tables["steps"])
         chunk_frames.append(chunk_frame(tables["chunks"], planned.chunks).select(SUMMED))
-        moments.append(planned.moments)
+        moments.append(planned.peaks)
         ranks.append(planned.ranks)
         steps_done += tables["steps"].num_rows
         if progress is not None:
@@ -246,7 +246,7 @@ def _build_one(
             "lower_bound_us": sum(steps.column("lower_bound_us").to_pylist()),
         },
     )
-    most, blocks_of = fullest(np.stack(moments), held_bytes_of(config, cost))
+    most, blocks_of = highest_peak(np.stack(moments), memory_rates_of(config, cost))
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 

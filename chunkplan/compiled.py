@@ -24,7 +24,7 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_in_place(function: Function) -> Function:
-    """As `compiled`, of a function that makes no arrays, only views, and so need not count who refers to them.
+    """Compile like `compiled`, without reference counts, a function that creates no arrays, only views.
 
     Counting takes most of the time of a loop that has many arrays and does little with each.
     """
@@ -50,5 +50,5 @@ def inlined(function: Function) -> Function:
 
 
 def has_compiled() -> bool:
-    """Whether this process had to compile anything so far, or is at it."""
+    """True if this process has compiled anything so far, or is compiling."""
     return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)

@@ -1,4 +1,4 @@
-"""What a value may be: one test with its words, for options that are typed and for entries of files alike."""
+"""Domains of values: one test with its error message, for typed options and entries of files alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Domain:
-    """What a value may be.
+    """A domain of values.
 
     Attributes:
         holds: whether a value is one of them, once `load` has seen it.
@@ -153,7 +153,7 @@ def several(item: Domain, *, metavar: str = "", example: str = "") -> Domain:
 
 
 def or_null(expected: Domain) -> Domain:
-    """What `expected` takes, or null."""
+    """`expected`, or null."""
     return replace(
         expected,
         holds=lambda value: value is None or expected.holds(value),
@@ -187,7 +187,7 @@ SHARE = Domain(
 
 
 def or_word(word: str, expected: Domain) -> Domain:
-    """What `expected` takes, or `word`."""
+    """`expected`, or `word`."""
     return replace(
         expected,
         holds=lambda value: value == word or expected.holds(value),
@@ -198,7 +198,7 @@ def or_word(word: str, expected: Domain) -> Domain:
 
 
 def find_mismatch(value: Any, expected: Expected, where: str = "") -> str | None:
-    """What is wrong with `value`, in words that name the entry, or None."""
+    """An error message that names the entry of `value` that does not match, or None."""
     entry = f"`{where}`" if where else "the document"
     if isinstance(expected, Mapping):
         if not isinstance(value, dict):

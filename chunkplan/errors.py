@@ -43,7 +43,7 @@ class ChunkplanError(Exception):
 
     @property
     def headline(self) -> str:
-        """Where and what in one line, without the `lines` below it."""
+        """Place and message in one line, without the `lines` below it."""
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ def _restore(kind: type[ChunkplanError], attributes: dict[str, Any]) -> Chunkpla
 
 
 class UsageError(ChunkplanError):
-    """What was asked for cannot be done: a bad option, a path that is not there, an extra not installed."""
+    """A request that cannot be done: a bad option, a path that does not exist, an extra not installed."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""What installs an extra of this project, told by the packages in it, or a package that it cannot do without."""
+"""Commands that install an extra of this project, chosen by its packages or by a required package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each schedule is like, how many layers each model stage of a pipeline has, and on which stage it lies."""
+"""Properties of schedules, the layers of each model stage of a pipeline, and the stage it is on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def split_layers(num_layers: int, num_model_stages: int) -> tuple[int, ...]:
-    """As even as they come; the last ones, the vocabulary head's among them, have fewer."""
+    """Split layers as evenly as possible; the last stages, that of the vocabulary head among them, have fewer."""
     fewest, rest = divmod(num_layers, num_model_stages)
     return tuple(fewest + (model_stage < rest) for model_stage in range(num_model_stages))
 
 
 class StagePlacement(NamedTuple):
-    """Where the model stages of a pipeline lie: each stage has one of each row of them, its `virtual_stages`.
+    """Placement of the model stages of a pipeline: each stage has one of each row of them, its `virtual_stages`.
 
     Rows go through the stages in ascending order; where the placement `turns`, every other one in descending order, so
     that the model stages at a turn lie on one stage.
@@ -31,7 +31,7 @@ STRAIGHT = StagePlacement()
 
 
 class ScheduleFamily(NamedTuple):
-    """What all orders of a schedule have in common.
+    """Properties that all orders of a schedule have in common.
 
     `placement`: where model stages lie, unless a number of virtual stages is given; `splits`: backwards are done in two
     halves; `meets`: ranks that share chunks meet in one order.
@@ -56,7 +56,7 @@ FAMILIES = {
 
 
 def family_of(schedule: str) -> ScheduleFamily:
-    """What is known of a schedule; plans that others wrote may name one that is not in `FAMILIES`."""
+    """The properties of a schedule; plans of other tools may name one that is not in `FAMILIES`."""
     return FAMILIES.get(schedule, ScheduleFamily())
 
 
@@ -65,12 +65,12 @@ _Index = TypeVar("_Index", int, "Int64Array")
 
 
 def model_stage_of(stage: _Index, virtual_stage: _Index, pp: int, placement: StagePlacement) -> _Index:
-    """Which part of a model a virtual stage of one of `pp` stages is: from 0, in the order of its layers."""
+    """The model stage, from 0 in order of layers, of a virtual stage of one of `pp` stages."""
     return virtual_stage * pp + stage + placement.turns * (virtual_stage % 2) * (pp - 1 - 2 * stage)
 
 
 def links_before(model_stage: _Index, pp: int, placement: StagePlacement) -> _Index:
-    """How many links lie between a model stage and the one before it: 1, or 0 where both lie on one stage."""
+    """Links between a model stage and the one before it: 1, or 0 where both are on one stage."""
     links: _Index = (pp > 1) * (1 - placement.turns * (model_stage % pp == 0))
     return links
 
@@ -87,7 +87,7 @@ def last_stage(pp: int, placement: StagePlacement) -> int:
 
 
 def stage_parts(parts: Sequence[_Part], pp: int, placement: StagePlacement) -> list[list[_Part]]:
-    """Of something of each model stage, what each of `pp` stages has: that of its virtual stages in turn."""
+    """Group values of model stages by pipeline stage: for each of `pp` stages those of its virtual stages in turn."""
     virtual_stages = range(len(parts) // pp)
     return [
         [parts[model_stage_of(stage, virtual_stage, pp, placement)] for virtual_stage in virtual_stages]

@@ -1,4 +1,4 @@
-"""How long sequences are, how far the tail reaches, and what it costs to treat all lengths alike. Numbers only."""
+"""Statistics of sequence lengths: quantiles, the tail, and the cost of treating all lengths alike. Numbers only."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Positions:
 
     @classmethod
     def of(cls, num_tokens: Int32Array, max_positions: int | None) -> Positions | None:
-        """Those of sequences of `num_tokens` int32 [n]; None where it is not known what the model takes."""
+        """Count sequences of `num_tokens` int32 [n] beyond the model's positions; None if its limit is unknown."""
         if max_positions is None:
             return None
         return cls(

@@ -1,4 +1,4 @@
-"""What a stage can do with a chunk: the words of the files, and their codes."""
+"""Operations of a stage on a chunk: their names in files, and their codes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Option:
 
     @property
     def is_required(self) -> bool:
-        """Whether it has to be given, as it has no default."""
+        """True if the option has no default."""
         return self.default is MISSING
 
     def check(self, value: Any) -> None:
@@ -187,7 +187,7 @@ class Options:
 
 
 def entries_of(config: type[Options]) -> dict[str, Domain]:
-    """What the entries of a configuration may be in a manifest, by name."""
+    """Domains of the entries of a configuration in a manifest, by name."""
     return {
         name: or_null(one.domain) if one.default is None else one.domain for name, one in options_of(config).items()
     }

@@ -43,7 +43,7 @@ def left_words(seconds_left: float) -> str:
 
 
 class Pace:
-    """How fast work goes, told from what was done at which time.
+    """Rate of progress, estimated from what was done at which time.
 
     It counts from the first report, because what comes before that is often other work, such as to compile, and then
     from the middle of that time on, because parts of the work may go at other rates.
@@ -99,7 +99,7 @@ _SHARDED["weights"] = f"weights, {_SHARDED['gradients']}"
 
 
 def sharding_words(sharding: str, dp: int) -> str:
-    """Say what `dp` data-parallel ranks, several, share."""
+    """Name what `dp` data-parallel ranks, several, share."""
     if sharding not in _SHARDED:
         return "nothing sharded"
     return f"{_SHARDED[sharding]} sharded over {dp:,} ranks ({ZERO[sharding]})"
@@ -109,7 +109,7 @@ _KEPT = {"gpu": "on the GPU", "host": "in host memory"}
 
 
 def kept_words(where: str) -> str:
-    """Say where a chunk keeps attention for its recompute; nothing of one that keeps none, or of a damaged plan."""
+    """Name where a chunk keeps attention for its recompute; "" if it keeps none, or in a damaged plan."""
     return _KEPT.get(where, "")
 
 
@@ -141,7 +141,7 @@ def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int
 
 
 def trained_words(lora_rank: int, load_in_4bit: bool) -> str:
-    """Say what of a model is trained, with these entries of its cost model."""
+    """Name the trained part of a model with these entries of its cost model."""
     if not lora_rank:
         return "all weights trained"
     return f"adapters of rank {lora_rank}" + (" on weights in 4 bits" if load_in_4bit else "")

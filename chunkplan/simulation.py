@@ -1,4 +1,4 @@
-"""One step of a rank, played through: the Python twin of `chunkplan simulate`.
+"""Simulation of one step of a rank: the Python twin of `chunkplan simulate`.
 
 Chunks come from a plan, or from lengths that go through the planner; times from a cost model, or a token counts as one.
 """
@@ -25,10 +25,10 @@ from chunkplan.planfile.plan import VALIDATE_HINT, Action, Plan, PlanStep, check
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.method import Dataset, chunk_block
 from chunkplan.schedule.actions import Actions, actions_of_rank, times_of_rank
-from chunkplan.schedule.alignment import ends_in_slots, meeting_on
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.simulated import Simulation, StepRanks
+from chunkplan.schedule.slots import ends_in_slots, slot_ops_on
+from chunkplan.schedule.timeline import Simulation, StepRanks
 
 #: More chunks on all model stages take minutes and gigabytes, and nobody could look at them.
 _MOST = 1 << 18
@@ -71,7 +71,7 @@ def simulate_ranks(plan: Plan, described: PlanStep, ranks: Sequence[int]) -> dic
         DataError: the plan is damaged.
     """
     config = plan.config
-    meets = meeting_on(plan.cost, config.dp) is not None
+    meets = slot_ops_on(plan.cost, config.dp) is not None
     meets |= any(chunk.cp_size > 1 for rank in ranks for chunk in described.chunks.get(rank, ()))
     found, together = {}, _simulate_together(plan, described, range(config.dp)) if meets else None
     for rank in ranks:
@@ -89,17 +89,17 @@ def _simulate_together(plan: Plan, described: PlanStep, ranks: Sequence[int]) ->
     rows = [described.chunks.get(rank, []) for rank in ranks]
     chunks = chunks_of_rows([row for of_rank in rows for row in of_rank], plan.cost.shape.attention_patterns)
     chunks = chunks._replace(rank_chunks=offsets_of([len(of_rank) for of_rank in rows]))
-    meeting = meeting_on(plan.cost, config.dp)
-    actions, slots = _planned_actions(described, ranks, config, has_slots=meeting is not None)
+    slot_ops = slot_ops_on(plan.cost, config.dp)
+    actions, slots = _planned_actions(described, ranks, config, has_slots=slot_ops is not None)
     _check_groups(chunks, place)
     times = times_of(chunks, plan.cost, config)
-    if meeting is None:
+    if slot_ops is None:
         ends = simulate(chunks, actions, times, config.pp, config.placement, len(ranks))
     else:
-        ends = ends_in_slots(chunks, actions, times, meeting, slots, config.dp, config.pp, config.placement)
+        ends = ends_in_slots(chunks, actions, times, slot_ops, slots, config.dp, config.pp, config.placement)
     if (ends < 0).any():
         raise DataError("stages deadlock", where=place, hint=VALIDATE_HINT)
-    return StepRanks(chunks, times, actions, ends, meeting)
+    return StepRanks(chunks, times, actions, ends, slot_ops)
 
 
 def _check_groups(chunks: Chunks, place: str) -> None:
@@ -302,10 +302,10 @@ def _scheduled(
     if cost is not None:
         config.check_layers(cost.shape.num_layers, cost.shape.name)
     times, num_ranks = times_of(chunks, cost, config), chunks.rank_chunks.size - 1
-    meeting = None if cost is None else meeting_on(cost, num_ranks)
+    slot_ops = None if cost is None else slot_ops_on(cost, num_ranks)
     found = schedule_ranks(
-        chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks, meeting=meeting
+        chunks, times, config.pp, config.schedule, config.memory_tokens, lambda _: title, num_ranks, slot_ops=slot_ops
     )
-    step, shown = StepRanks(chunks, times, found.actions, found.ends, meeting), rank or 0
+    step, shown = StepRanks(chunks, times, found.actions, found.ends, slot_ops), rank or 0
     simulation = _of_rank(step, shown, title, config, cost, int(found.lower_bound[shown]))
     return simulation if rank is not None else replace(simulation, step=None)

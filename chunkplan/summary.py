@@ -1,4 +1,4 @@
-"""What a plan comes to: the numbers `build` prints and `inspect` shows."""
+"""Totals of a plan: the numbers that `build` prints and `inspect` shows."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def summary_of(steps_table: pa.Table, chunks: pl.DataFrame, manifest: dict[str, 
 
 
 def alone_us(cost: CostModel, num_tokens: Int64Array, pp: int) -> Float64Array:
-    """What a step takes at least that has a sequence of `num_tokens` on one rank of `pp` stages, in microseconds; [n].
+    """The least time of a step with a sequence of `num_tokens` on one rank of `pp` stages, in microseconds; [n].
 
     That is its forward and its backward, in one chunk and without recompute.
     """
@@ -201,7 +201,7 @@ def alone_us(cost: CostModel, num_tokens: Int64Array, pp: int) -> Float64Array:
 
 
 def _unshared_bound_us(steps: pl.DataFrame, shared: pl.DataFrame, cost: CostModel, pp: int) -> float:
-    """What all steps take at least where none of the `shared` sequences is shared."""
+    """The least time of all steps if none of the `shared` sequences were shared."""
     alone = shared.with_columns(alone=pl.Series(alone_us(cost, shared["tokens"].to_numpy(), pp)))
     by_step = steps.join(alone.group_by("step").agg(pl.col("alone").max()), on="step", how="left")
     return _total(by_step.select(pl.max_horizontal(pl.col("lower_bound_us").cast(pl.Float64), "alone")).to_series())
@@ -214,7 +214,7 @@ def _work_us(chunks: pl.DataFrame, cost: CostModel) -> float:
 
 
 def _over(heaviest: float, usual: float) -> float:
-    """How often `usual` goes into `heaviest`; 1 where nothing is predicted to take any time."""
+    """The ratio of `heaviest` to `usual`; 1 where all predicted times are 0."""
     return heaviest / usual if heaviest else 1.0
 
 

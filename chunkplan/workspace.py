@@ -21,7 +21,7 @@ _NAME = re.compile(r"tiktoken:.+|[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkspaceSettings(Options):
-    """What the file of a workspace may say: the tokenizer, and how the records of sources are laid out."""
+    """Settings file of a workspace: the tokenizer, and the layout of the records of sources."""
 
     tokenizer: str | None = option(
         Domain(lambda value: isinstance(value, str) and value != "", "the path of a tokenizer in quotes, or its name"),

@@ -24,7 +24,7 @@ from drawing import (
 import chunkplan
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Chunk
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 
 LENGTHS = [20000, 5200, 3900, 3100, 2600, 2100, 1700, 1100, 700]
 CHUNK_SIZE = 8192

@@ -100,7 +100,7 @@ NAMED = {
     "chunkplan.lengths": ["LengthReport"],
     "chunkplan.summary": ["PlanSummary"],
     "chunkplan.validation.validate": ["Validation"],
-    "chunkplan.schedule.simulated": ["Simulation"],
+    "chunkplan.schedule.timeline": ["Simulation"],
     "chunkplan.exporting.rows": ["PackedRows"],
     "chunkplan.tuning.tune": ["Tuning"],
     "chunkplan.cost.calibrate": ["Calibration"],

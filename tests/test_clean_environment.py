@@ -16,7 +16,7 @@ from tests.support.packages import PROJECT, ROOT, build_copy
 pytestmark = pytest.mark.soak
 
 TOKENIZER = ("--tokenizer", "sample_data/tokenizer")
-MODEL = ("--model-config", "sample_data/model/config.json")
+MODEL = ("--model", "sample_data/model/config.json")
 
 #: In order, in one folder: what a planner's machine is for.
 WORK = [
@@ -131,6 +131,16 @@ def test_what_needs_an_extra_names_it(run: Run) -> None:
         assert (done.returncode, done.stdout) == (2, ""), (words, done.stderr)
         assert pip_install(extra) in done.stderr
         assert "Traceback" not in done.stderr
-    done = run("python", "-m", "chunkplan_runtime.train", "--plan", "chunkplan-out/plan", *MODEL, "--output", "run")
+    done = run(
+        "python",
+        "-m",
+        "chunkplan_runtime.train",
+        "--plan",
+        "chunkplan-out/plan",
+        "--model-config",
+        MODEL[1],
+        "--output",
+        "run",
+    )
     assert done.returncode == 2
     assert pip_install("runtime") in done.stderr and "Traceback" not in done.stderr

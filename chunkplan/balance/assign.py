@@ -10,8 +10,8 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 
-#: An exchange has to gain 1/_WORTH of the mean, so that there are few of them.
-_WORTH = 4096
+#: An exchange has to gain 1/_EXCHANGE_GAIN_PARTS of the mean, so that there are few of them.
+_EXCHANGE_GAIN_PARTS = 4096
 
 
 @compiled
@@ -34,8 +34,8 @@ def assign(work: Int64Array, chosen: BoolArray, loads: Int64Array) -> Int64Array
 
 @compiled
 def least_gain(loads: Int64Array) -> int:
-    """What an exchange has to take off the heavier of two ranks, given the loads of all, to be worth it."""
-    return max(int(loads.sum()) // loads.size // _WORTH, 1)
+    """The least reduction of the heavier of two ranks, given the loads of all, that makes an exchange worth it."""
+    return max(int(loads.sum()) // loads.size // _EXCHANGE_GAIN_PARTS, 1)
 
 
 @compiled
@@ -72,7 +72,7 @@ def best_exchange(
 
 @compiled
 def exchange(rank_of: Int64Array, given: int, taken: int, giver: int, taker: int) -> None:
-    """Do an exchange that `best_exchange` found."""
+    """Apply an exchange found by `best_exchange`."""
     rank_of[given] = taker
     if taken >= 0:
         rank_of[taken] = giver

@@ -28,7 +28,7 @@ _TIME_BITS = 20
 _GAP = 1e-4
 
 #: Fewer chunks gain more than this. Less is to be had by evening out the work, which the heuristic does better.
-_WORTH = 1e-3
+_MIN_GAIN = 1e-3
 
 #: Where short sequences are not decided one by one, 1/128 of a chunk stays free, so that they can truly be packed.
 _FREE_SHARE = 128
@@ -45,7 +45,7 @@ class _Step:
     equal_chunks: bool
 
     def value(self, ranks: Int64Array) -> int:
-        """What is minimised: a lower bound on the step's time, in ns."""
+        """The objective, which is minimised: a lower bound on the step's time, in ns."""
         chunk_ns = self.chunks(ranks) * self.chunk_cost
         work = self.sums(self.costs, ranks)
         return int(work.max() + chunk_ns.max() if self.equal_chunks else (work + chunk_ns).max())
@@ -164,7 +164,7 @@ def _solve(
     solver = deterministic_solver(effort)
     if step.equal_chunks:
         scaled = value // unit
-        model.add(slowest + chunk_cost * fullest <= scaled - max(int(scaled * _WORTH), 1))
+        model.add(slowest + chunk_cost * fullest <= scaled - max(int(scaled * _MIN_GAIN), 1))
         model.minimize(slowest + chunk_cost * fullest)
     else:
         _add_hint(model, step, hint, decided, others, placed, filler, shared)

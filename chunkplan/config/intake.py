@@ -1,4 +1,4 @@
-"""What a user may ask of the intake besides data and tokenizer."""
+"""Options of the intake besides data and tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEGABYTE = 1_000_000
 
 
 class SourceOverrides(dict[str, str]):
-    """What is said of sources, entry by entry; `places` has where an entry was said, of those not typed as a flag.
+    """Options of single sources; `places` has the place in a file of those not given as a flag.
 
     Those that are `optional` are of no account in a run that has no source of theirs.
     """
@@ -48,7 +48,7 @@ class SourceOverrides(dict[str, str]):
         return entries if isinstance(entries, SourceOverrides) else cls(entries)
 
     def place(self, entry: str, flag: str) -> str:
-        """Where `entry` was said, in words for an error: as it stands in a file, or as it is typed after `flag`."""
+        """The place of `entry` for an error: that in a file, or the option as typed after `flag`."""
         return self.places.get(entry) or f"{flag} {entry}={self[entry]}"
 
 
@@ -88,7 +88,7 @@ def _load_columns(value: Any) -> Any:
 
 
 def _read_formats(typed: list[str]) -> dict[str, str | dict[str, str]]:
-    """What is said of all sources, and of some, as typed: ["text", "a.log=jsonl"]."""
+    """Parse formats as typed, for all sources and for single ones: ["text", "a.log=jsonl"]."""
     found: dict[str, str | dict[str, str]] = {}
     formats: dict[str, str] = {}
     for words in typed:
@@ -153,7 +153,7 @@ _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeOptions(Options):
-    """How `analyze` reads the data.
+    """Options for reading data, as `analyze` does.
 
     `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
     for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may
@@ -256,7 +256,7 @@ class IntakeOptions(Options):
 
     @property
     def stores_tokens(self) -> bool:
-        """Whether tokens are stored where there are any."""
+        """True if tokens, where there are any, are stored."""
         return self.tokens and self.sample is None
 
     def to_dict(self) -> dict[str, Any]:

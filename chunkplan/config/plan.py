@@ -1,4 +1,4 @@
-"""What a plan is built with."""
+"""Configuration of a plan."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ _NOTHING: dict[str, object] = {"cp": "off", "stage_layers": None, "keep_attentio
 
 
 def _may_share(config: PlanConfig) -> bool:
-    """Whether ranks share sequences unless it is said otherwise."""
+    """True if ranks may share sequences by default."""
     is_ordered = config.schedule in ORDERS_OF_GROUPS and config.balance == "spread"
     return config.dp > 1 and is_ordered and config.split != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Options):
-    """What a plan is built with.
+    """Configuration of a plan.
 
     The help of each option is in its field. `k_by_length`: pairs (tokens, K); for sequences of more tokens K stands in
     place of `k`, and of several pairs the last that applies counts. `part`: whether the plan is of what is held out
@@ -336,7 +336,8 @@ class PlanConfig(Options):
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:
-        """How many ranks may share a sequence, ascending: 1, and from one to the next times a prime, smallest first.
+        """The numbers of ranks that may share a sequence, ascending from 1: each is the one before times a prime,
+        smallest first.
 
         Every size divides the next one, so that aligned blocks of ranks are nested.
         """
@@ -353,17 +354,17 @@ class PlanConfig(Options):
 
     @classmethod
     def from_entries(cls, entries: dict[str, Any]) -> PlanConfig:
-        """See `Options.from_entries`: the configuration that `entries` gave, or that of an older plan."""
+        """Read a configuration from `entries`, as `Options.from_entries` does; entries of older plans may lack."""
         return super().from_entries(_NOTHING | entries)
 
     @property
     def placement(self) -> StagePlacement:
-        """Where model stages lie."""
+        """The placement of model stages on pipeline stages."""
         return family_of(self.schedule).placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether backwards are done in two halves."""
+        """True if backwards are split into two halves."""
         return family_of(self.schedule).splits
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -375,7 +376,7 @@ class PlanConfig(Options):
         if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
             raise UsageError(
                 f"stage-layers has {sum(self.stage_layers)} layers, {name} has {num_layers}",
-                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model-config "
+                hint=f"give {len(self.stage_layers)} numbers that sum to {num_layers}, or leave it out; --model "
                 "names the model",
             )
         if self.pp * self.virtual_stages > num_layers:
@@ -385,5 +386,5 @@ class PlanConfig(Options):
                 lower += " or virtual-stages" if self.schedule == "interleaved" else ", or choose another schedule"
             raise UsageError(
                 f"{name} has {num_layers} layers, too few for {stages}",
-                hint=f"lower {lower}; --model-config names the model",
+                hint=f"lower {lower}; --model names the model",
             )

@@ -1,1 +1,1 @@
-"""What a chunk costs."""
+"""The cost model: time and memory of chunks."""

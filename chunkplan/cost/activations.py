@@ -1,4 +1,4 @@
-"""What a chunk in flight holds of each layer, in bytes a token on one GPU, by the level of activation checkpointing.
+"""Bytes that a chunk in flight holds per token of each layer on one GPU, by level of activation checkpointing.
 
 Counted from shapes: what the backward of a Hugging Face decoder layer with a fused attention kernel reads, each tensor
 once, however many read it.
@@ -42,7 +42,7 @@ def runs_of(cost: CostModel, layers: Sequence[int]) -> list[list[Run]]:
 
 
 def activation_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing | None = None) -> float:
-    """What a chunk that keeps its activations holds for each token of a layer, on one GPU.
+    """Bytes per token of a layer on one GPU for a chunk that keeps its activations.
 
     `level`: of the layer, None: that of the first one. What it holds by the level is in docs/cost-model.md. With
     adapters there is less of norms, and what lies between two matrices of an adapter, see `Adapters.activation_bytes`.
@@ -95,7 +95,7 @@ def _everything(cost: CostModel, layer: Layer) -> float:
 
 
 def _of_router(cost: CostModel, layer: Layer) -> int:
-    """What it reads in float32, scores of experts before and after they become weights, and where tokens go."""
+    """Bytes of a router: its input in float32, the scores before and after normalization, and the routing of tokens."""
     read = layer.router_width if cost.num_bytes < _FLOAT32 else 0
     return _FLOAT32 * (read + 2 * layer.num_experts) + _ROUTED_BYTES * layer.experts_per_token
 
@@ -128,7 +128,7 @@ def _of_mlp(cost: CostModel, layer: Layer) -> float:
 
 
 def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool, level: Checkpointing) -> float:
-    """What a chunk that keeps its activations holds for each token around the layers of a model stage, on one GPU.
+    """Bytes per token around the layers of a model stage on one GPU for a chunk that keeps its activations.
 
     That are token ids, or the hidden states that come from the stage before, unless the first layer, of `level`, keeps
     them; positions and their rotary embeddings; and on the last stage what the final norm reads and makes.
@@ -146,7 +146,7 @@ def _around_bytes(cost: CostModel, *, is_first: bool, is_last: bool, level: Chec
 
 
 def around_of_stages(cost: CostModel, layers: Sequence[int]) -> list[float]:
-    """What a token that is retained takes around the layers of each model stage."""
+    """Bytes of a retained token around the layers of each model stage."""
     last = len(layers) - 1
     return [
         _around_bytes(cost, is_first=not stage, is_last=stage == last, level=level)
@@ -155,7 +155,7 @@ def around_of_stages(cost: CostModel, layers: Sequence[int]) -> list[float]:
 
 
 def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
-    """What a chunk holds for each token of a layer between the halves of its backward, on one GPU.
+    """Bytes per token of a layer between the halves of its backward, on one GPU.
 
     That are the inputs of its products with weights and the gradients of what these make, in the elements of
     `activation_bytes_per_token`, whatever the activation checkpointing:
@@ -176,7 +176,7 @@ def pending_bytes_per_token(cost: CostModel, layer: Layer) -> float:
 
 
 def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing) -> float:
-    """Of a chunk, what the backward of one layer holds beside the kept activations, and the layer run again for it.
+    """Bytes per token that the backward of one layer needs beside kept activations, with the layer's own recompute.
 
     With tensor parallelism the tokens of a chunk are gathered for a projection: one input whole. Of layers whose inputs
     are in host memory two inputs are there: of the layer at work, and of the next one.
@@ -213,6 +213,6 @@ def page_line(cost: CostModel, layer: Layer, num_tokens: int) -> tuple[float, fl
 
 
 def _gradients_per_token(cost: CostModel, layer: Layer) -> float:
-    """Of what an MLP makes and of what goes in and out, see `_GRADIENTS_OF_HIDDEN`."""
+    """Bytes of gradients of an MLP's results and of a layer's input and output, see `_GRADIENTS_OF_HIDDEN`."""
     gradients = (2 + layer.is_gated) * layer.mlp_width + _GRADIENTS_OF_HIDDEN * cost.shape.hidden_size
     return gradients * cost.num_bytes / cost.tp

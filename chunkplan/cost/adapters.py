@@ -79,7 +79,7 @@ def adapted(layer: Layer, shape: ModelShape) -> Adapted:
 
 
 def adapts_mlps(shape: ModelShape) -> bool:
-    """Whether MLPs have adapters: where there are experts, neither these have, nor routers, nor what is beside them.
+    """True if MLPs have adapters: in models with experts no MLP, router or shared expert has any.
 
     Experts are one weight: their adapters would make all of them anew in every chunk, and keep them for its backward.
     """
@@ -101,17 +101,17 @@ class Adapters:
 
     @cached_property
     def number(self) -> float:
-        """How many there are in a layer, on average."""
+        """Adapters of a layer, on average."""
         return self._mean(lambda each: each.number)
 
     @cached_property
     def width(self) -> float:
-        """See `Adapted.width`, on average."""
+        """Mean of `Adapted.width` over layers."""
         return self._mean(lambda each: each.width)
 
     @cached_property
     def copied(self) -> float:
-        """See `Adapted.copied`, on average."""
+        """Mean of `Adapted.copied` over layers."""
         return self._mean(lambda each: each.copied)
 
     def _mean(self, of: Callable[[Adapted], int]) -> float:
@@ -122,7 +122,7 @@ class Adapters:
         return self.rank * adapted(layer, self.shape).width
 
     def trained_parameters(self, layer: Layer) -> int:
-        """Those of a layer that have gradients and states of the optimizer: all of its matrices, or its adapters."""
+        """Parameters of a layer with gradients and optimizer states: those of all its matrices, or of its adapters."""
         return self.own_parameters(layer) if self.rank else layer.parameters(self.shape.hidden_size)
 
     def weight_bytes(self, layer: Layer) -> float:
@@ -156,7 +156,7 @@ class Adapters:
         return more - normalised * (4 if layer.wide_norms else self.num_bytes)
 
     def between_bytes(self, layer: Layer) -> int:
-        """Of a token, what lies between the two matrices of each adapter of a layer."""
+        """Bytes of a token between the two matrices of all adapters of a layer."""
         return self.rank * adapted(layer, self.shape).number * self.num_bytes
 
     def pending_bytes(self, layer: Layer) -> int:
@@ -171,7 +171,7 @@ class Adapters:
         return more
 
     def _is_left_out(self, layer: Layer) -> bool:
-        """Whether a layer has an MLP without adapters."""
+        """True if a layer has an MLP without adapters."""
         return bool(layer.mlp_width) and not adapts_mlps(self.shape)
 
     def with_frozen(

@@ -23,11 +23,11 @@ import numpy as np
 from chunkplan.arrays import BoolArray
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, durations
 from chunkplan.cost.hardware import AttentionRates, Hardware
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import LAYER_KERNELS, CostModel, Precision
 from chunkplan.cost.shape import FULL, AttentionPattern, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import UsageError
 from chunkplan.files.writing import whole_file
 from chunkplan.operations import OPS
@@ -38,7 +38,7 @@ from chunkplan.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTime:
-    """How long a chunk of `segments` takes, the first of which sees `prefix_tokens` earlier ones; in nanoseconds.
+    """Measured times of a chunk of `segments`, the first of which sees `prefix_tokens` earlier ones; in nanoseconds.
 
     `forward_kv_ns` is a forward without the loss that keeps no activations, `train_ns` a forward and a backward, with
     the loss. `spread` says how far repetitions of the latter are apart: their median distance from their median, as a
@@ -64,7 +64,7 @@ class ChunkTime:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a device does on its own, per second.
+    """Rates of a device alone, per second.
 
     `flops` and `fp32_flops` of a large matrix product in bf16 and in float32, `copy_bytes` read and written by a large
     copy, `host_bytes` of one to host memory or back. `layer_overhead_ns`: a forward of a layer so narrow that it has
@@ -140,7 +140,7 @@ def _comment(calibration: Calibration, name: str) -> str:
     other = "fp32_flops" if calibration.cost.precision == "bf16" else "flops"
     if name in ("name", "kernel", "head_size"):
         return ""
-    if name in calibration.untold:
+    if name in calibration.unidentifiable:
         return "  # at its bound: too fast for these chunks to tell"
     if name == other:
         return "  # fitted for the other precision, and scaled by large products in both"
@@ -168,7 +168,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
         "model": entries_of_shape(calibration.cost.shape),
         "precision": calibration.cost.precision,
         "held_out_error": {"median": float(np.median(errors)), "worst": float(errors.max())},
-        "untold": list(calibration.untold),
+        "untold": list(calibration.unidentifiable),
         "spread": calibration.spread,
         "chunks": [
             {
@@ -236,8 +236,8 @@ class Calibration:
     """A fitted profile and what it predicts for each chunk.
 
     `cost` is the model that was measured, on the fitted hardware. `held_out` [n] says which of the chunks the fit did
-    not see; `forward_kv_ns` and `train_ns` [n] are predicted, of what `ChunkTime` calls so. `untold` names entries of
-    the profile that would be beyond any device, as what they stand for takes no time in these chunks.
+    not see; `forward_kv_ns` and `train_ns` [n] are the predictions of the times of `ChunkTime`. `unidentifiable` names
+    entries of the profile that the fit cannot determine, as their work takes no measurable time in these chunks.
     """
 
     cost: CostModel
@@ -245,7 +245,7 @@ class Calibration:
     rates: DeviceRates
     chunks: tuple[ChunkTime, ...]
     held_out: BoolArray
-    untold: tuple[str, ...]
+    unidentifiable: tuple[str, ...]
     forward_kv_ns: Float64Array
     train_ns: Float64Array
 
@@ -256,7 +256,7 @@ class Calibration:
 
     @property
     def what(self) -> str:
-        """What was measured, in words."""
+        """A description of the measured model."""
         shape = self.cost.shape
         layers = "1 layer" if shape.num_layers == 1 else f"{shape.num_layers} layers"
         return f"{layers} and the head of {shape.name} in {self.cost.precision}"
@@ -270,7 +270,7 @@ class Calibration:
 
     @property
     def held_out_errors(self) -> Float64Array:
-        """How far predictions are off for the chunks that the fit did not see, [m, 2]."""
+        """Absolute relative errors of predictions for chunks that were not fitted, [m, 2]."""
         return np.abs(self.errors[self.held_out])
 
     @property
@@ -305,7 +305,7 @@ def calibrate(
     held_out[np.random.default_rng(seed).permutation(len(chunks))[::_HOLD_OUT_EVERY]] = True
     fitted = [chunk for chunk, out in zip(chunks, held_out, strict=True) if not out]
 
-    found, untold = fit(fitted, rates, shape=shape, precision=precision, base=base, name=name)
+    found, unidentifiable = fit(fitted, rates, shape=shape, precision=precision, base=base, name=name)
     forward_kv, train = predicted_ns(found, chunks).T
     return Calibration(
         cost=found,
@@ -313,7 +313,7 @@ def calibrate(
         rates=rates,
         chunks=tuple(chunks),
         held_out=held_out,
-        untold=untold,
+        unidentifiable=unidentifiable,
         forward_kv_ns=forward_kv,
         train_ns=train,
     )
@@ -339,14 +339,14 @@ def fit(
         return CostModel(shape=shape, hardware=hardware, precision=precision)
 
     scales = _nearest(lambda scales: (predicted_ns(cost(scales), chunks) / _measured(chunks)).ravel())
-    untold = np.flatnonzero(scales <= _LEAST * (1 + _NEAR))
-    return cost(scales), tuple(name for place in untold for name in _SCALED[place])
+    unidentifiable = np.flatnonzero(scales <= _LEAST * (1 + _NEAR))
+    return cost(scales), tuple(name for place in unidentifiable for name in _SCALED[place])
 
 
 def layers_that_fit(
     shape: ModelShape, base: Hardware, precision: Precision, *, memory_bytes: int, chunk_size: int, kv_tokens: int
 ) -> int:
-    """How many layers of `shape` can be measured within `memory_bytes`, one at least.
+    """The most layers of `shape` that can be measured within `memory_bytes`, one at least.
 
     `chunk_size` of the largest chunk, `kv_tokens` of the longest split sequence.
     """
@@ -355,7 +355,7 @@ def layers_that_fit(
             CostModel(shape=shape.first(num_layers), hardware=base, precision=precision),
             dp=1,
             layers=(num_layers,),
-            held=[Held(chunk_size, kv=kv_tokens, kv_gradients=kv_tokens)],
+            held=[ResidentTokens(chunk_size, kv=kv_tokens, kv_gradients=kv_tokens)],
             chunk_size=chunk_size,
         )
         if memory.total <= memory_bytes:
@@ -422,7 +422,7 @@ def _nearest(predicted: Callable[[Float64Array], Float64Array]) -> Float64Array:
 
 
 def predicted_ns(cost: CostModel, chunks: Sequence[ChunkTime]) -> Float64Array:
-    """What `cost` predicts of chunks, [n, 2]: of forward_kv and of training."""
+    """Times of chunks that `cost` predicts, [n, 2]: forward_kv and training."""
     tokens = np.array([chunk.num_tokens for chunk in chunks])
     pairs = np.array([chunk.attention_pairs(cost.shape.attention_patterns) for chunk in chunks])
     times = durations(tokens, pairs, cost.rates, (cost.shape.num_layers,))[:, 0].astype(np.float64)

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
 from chunkplan.cost.optimizers import GRADIENT_BYTES
-from chunkplan.cost.rates import Again, Rates
+from chunkplan.cost.rates import Rates, RecomputeTime
 from chunkplan.cost.shape import Layer, ModelShape
 from chunkplan.domains import Domain
 from chunkplan.errors import UsageError
@@ -89,7 +89,7 @@ def shown_levels(levels: Sequence[Checkpointing]) -> str:
 
 
 def checkpointing_words(checkpointing: str, full: str = "checkpointing") -> list[str]:
-    """How a level is named among notes: by itself, or the last two as `full` says; "none" is not named.
+    """Notes that name a level: its own name, or `full` for the last two; none for "none".
 
     Of runs of layers, the weakest and the strongest level but "none", and how many layers have one of these.
     """
@@ -117,7 +117,8 @@ class HostLink(NamedTuple):
 
 
 def host_link(shape: ModelShape, host_bytes: float, num_bytes: int) -> HostLink:
-    """What the link of all GPUs of a stage takes, of `host_bytes` a second; `num_bytes` a number, 4 a gradient."""
+    """The time on the host link of all GPUs of a stage, at `host_bytes` a second; `num_bytes` a number, 4 a
+    gradient."""
     kept = shape.mean(lambda layer: layer.cached_width)
     attention = shape.mean(lambda layer: attention_bytes(layer, num_bytes))
     sizes = shape.hidden_size * num_bytes, kept * num_bytes, kept * (num_bytes + GRADIENT_BYTES), attention
@@ -125,8 +126,8 @@ def host_link(shape: ModelShape, host_bytes: float, num_bytes: int) -> HostLink:
 
 
 def attention_bytes(layer: Layer, num_bytes: int) -> int:
-    """What attention gives of a token in a layer, with `num_bytes` a number: its output, and the LSE of each head; 0
-    where a layer has none."""
+    """Bytes of the results of attention for a token in a layer: its output of `num_bytes` a number, and the LSE of each
+    head; 0 without attention."""
     return (layer.output_width * num_bytes + LSE_BYTES * layer.num_query_heads) if layer.cached_width else 0
 
 
@@ -152,13 +153,13 @@ def with_again(
     if len(of_level) == 1:
         return rates._replace(again=of_level[levels[0]])
     of_layers = tuple(of_level[level] for level in levels)
-    return rates._replace(again=Again.mean(of_layers), again_of_layers=of_layers)
+    return rates._replace(again=RecomputeTime.mean(of_layers), again_of_layers=of_layers)
 
 
 def _again_of(
     level: Checkpointing, shape: ModelShape, rates: Rates, product: float, ramp: float, copies: float
-) -> Again:
-    """What a backward runs again of a layer: all of its forward, where its input alone is held.
+) -> RecomputeTime:
+    """The part of a layer's forward that a backward runs again: all of it where only the input is held.
 
     Else all but attention; where results of projections are held, of products the MLP and what expands latents; where
     those of all are, the latter alone. All that lies between products runs again at every level.
@@ -169,15 +170,15 @@ def _again_of(
         ramp, copies: what `rates` has of the ramp of products, and of reading and writing what lies between them.
     """
     if level == "none":
-        return Again()
+        return RecomputeTime()
     if level in ("full", "offload"):
-        return Again(rates.token + rates.mask, rates.pair, rates.chunk, (1, 1), launch=rates.launch)
+        return RecomputeTime(rates.token + rates.mask, rates.pair, rates.chunk, (1, 1), launch=rates.launch)
     if level == "keep-attention":
-        return Again(rates.token, 0.0, rates.chunk, (1, 0), launch=rates.launch)
+        return RecomputeTime(rates.token, 0.0, rates.chunk, (1, 0), launch=rates.launch)
     run = idle = shape.mean(lambda layer: layer.latent_width * layer.expanded_width)
     if level == "keep-projections":
         mixing = shape.mean(lambda layer: layer.mixer_parameters)
         run, idle = run + shape.active_layer_parameters - mixing, idle + shape.layer_parameters - mixing
     states = shape.mean(lambda layer: layer.state_elements * layer.state_products)
     held_ramp = ramp * max(0.0, 1 - idle / shape.layer_parameters)
-    return Again(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0), launch=rates.launch)
+    return RecomputeTime(product * (run + states) + copies, 0.0, rates.chunk - held_ramp, (1, 0), launch=rates.launch)

@@ -1,4 +1,4 @@
-"""How long each action with each chunk takes on each model stage: the one formula of time, whatever the model.
+"""Durations of every action with each chunk on each model stage: the one formula of time, for all models.
 
 Times are whole nanoseconds, so that sums of them are exact and a plan is the same on every machine.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int8Array, Int64Array, IntArray
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.rates import Again, Rates
+from chunkplan.cost.rates import Rates, RecomputeTime
 from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.layers import split_layers
 from chunkplan.operations import BACKWARDS, NOT_KEPT, ON_HOST, OPS
@@ -62,11 +62,11 @@ def _seen(num_tokens: Float64Array, pattern: AttentionPattern) -> Float64Array:
 _LAUNCHED = {"backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 #: See `balance_layers`.
-_WORTH = 16
+_UNEVEN_GAIN_PARTS = 16
 
 
 class ChunkTimes(NamedTuple):
-    """What things done with chunks take, in whole nanoseconds (or ticks, see `Simulation`).
+    """Times of actions with chunks, in whole nanoseconds (or ticks, see `Simulation`).
 
     `durations` int64 [num_ops, num_model_stages, n]: of each action by the code of its op, its model stage (virtual
     stage x pp + stage) and its chunk; `link` int64 [n]: of each chunk's way from one stage to another.
@@ -77,7 +77,7 @@ class ChunkTimes(NamedTuple):
 
 
 class ExchangeTimes(NamedTuple):
-    """What a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward.
+    """Time that a layer waits for other ranks in each chunk, in nanoseconds [n]: in its forward, and in its backward.
 
     `by_heads`, `by_pages`: of the forward, what a backward waits for again where it runs that again.
     """
@@ -87,8 +87,8 @@ class ExchangeTimes(NamedTuple):
     by_heads: Float64Array
     by_pages: Float64Array
 
-    def with_again(self, again: Again) -> Float64Array:
-        """What a backward waits for that runs `again` something of the forward, [n]."""
+    def with_again(self, again: RecomputeTime) -> Float64Array:
+        """The wait of a backward that recomputes `again` of the forward, [n]."""
         heads, pages = again.exchange
         return self.backward + (heads * self.by_heads + pages * self.by_pages)
 
@@ -197,9 +197,9 @@ def _before(num_tokens: Float64Array, attention_pairs: Float64Array) -> Float64A
 
 
 def _host_link_ns(
-    tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: Again, kept_attention: Int8Array
+    tokens: Float64Array, attention_pairs: Float64Array, rates: Rates, again: RecomputeTime, kept_attention: Int8Array
 ) -> dict[str, Float64Array]:
-    """What the link to host memory is busy for a layer, by op, where inputs of layers or attention lie there: [n] each.
+    """Busy time of the host link for a layer, by op, where inputs of layers or attention are in host memory: [n] each.
 
     Offloaded keys and values come over the same link: those of the prefix, which the attention pairs tell of a chunk
     that is one part of a sequence. A recompute that does not run attention needs none of them. Where nothing else is on
@@ -271,8 +271,8 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
 
     The last one has the vocabulary head besides, which takes as long as several layers, and so has fewer. (Looking up
     embeddings takes the first one next to nothing.) `pairs_per_token`: attention pairs, on average over the data. They
-    are as even as they come where nothing else makes the slowest stage faster by one part in `_WORTH`: long chunks,
-    beside which the head is nothing, then take longest on stages with more layers.
+    are as even as possible unless uneven ones make the slowest stage faster by one part in `_UNEVEN_GAIN_PARTS`: beside
+    long chunks the head is negligible, and stages with more layers are slowest.
     """
     rates, num_layers = cost.rates, cost.shape.num_layers
     if num_model_stages == 1:
@@ -289,5 +289,5 @@ def balance_layers(cost: CostModel, num_model_stages: int, pairs_per_token: floa
 
     even = split_layers(num_layers, num_model_stages)
     last = min(range(even[-1], 0, -1), key=slowest)
-    pays = slowest(last) * (1 + 1 / _WORTH) < max(even[0], even[-1] + head)
+    pays = slowest(last) * (1 + 1 / _UNEVEN_GAIN_PARTS) < max(even[0], even[-1] + head)
     return (*split_layers(num_layers - last, others), last) if pays else even

@@ -1,4 +1,4 @@
-"""What the ranks of a context-parallel group exchange in a layer, and how long that takes.
+"""Time of the exchange between the ranks of a context-parallel group in a layer.
 
 A group of `size` ranks shares a chunk by `heads`, by pages, or both (docs/context-parallel.md):
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from chunkplan.arrays import IntArray
 from chunkplan.cost.durations import ExchangeTimes, Float64Array, attention_pairs_of
-from chunkplan.cost.held import KV_GRADIENT_BYTES
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import KV_GRADIENT_BYTES
 
 #: All-to-alls of a layer's forward: queries, keys and values are one, the output is the other.
 _ALL_TO_ALLS = 2

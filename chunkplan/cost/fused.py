@@ -47,24 +47,24 @@ _GATED_COPIES, _FUSED_GATED_COPIES, _PLAIN_COPIES = 5, 3, 2
 
 
 def compiles(layers: Sequence[Layer], levels: Sequence[str]) -> bool:
-    """Whether layers can be compiled: not where one keeps states or makes keys of latents, nor where checkpoints hold
-    results of products, for which each operator has to be seen."""
+    """True if layers can be compiled: not with states or keys made of latents, nor with checkpoints of results of
+    products, for which every operator has to be visible."""
     refused = any(layer.state_elements or layer.latent_width for layer in layers)
     return not refused and not {"keep-products", "keep-projections"} & {*levels}
 
 
 def fuses_norms(kernels: Kernels, layer: Layer) -> bool:
-    """Whether norms of a layer are one kernel each. Those of torch do not multiply by weights in float32."""
+    """True if the norms of a layer are one kernel each. Those of torch do not multiply by weights in float32."""
     return kernels in ("liger", "compiled") or (kernels == "torch" and not layer.wide_norms)
 
 
 def fuses_gate(kernels: Kernels, layer: Layer) -> bool:
-    """Whether activation and product of a gated MLP are one kernel; not of experts, which have code of their own."""
+    """True if activation and product of a gated MLP are one kernel; not for experts, which have their own code."""
     return kernels in ("liger", "compiled") and layer.is_gated and not layer.experts_per_token
 
 
 def copied_elements(kernels: Kernels, layer: Layer, hidden_size: int) -> int:
-    """Of a token in a layer's forward, read or written by the kernels beside products and attention.
+    """Elements per token that kernels beside products and attention read or write in a layer's forward.
 
     Norms in float32 (18 h each, or fused 2 h), each with a residual (3 h each), rotary embedding, activation and,
     where there is a gate, its product; of a mixture, the way to the experts and back; of a recurrent layer what it
@@ -85,5 +85,5 @@ def fewer_kernels(kernels: Kernels, layer: Layer) -> int:
 
 
 def fused_words(kernels: str, compiled: bool = False) -> list[str]:
-    """How fused kernels and compiled layers are named among notes: not at all where there are none."""
+    """Notes that name fused kernels and compiled layers; none where there are none."""
     return ([] if kernels == "none" else [f"fused kernels of {kernels}"]) + ["compiled layers"] * compiled

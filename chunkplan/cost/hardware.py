@@ -1,4 +1,4 @@
-"""What a GPU and its links sustain: profiles shipped by name, or read from a file."""
+"""Sustained rates of a GPU and its links: profiles shipped by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Hardware:
 
 
 #: The profiles that come with chunkplan, in chunkplan/cost/profiles.
-SHIPPED = ("a100", "b200", "h100", "h200", "l40s", "mi300x", "rtx4090", "rtx5090")
+SHIPPED = ("a100", "a6000", "b200", "b300", "gh200", "h100", "h200", "l4", "l40s", "mi300x", "rtx4090", "rtx5090")
 
 #: How far off predictions may be, by what a profile comes from: what was found in docs/cost-model.md, rounded up.
 ERRORS = {"measured": 0.10, "calibrated": 0.20, "data sheet": 0.25}
@@ -135,7 +135,7 @@ _HINT = "compare it with the profiles that come with chunkplan, chunkplan/cost/p
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """A shipped profile by its name, or one from a TOML file with the entries of `Hardware`.
+    """A shipped profile by its name in any case, or one from a TOML file with the entries of `Hardware`.
 
     Raises:
         UsageError: there is neither such a profile nor such a file.
@@ -144,7 +144,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     shipped = {entry.name.removesuffix(".toml"): entry for entry in (files("chunkplan.cost") / "profiles").iterdir()}
     text = str(name_or_path)
     try:
-        source = (shipped.get(text) or Path(text)).read_bytes()
+        source = (shipped.get(text.lower()) or Path(text)).read_bytes()
     except (OSError, ValueError) as error:
         names = ", ".join(sorted(shipped))
         raise UsageError(

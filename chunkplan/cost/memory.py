@@ -1,4 +1,4 @@
-"""Memory of a GPU on each pipeline stage: what a plan holds at its fullest moment, part by part, in bytes.
+"""Peak memory of a GPU on each pipeline stage, part by part, in bytes.
 
 An estimate from the tensors that are known to be there; what a framework holds beside them is
 `Hardware.reserved_bytes`.
@@ -21,12 +21,15 @@ from chunkplan.cost.activations import (
     runs_of,
     working_bytes_per_token,
 )
-from chunkplan.cost.held import (
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.optimizers import tokens_at_once
+from chunkplan.cost.states import held_states, product_gradient_bytes, stage_parameters
+from chunkplan.cost.token_bytes import (
     KV_GRADIENT_BYTES,
     PAGE_CHUNKS,
-    Held,
-    HeldBytes,
     KeyGradients,
+    MemoryRates,
+    ResidentTokens,
     TokenBytes,
     key_gradients,
     kv_elements_per_token,
@@ -34,9 +37,6 @@ from chunkplan.cost.held import (
     token_bytes,
     without_levels,
 )
-from chunkplan.cost.model import CostModel
-from chunkplan.cost.optimizers import tokens_at_once
-from chunkplan.cost.states import held_states, product_gradient_bytes, stage_parameters
 from chunkplan.layers import STRAIGHT, StagePlacement, last_stage, stage_parts
 
 #: Where keys and values are in host memory, a GPU has room for two pages of one layer: at work, and on its way. Of
@@ -76,13 +76,13 @@ def stage_memory(
     *,
     dp: int,
     layers: Sequence[int],
-    held: Sequence[Held],
+    held: Sequence[ResidentTokens],
     chunk_size: int,
     shared_by: int = 1,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[StageMemory, ...]:
-    """What a GPU of each stage holds at most, by the layers that are on it.
+    """Memory of a GPU of each stage with the tokens `held`, part by part.
 
     Args:
         layers: of each model stage, see `stage_parameters`.
@@ -132,7 +132,7 @@ def stage_memory(
 
 
 class _Stage(NamedTuple):
-    """What a GPU of a stage holds whatever its chunks are, in bytes; and of a token, see `token_bytes`.
+    """Memory of a GPU of a stage that does not depend on its chunks, in bytes; and bytes per token, see `token_bytes`.
 
     `at_end`: of gradients, and of the layer at work, when the last gradients of a step are reduced, see
     `held_states`. `working_bytes`: of the layer at work, beside what chunks keep. `kv_elements`: what pages keep of a
@@ -197,7 +197,7 @@ def _stages_of(
 def split_gradient_bytes(
     cost: CostModel, *, dp: int, pp: int, layers: tuple[int, ...], placement: StagePlacement = STRAIGHT
 ) -> tuple[int, ...]:
-    """What a GPU of each stage holds more of gradients where backwards are split: 0 unless gradients are shared.
+    """Extra gradient bytes on a GPU of each stage where backwards are split: 0 unless gradients are sharded.
 
     The weight half of a backward has those of its virtual stage whole, in the dtype of the weights, before it reduces
     them a layer at a time. `layers` and `placement` as in `stage_parameters`.
@@ -219,7 +219,7 @@ def exchange_bytes(
     pages: int,
     kv_gradient_bytes: int = KV_GRADIENT_BYTES,
 ) -> float:
-    """What exchanging takes on one GPU in the layer that needs most; 0 where no rank shares anything.
+    """Buffers for exchange on one GPU in the layer that needs most; 0 where no rank shares anything.
 
     By heads, of the rank's slice of a chunk, `num_tokens` long: its queries, keys and values, or their gradients, as
     they are sent and as they come. For q and kv elements of a token: 2 num_tokens (q + 2 kv) b bytes.
@@ -244,7 +244,7 @@ def exchange_bytes(
 
 
 @lru_cache(maxsize=1 << 12)
-def held_bytes(
+def memory_rates(
     cost: CostModel,
     pp: int,
     layers: tuple[int, ...],
@@ -252,8 +252,8 @@ def held_bytes(
     *,
     shared_by: int = 1,
     placement: StagePlacement = STRAIGHT,
-) -> HeldBytes:
-    """See `HeldBytes`; arguments as in `stage_memory`, of which this is what tells its moments apart."""
+) -> MemoryRates:
+    """The `MemoryRates` of stages; arguments as in `stage_memory`, of which these are the variable part."""
     stages = _stages_of(cost, 1, pp, layers, chunk_size, placement)
     num_kinds = max(len(stage.pages) for stage in stages)
     gradients, pages = np.zeros((pp, num_kinds, 3)), np.zeros((pp, num_kinds, 2))
@@ -268,7 +268,7 @@ def held_bytes(
         exchange_bytes(cost, chunk_size, (1, 0), 1, shared_by),
         exchange_bytes(cost, chunk_size, (0, 1), 1, shared_by),
     )
-    return HeldBytes(
+    return MemoryRates(
         tokens=np.array([stage.token_bytes for stage in stages]),
         gradients=gradients,
         pages=pages,
@@ -288,7 +288,8 @@ def _exchanged(cost: CostModel, chunk_size: int, num_keys: int, shared_by: int, 
 
 
 def _logits_bytes(cost: CostModel, chunk_size: int) -> float:
-    """Of the largest block of logits, on one GPU; or, where more, of these, their gradient and that of the head."""
+    """Bytes of the largest block of logits on one GPU; or, if larger, of the logits, their gradient and that of the
+    head."""
     shape = cost.shape
     logits = min(chunk_size, tokens_at_once(shape.vocab_size, cost.logit_bytes)) * shape.vocab_size
     of_head = 0 if cost.lora_rank else shape.embedding_parameters

@@ -1,4 +1,4 @@
-"""What chunks of a model cost on a GPU: rates from the model's shape, the hardware, and how the model is run."""
+"""The cost model of a GPU: rates from the model's shape, the hardware, and the options of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chunkplan.cost.hardware import (
 )
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.optimizers import GRADIENT_BYTES, LOGIT_BYTES, OPTIMIZERS, Optimizer, sums_of
-from chunkplan.cost.rates import AttentionTime, Rates, Sums
+from chunkplan.cost.rates import AttentionTime, GradientSumTime, Rates
 from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
@@ -63,7 +63,7 @@ def with_attention(rates: Rates, shape: ModelShape, hardware: Hardware, slower: 
 
 
 def _of_layer(hardware: Hardware, several: bool, of: Callable[[AttentionRates], float], layer: Layer) -> float:
-    """What `of` says of the rates of a layer, for each element of its width."""
+    """`of` applied to the attention rates of a layer, for each element of its width."""
     if not layer.attention_width:
         return 0.0
     return layer.attention_width * of(
@@ -111,10 +111,13 @@ _MOST_OVERHEAD_NS = 2.0**40
 
 MODEL = Domain(
     lambda value: isinstance(value, ModelShape),
-    "a model's config.json, or its folder",
-    read=lambda typed: read_model_config(Path(typed)),
-    metavar="FILE",
+    "a model's name, its config.json or the folder of it",
+    read=read_model_config,
+    metavar="NAME|FILE",
+    example=f"Qwen/{QWEN2_5_7B.name}",
+    is_written_too=True,
 )
+MODEL_SOURCE = replace(MODEL, holds=lambda value: isinstance(value, str | Path), read=str)
 HARDWARE = Domain(
     lambda value: isinstance(value, Hardware),
     "a hardware profile",
@@ -149,11 +152,11 @@ class CostModel(Options):
 
     shape: ModelShape = option(
         MODEL,
-        "The model's config.json, or its folder.",
+        "The model: its name on the Hugging Face Hub, or its config.json or folder.",
         group=MACHINE,
         default=QWEN2_5_7B,
-        default_words="Qwen2.5-7B",
-        flag="--model-config",
+        default_words=QWEN2_5_7B.name,
+        flag="--model",
     )
     hardware: Hardware = option(
         HARDWARE,
@@ -244,12 +247,12 @@ class CostModel(Options):
 
     @property
     def num_bytes(self) -> int:
-        """Of a weight, an activation, a key or a value."""
+        """Bytes of a weight, an activation, a key or a value."""
         return NUM_BYTES[self.precision]
 
     @property
     def logit_bytes(self) -> int:
-        """Of a logit and what is made of it: where that is compiled, nothing but its gradient."""
+        """Bytes of a logit and its intermediates; of a compiled loss only those of its gradient."""
         return 2 * self.num_bytes if self.compile else LOGIT_BYTES
 
     @cached_property
@@ -260,7 +263,7 @@ class CostModel(Options):
 
     @cached_property
     def adapters(self) -> Adapters:
-        """What is trained of layers, and what their weights take."""
+        """Trained parameters of layers, and bytes of their weights."""
         return Adapters(self.shape, self.lora_rank, self.load_in_4bit, self.num_bytes, self.kernels)
 
     @cached_property
@@ -317,16 +320,16 @@ class CostModel(Options):
         gather = self.ring_ns(held, dp) + link_ns if self.shares("weights") else 0.0
         return self.rates._replace(gather=gather, reduce=self.ring_ns(trained * GRADIENT_BYTES, dp) + link_ns)
 
-    def _sums(self, *, reduced: bool) -> Sums:
+    def _sums(self, *, reduced: bool) -> GradientSumTime:
         rates = self.hardware.copy_bytes * self.tp, self.logit_bytes
         return sums_of(self.shape, self.adapters, self.num_bytes, *rates, reduced=reduced)
 
     def shares(self, what: Sharding) -> bool:
-        """Whether data-parallel ranks share `what`; each of `SHARDINGS` shares those before it too."""
+        """True if data-parallel ranks shard `what`; each of `SHARDINGS` includes those before it."""
         return SHARDINGS.index(self.sharding) >= SHARDINGS.index(what)
 
     def ring_ns(self, num_bytes: float, dp: int) -> float:
-        """What `dp` data-parallel ranks take to gather, or to reduce and scatter, `num_bytes`: a ring."""
+        """Time for `dp` data-parallel ranks to gather, or reduce and scatter, `num_bytes` in a ring."""
         return num_bytes * (dp - 1) / dp / self.hardware.ring_bytes(dp, self.tp) * 1e9
 
     @cached_property
@@ -337,24 +340,24 @@ class CostModel(Options):
 
     @property
     def chunk_overhead_ns(self) -> int:
-        """What a chunk's forward takes beside its tokens and attention pairs, on all model stages together."""
+        """Fixed time of a chunk's forward, beside tokens and attention pairs, on all model stages together."""
         return round(min(self.shape.num_layers * self.rates.chunk, _MOST_OVERHEAD_NS))
 
     @property
-    def passes(self) -> int:
+    def forward_equivalents(self) -> int:
         """Forward and backward of a layer take about as long as this many forwards, less what `Rates.frozen` says."""
         return 3 + round(self.rates.again.token / self.rates.token)
 
     @property
     def chunk_ns(self) -> int:
-        """What a chunk's forward and backward take beside its tokens and attention pairs, on all model stages."""
+        """Fixed time of a chunk's forward and backward, beside tokens and attention pairs, on all model stages."""
         rates, num_layers = self.rates, self.shape.num_layers
         more = round(num_layers * (rates.again.chunk - rates.frozen.chunk) + rates.sums.of_chunk(num_layers))
         return 3 * self.chunk_overhead_ns + min(more, round(_MOST_OVERHEAD_NS))
 
     @property
-    def linear_over_pair(self) -> float:
-        """How many attention pairs a token takes as long as; infinitely many where nothing attends."""
+    def linear_to_attention_ratio(self) -> float:
+        """Attention pairs that take as long as the rest of a token; infinite without attention."""
         rates, num_layers = self.rates, self.shape.num_layers
         frozen = rates.frozen.token + (rates.frozen_head - rates.sums.head.token) / num_layers
         if not rates.pair:

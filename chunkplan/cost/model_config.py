@@ -1,10 +1,14 @@
-"""A model's shape from the `config.json` that comes with its weights on Hugging Face."""
+"""A model's shape from the `config.json` that comes with its weights on Hugging Face, or by the model's name there."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +76,81 @@ _KIMI = {
 }
 
 
-def read_model_config(path: Path | str) -> ModelShape:
-    """The shape of the model that a `config.json`, or the folder that holds one, describes.
+#: Of a model on the Hugging Face Hub, with or without who published it.
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
-    Of a model that sees pictures too it is that of its `text_config`. The name says the type and the size, so that it
-    is the same wherever the file lies.
+
+def read_model_config(source: Path | str) -> ModelShape:
+    """The shape of the model that a `config.json`, the folder that holds one, or a name means; see `find_config`.
+
+    Of a model that sees pictures too it is that of its `text_config`. Of a file its name says the type and the size, so
+    that it is the same wherever the file lies.
 
     Raises:
-        UsageError: there is no such file, or it describes a model of another kind.
+        UsageError: there is no such file or model, or it is of another kind.
         DataError: the file is damaged, or an entry is missing or not what it should be.
     """
-    path = Path(path)
+    config, where, name = find_config(source)
+    shape = shape_of_config(config, where)
+    return replace(shape, name=name) if name else shape
+
+
+def find_config(source: Path | str) -> tuple[Any, str, str]:
+    """A model's config, where errors say that it is, and the name that was given for it, "" of a file.
+
+    A `Path` is that of a config.json or its folder. A text that is no such path is a name: of a shape in models.json
+    beside this module, also without who published it, else on the Hugging Face Hub or in its cache.
+
+    Raises:
+        UsageError: there is no such file or model.
+        DataError: the file is damaged.
+    """
+    file, name = config_file(Path(source)), ""
+    if isinstance(source, str) and not Path(source).exists() and _NAME.fullmatch(source) and file.suffix != ".json":
+        found = _shipped().get(source.lower())
+        if found:
+            return found[1], found[0], found[0].rpartition("/")[2]
+        file, name = _file_on_hub(source), source.rpartition("/")[2]
     try:
-        file = config_file(path)
         content = file.read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}: no config.json that can be read", hint="give a config.json, or the folder of a model"
+            f"{source}: no config.json that can be read",
+            hint="give a config.json, the folder of a model, or a name such as Qwen/Qwen2.5-7B",
         ) from error
     try:
-        config = json.loads(content)
+        return json.loads(content), str(file), name
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a JSON file: {error}", where=str(file), hint=_HINT) from error
-    return shape_of_config(config, str(file))
+
+
+@cache
+def _shipped() -> dict[str, tuple[str, Config]]:
+    """Names and configs of models.json by their names in lower case, each with and without who published it."""
+    configs = json.loads((files("chunkplan.cost") / "models.json").read_text(encoding="utf-8"))
+    names = {key: name for name in configs for key in (name.lower(), name.lower().rpartition("/")[2])}
+    return {key: (name, configs[name]) for key, name in names.items()}
+
+
+def _file_on_hub(name: str) -> Path:
+    """The config.json of a model in the cache of the Hugging Face Hub, or else fetched from there."""
+    why = "no such file or folder, and the name is not among those that come with chunkplan"
+    if "/" in name:
+        from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5)  # the download itself would try for half a minute
+            return Path(hf_hub_download(name, "config.json"))
+        except Exception as error:  # of the network, by whichever library it is reached: there is no common class
+            why += f"; the Hugging Face Hub says: {(str(error) or type(error).__name__).strip().splitlines()[0]}"
+    names = [found[0] for found in _shipped().values()]
+    by_end = {each.rpartition("/")[2].lower(): each for each in names}
+    close = get_close_matches(name.rpartition("/")[2].lower(), by_end, n=3, cutoff=0.6)
+    hint = f"did you mean {', '.join(by_end[each] for each in close)}? Or give" if close else "give"
+    raise UsageError(f"{name}: {why}", hint=f"{hint} the model's config.json, its folder, or its name on the Hub")
 
 
 def config_file(path: Path) -> Path:
@@ -149,7 +205,7 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """How many tokens a sequence may have for a model with this config.json; None where it does not say.
+    """The longest sequence of a model with this config.json, in tokens; None if it has no such entry.
 
     That is `max_position_embeddings`. Where YaRN stretches rotary embeddings, it is what they are stretched to if that
     is more: some such configs state the positions that the model had before. A sliding window bounds how far a token
@@ -167,7 +223,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def rope_entries(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of all layers; models with several kinds of layers have rope parameters by kind."""
+    """The rope parameters of all layers; models with several kinds of layers have them by kind."""
     by_kind = [entry for entry in parameters.values() if isinstance(entry, Mapping)]
     return by_kind or [parameters]
 

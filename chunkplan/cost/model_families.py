@@ -32,7 +32,7 @@ _SIZE, _COUNT = whole(1, _MOST), whole(0, _MOST)
 
 
 def _is_of_layer(entry: tuple[str, object]) -> bool:
-    """Whether it says of the layer at a place what Gemma 4 may say, and no more."""
+    """True if an entry overrides, for one layer, only what Gemma 4 may override."""
     place, own = entry
     names = {"head_dim", "num_key_value_heads"}
     is_known = isinstance(own, dict) and own.keys() <= names and all(map(_SIZE.holds, own.values()))
@@ -92,7 +92,7 @@ class Family(NamedTuple):
     num_norms: int = 2
 
     def expected(self) -> dict[str, Expected]:
-        """What its entries may be, as `find_mismatch` reads it."""
+        """Expected entries of the family's config, for `find_mismatch`."""
         found: dict[str, Expected] = {}
         for name, least, missing in re.findall(r"(\w+)(>=0)?(\?|\|null)?", self.entries):
             domain = _SPECIAL.get(name, _COUNT if least else _SIZE)

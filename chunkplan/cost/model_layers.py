@@ -1,4 +1,4 @@
-"""What layers of models are made of, by the entries of a config.json: mixers of tokens, MLPs, and where each is.
+"""Layers of models by the entries of a config.json: token mixers, MLPs, and the position of each.
 
 What an entry means is as in transformers. Matrices and states are those of the models there; biases, norms and routers
 are left out.
@@ -275,12 +275,12 @@ def every(interval: str, default: int, others: str) -> TypeOf:
 
 
 def uses_window(config: Config, place: int = 0) -> bool:
-    """Whether there is a window, and the config says that it is used."""
+    """True if the config has a window and enables it."""
     return bool(config.get("use_sliding_window") and config.get("sliding_window"))
 
 
 def rotates(config: Config, place: int) -> bool:
-    """Whether a layer of Llama 4 has rotary embeddings, and so sees its chunk only."""
+    """True if a layer of Llama 4 has rotary embeddings, and so sees only its chunk."""
     listed = config.get("no_rope_layers") or ()
     by_interval = (place + 1) % config.get("no_rope_layer_interval", 4)
     return bool((listed[place] if place < len(listed) else by_interval) and config.get("attention_chunk_size"))

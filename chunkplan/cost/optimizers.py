@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from chunkplan.cost.adapters import Adapters
-from chunkplan.cost.rates import LayerTime, Sums
+from chunkplan.cost.rates import GradientSumTime, LayerTime
 from chunkplan.cost.shape import Layer, ModelShape
 
 # What backwards take to add gradients to their sums, however few tokens a chunk has: bytes of weights, not of tokens.
@@ -36,8 +36,8 @@ def tokens_at_once(vocab_size: int, logit_bytes: int = LOGIT_BYTES) -> int:
 
 def sums_of(
     shape: ModelShape, adapters: Adapters, num_bytes: int, copy_bytes: float, logit_bytes: int, *, reduced: bool
-) -> Sums:
-    """What they take of a model whose gradients have `num_bytes` as products write them.
+) -> GradientSumTime:
+    """Time to accumulate the gradients of a model that products write in `num_bytes`.
 
     `copy_bytes`: a second, of all GPUs that share a layer. `logit_bytes`: see `tokens_at_once`. `reduced`: gradients of
     layers are reduced over data-parallel ranks in every backward: then they are copied to what is sent, in float32, and
@@ -59,7 +59,7 @@ def sums_of(
     nanoseconds = 1e9 / copy_bytes
     ends = 0.0 if adapters.rank else nanoseconds * shape.embedding_parameters
     head = in_product * ends
-    return Sums(
+    return GradientSumTime(
         layer=nanoseconds * shape.mean(of_layer),
         embeddings=added * ends if is_wide else 0.0,
         head=LayerTime(head / tokens_at_once(shape.vocab_size, logit_bytes), head / 2),
@@ -87,5 +87,5 @@ ELEMENTWISE: tuple[Optimizer, ...] = ("adamw", "adamw-8bit", "sgd")
 
 
 def moment_bytes(optimizer: Optimizer, hidden_size: int) -> float:
-    """What is remembered of a weight: of rows that are no whole blocks float32, as the trainer keeps them."""
+    """Optimizer bytes of a weight; rows that are no whole blocks are float32, as in the trainer."""
     return MOMENT_BYTES["adamw" if optimizer == "adamw-8bit" and hidden_size % BLOCK else optimizer]

@@ -1,4 +1,4 @@
-"""What a layer of a model takes on a GPU: what every predicted time is made of."""
+"""Time per layer of a model on a GPU, from which every prediction is made."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LayerTime(NamedTuple):
     chunk: float = 0.0
 
 
-class Again(NamedTuple):
-    """Nanoseconds of what a backward runs again of a layer's forward: of a token, of a pair, and of the chunk.
+class RecomputeTime(NamedTuple):
+    """Nanoseconds of the part of a layer's forward that a backward runs again: of a token, of a pair, and of the chunk.
 
     `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
     sending the input of a token to host memory takes, or fetching it: beside the work of the layer. `launch`: what the
@@ -35,8 +35,8 @@ class Again(NamedTuple):
     launch: float = 0.0
 
     @classmethod
-    def mean(cls, of_layers: Sequence[Again]) -> Again:
-        """That of a layer on average."""
+    def mean(cls, of_layers: Sequence[RecomputeTime]) -> RecomputeTime:
+        """The mean over layers."""
         parts = ((one.token, one.pair, one.chunk, *one.exchange, one.host, one.launch) for one in of_layers)
         token, pair, chunk, heads, pages, *others = (sum(each) / len(of_layers) for each in zip(*parts, strict=True))
         return cls(token, pair, chunk, (heads, pages), *others)
@@ -49,7 +49,7 @@ class AttentionTime(NamedTuple):
     token: float = 0.0
 
 
-class Sums(NamedTuple):
+class GradientSumTime(NamedTuple):
     """Nanoseconds that backwards take to add gradients to their sums, see `sums_of`.
 
     Of a layer and of embeddings, which the first model stage has, in each chunk; of the head for each token of a chunk,
@@ -61,7 +61,7 @@ class Sums(NamedTuple):
     head: LayerTime = LayerTime()
 
     def of_chunk(self, num_layers: int) -> float:
-        """Of a chunk, whatever its tokens, on all model stages, which have `num_layers`."""
+        """Time per chunk, independent of its tokens, on all model stages with `num_layers` layers."""
         return num_layers * self.layer + self.embeddings + self.head.chunk
 
 
@@ -82,24 +82,24 @@ class Rates(NamedTuple):
     where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
     go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
     values of a token of the prefix takes in a forward, and with gradients in a backward, where these lie in host
-    memory. They share the link with inputs of layers (`Again.host`), and with what attention gave, of which sending or
-    fetching a token takes `host_attention`.
+    memory. They share the link with inputs of layers (`RecomputeTime.host`), and with kept attention, of which sending
+    or fetching a token takes `host_attention`.
     """
 
     token: float
     pair: float
     chunk: float
     head: float = 0.0
-    again: Again = Again()
+    again: RecomputeTime = RecomputeTime()
     link_token: float = 0.0
     link: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
     frozen: LayerTime = LayerTime()
     frozen_head: float = 0.0
-    sums: Sums = Sums()
+    sums: GradientSumTime = GradientSumTime()
     weight_half: LayerTime | None = None
-    again_of_layers: tuple[Again, ...] = ()
+    again_of_layers: tuple[RecomputeTime, ...] = ()
     host_kv: tuple[float, float] = (0.0, 0.0)
     host_attention: float = 0.0
     mask: float = 0.0
@@ -110,7 +110,7 @@ class Rates(NamedTuple):
 
     @property
     def backward(self) -> AttentionTime:
-        """Of attention in a backward."""
+        """Time of attention in a backward."""
         return self.attention_backward or AttentionTime(2 * self.pair, 2 * self.mask)
 
     def of_work(self, num_tokens: _Array, attention_pairs: _Array) -> tuple[_Array, _Array]:
@@ -121,13 +121,13 @@ class Rates(NamedTuple):
             (2 * self.token + backward.token) * num_tokens + backward.pair * attention_pairs,
         )
 
-    def again_within(self, start: int, stop: int) -> Again:
-        """What is run again of a layer from `start` on and before `stop`, on average."""
-        return Again.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
+    def again_within(self, start: int, stop: int) -> RecomputeTime:
+        """The mean recompute time of the layers from `start` to before `stop`."""
+        return RecomputeTime.mean(self.again_of_layers[start:stop]) if self.again_of_layers else self.again
 
     @property
     def hides_attention(self) -> bool:
-        """Whether sending and fetching attention, beside keys and values in host memory, holds no layer up."""
+        """True if the transfer of attention, beside keys and values in host memory, delays no layer."""
         return self.host_attention <= self.token and self.host_kv[0] <= 2 * self.pair
 
     @property

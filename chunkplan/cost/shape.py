@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class AttentionPattern(NamedTuple):
-    """What queries see of the tokens before them: all, or the `window` that ends with them.
+    """The earlier tokens that queries see: all, or the `window` that ends with them.
 
     `restarts`: windows lie side by side instead, and a query sees the part of its own before it (chunked attention).
     `share`: how much of a model's attention sees that, of 1.
@@ -78,7 +78,7 @@ class Layer:
 
     @property
     def cached_width(self) -> int:
-        """What the pages of the runtime keep of a token: latents where these take half as much as keys and values."""
+        """Width per token in the pages of the runtime: that of latents where at most half of keys and values."""
         return self.latent_width if 0 < 2 * self.latent_width <= self.key_value_width else self.key_value_width
 
     @property
@@ -93,16 +93,16 @@ class Layer:
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are at most, by the widths, in which a shared one may be; 0 in a dense layer."""
+        """The most experts there can be by the widths, a shared one included; 0 in a dense layer."""
         sent = self.experts_per_token
         return -(-self.all_mlp_width * (sent + 1) // self.mlp_width) if sent else 0
 
     def parameters(self, hidden_size: int) -> int:
-        """Of its matrices. What else there is, is under 1%."""
+        """Parameters of the layer's matrices; all others are under 1%."""
         return self.mixer_parameters + (2 + self.is_gated) * hidden_size * self.all_mlp_width
 
     def active_parameters(self, hidden_size: int) -> int:
-        """Those of its parameters that a token passes through."""
+        """Parameters that a token passes through."""
         return self.mixer_parameters + (2 + self.is_gated) * hidden_size * self.mlp_width
 
 
@@ -128,12 +128,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.order)
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether any layer is a mixture of experts."""
+        """True if any layer is a mixture of experts."""
         return any(kind.experts_per_token for kind in self.kinds)
 
     @cached_property
@@ -148,17 +148,17 @@ class ModelShape:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether states go from one part of a sequence to the next."""
+        """True if states pass from one part of a sequence to the next."""
         return any(kind.state_elements for kind in self.kinds)
 
     @property
     def keeps_latents(self) -> bool:
-        """Whether pages keep latents, of which heads cannot be shared."""
+        """True if pages keep latents, whose heads cannot be sharded."""
         return any(kind.expanded_width for kind in self.kinds)
 
     @cached_property
     def attention_patterns(self) -> tuple[AttentionPattern, ...]:
-        """What attention sees, by its share of the attention there is; empty where no layer has any."""
+        """Patterns of attention with the share of each in all attention; empty if no layer has attention."""
         widths: Counter[AttentionPattern] = Counter()
         for place, count in Counter(self.order).items():
             kind = self.kinds[place]
@@ -175,7 +175,7 @@ class ModelShape:
         return self.total(of) / self.num_layers
 
     def split(self, layers: Sequence[int]) -> list[list[tuple[Layer, int]]]:
-        """Of model stages with so many `layers` each, one after another: kinds, and how many there are of each."""
+        """Kinds of layers, and the number of each, of consecutive model stages with so many `layers`."""
         bounds = pairwise(accumulate(layers, initial=0))
         counts = (Counter(self.order[start:stop]) for start, stop in bounds)
         return [[(self.kinds[place], count) for place, count in each.items()] for each in counts]
@@ -187,27 +187,27 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> float:
-        """Of a layer's matrices, on average."""
+        """Parameters of a layer's matrices, on average."""
         return self._of_layers(Layer.parameters) / self.num_layers
 
     @cached_property
     def active_layer_parameters(self) -> float:
-        """Of a layer, those that a token passes through, on average."""
+        """Parameters of a layer that a token passes through, on average."""
         return self._of_layers(Layer.active_parameters) / self.num_layers
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embeddings; the vocabulary head has as many."""
+        """Parameters of the embeddings; the vocabulary head has as many."""
         return self.hidden_size * self.vocab_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; tied embeddings count once."""
+        """Parameters of the whole model; tied embeddings count once."""
         return self._of_layers(Layer.parameters) + (2 - self.tied_embeddings) * self.embedding_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """Of the whole model, those that a token passes through, with all embeddings as is customary."""
+        """Parameters of the whole model that a token passes through, with all embeddings as is customary."""
         idle = self._of_layers(Layer.parameters) - self._of_layers(Layer.active_parameters)
         return self.num_parameters - idle
 

@@ -21,7 +21,7 @@ _GATHERED_LAYERS = 2
 
 
 class StageWeights(NamedTuple):
-    """What a GPU of a stage has of the model: `layers` of it, and `ends`, embeddings and vocabulary head.
+    """Parameters on a GPU of a stage: `layers`, and `ends`, embeddings and vocabulary head.
 
     Parameters, and `layer_bytes` of those of layers; `trained_layers` and `trained_ends` of them are trained.
     """
@@ -71,7 +71,7 @@ class States(NamedTuple):
 
 
 def held_states(cost: CostModel, dp: int, layers: Layers, weights: StageWeights, in_backward: float) -> States:
-    """What a stage with `layers`, which are `weights`, holds on one of `dp` ranks.
+    """Bytes of weights, gradients and optimizer of a stage with `layers`, which are `weights`, on one of `dp` ranks.
 
     `in_backward`: bytes that the backward of a layer takes beside it and its gradients, which are not there yet when a
     forward gathers one.
@@ -103,7 +103,7 @@ def held_states(cost: CostModel, dp: int, layers: Layers, weights: StageWeights,
 
 
 def optimizer_bytes(cost: CostModel) -> float:
-    """What an optimizer keeps of a weight that is trained: its moments, and in bf16 the weight in float32."""
+    """Optimizer bytes of a trained weight: its moments, and in bf16 the float32 master weight."""
     return moment_bytes(cost.optimizer, cost.shape.hidden_size) + (4 if cost.precision == "bf16" else 0)
 
 
@@ -126,7 +126,7 @@ def product_gradient_bytes(cost: CostModel, dp: int, layers: Layers) -> float:
 
 
 def _bytes_at_end(cost: CostModel, dp: int, layers: Layers, weights: StageWeights) -> float:
-    """Where ranks share optimizer states alone: gradients in the last backward of a step.
+    """Gradient bytes in the last backward of a step where only optimizer states are sharded.
 
     That backward reduces layer by layer, and does not wait for ranks that come to theirs later. Until these do, all
     that it sends is there, which are the whole sums, and beside them the shares that come of all layers but the one at
@@ -158,7 +158,7 @@ def _largest_matrix(layer: Layer) -> int:
 def reduction_ns(
     cost: CostModel, *, dp: int, pp: int, layers: Sequence[int], placement: StagePlacement = STRAIGHT
 ) -> int:
-    """What `dp` data-parallel ranks take at the end of a step to sum gradients and to share what was updated.
+    """Time for `dp` data-parallel ranks to reduce gradients and gather updated weights at the end of a step.
 
     A ring over the float32 gradients that no backward has reduced, and one over the updated weights, but for those of
     layers that every chunk fetches; nothing of frozen weights. Ranks that share nothing each update all weights: they

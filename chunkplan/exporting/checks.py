@@ -1,4 +1,4 @@
-"""What an export says that it was made of is what it was made of: content hashes, and the order and size of chunks."""
+"""Checks that an export's source is intact: content hashes, and the order and size of chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_chunks(plan: Plan, analysis: Analysis) -> ChunkColumns:
 
 
 def check_plan(plan: Plan, tables: dict[str, pa.Table]) -> None:
-    """See that these tables of a plan are those that it was built with.
+    """Check that the tables of a plan are those it was built with.
 
     Raises:
         DataError: one was changed.
@@ -44,7 +44,7 @@ def check_plan(plan: Plan, tables: dict[str, pa.Table]) -> None:
 
 
 def check_source(analysis: Analysis) -> None:
-    """See that the tokens are those that were analyzed, for which all of them are read.
+    """Check that the tokens are those that were analyzed, by reading all of them.
 
     Raises:
         DataError: they are not, or a file is damaged.

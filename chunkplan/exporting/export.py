@@ -43,7 +43,8 @@ class ExportSource:
     may_share: bool = False
 
     def refusal(self, split: SplitSequences, to: str, output: Path) -> UsageError:
-        """That some sequences are in parts, what an export in the format `to` can do about it, and what that costs."""
+        """The error for split sequences, with the command that exports in the format `to` without splitting, and its
+        cost."""
         whole = split.whole
         real, here = Path(os.path.realpath(self.analysis.path)), Path.cwd()
         analysis = str(real.relative_to(here) if real.is_relative_to(here) else real)
@@ -131,7 +132,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written into the folder `path`, and what of the source is not in it.
+    """A written export in the folder `path`, and what it leaves out of the source.
 
     `left_out` or `cut`: the sequences in parts, by what was asked for. A sequence that is cut counts once for each
     time that it occurs. `files` have the rows, in order.

@@ -99,7 +99,7 @@ _SHARD_BYTES = 500_000_000
 
 
 class ShardFile(Protocol):
-    """What record batches are written to, such as a writer of pyarrow."""
+    """A sink of record batches, such as a writer of pyarrow."""
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
         """Append some rows."""

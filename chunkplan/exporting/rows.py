@@ -38,12 +38,12 @@ class PackedRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.rows.size - 1
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no packing has fewer rows."""
+        """True if no packing has fewer rows."""
         return self.num_rows == self.lower_bound
 
 
@@ -116,17 +116,17 @@ class ExportRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.rows.size - 1
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are; one that occurs in several rows counts each time."""
+        """Number of sequences; one that occurs in several rows counts each time."""
         return int(np.count_nonzero(self.start == 0))
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return int((self.stop - self.start).sum(dtype=np.int64))
 
     def only(self, kept: BoolArray) -> ExportRows:
@@ -147,7 +147,7 @@ class ExportRows:
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """How many sequences, and what they have; one that occurs several times counts each time."""
+    """Counts of whole sequences and their tokens; one that occurs several times counts each time."""
 
     num_sequences: int
     num_tokens: int

@@ -40,7 +40,7 @@ _LETTERS = {"forward": "F", "forward_kv": "F", "backward": "B", "backward_input"
 
 @dataclass(frozen=True, kw_only=True)
 class OrderExport:
-    """What was written into the folder `path`: the order of every step, for each of its data-parallel ranks.
+    """A written export in the folder `path`: the order of every step, for each of its data-parallel ranks.
 
     `num_stages`: model stages, on `pp` pipeline ranks. Of all micro-batches, those that their stage has to recompute,
     that are parts of a split sequence, and that are a rank's slice of what several ranks share. Files are named by

@@ -233,14 +233,14 @@ def _is_running(process: int) -> bool:
 
 
 def let_umask_decide(path: Path) -> None:
-    """Let a file or a folder be read and written by whom any new one is; temporary ones are their owner's alone."""
+    """Give a temporary file or folder, readable by its owner alone, the permissions of a new one."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def sync(path: Path) -> None:
-    """Have what was written to a file or a folder reach the disk."""
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

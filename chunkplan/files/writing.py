@@ -111,7 +111,7 @@ def _final(place: Path) -> Path:
 
 
 def _reason(error: OSError) -> str:
-    """What the system says of an error, without what pyarrow puts before it."""
+    """The system's message of an error, without the prefix of pyarrow."""
     return os.strerror(error.errno) if error.errno else str(error)
 
 
@@ -152,7 +152,7 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def _target_and_temporary(path: Path) -> tuple[Path, Path] | None:
-    """Where `path` is to be written, and its temporary name; None for a pipe or a device, which is not replaced."""
+    """The real target of `path` and its temporary name; None for a pipe or a device, which is not replaced."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
     if path.exists() and not path.is_file():

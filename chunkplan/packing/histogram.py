@@ -29,7 +29,7 @@ class Packing:
 
     @property
     def optimal(self) -> bool:
-        """Whether no packing has fewer bins."""
+        """True if no packing has fewer bins."""
         return self.num_bins == self.lower_bound
 
     def better(self, other: Packing) -> Packing:
@@ -60,7 +60,7 @@ class Histogram:
 
     @property
     def num_items(self) -> int:
-        """How many items there are, n."""
+        """Number of items, n."""
         return self.keys.size
 
     def in_item_order(self, sorted_bins: Int64Array) -> Int64Array:
@@ -85,7 +85,7 @@ def histogram(lengths: IntArray) -> Histogram:
 
 @compiled
 def starts(counts: Int64Array) -> Int64Array:
-    """Where the items of each length begin in ascending order, int64 [num_distinct]."""
+    """The first item of each length in ascending order, int64 [num_distinct]."""
     return np.cumsum(counts) - counts
 
 

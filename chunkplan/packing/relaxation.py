@@ -125,7 +125,7 @@ def solve_relaxation(sizes: Int64Array, counts: Int64Array, capacity: int) -> Re
 
 
 def resolution(items: Histogram, capacity: int) -> int:
-    """In how many units of length a bin is looked at: as fine as takes milliseconds to find a pattern."""
+    """Units of length a bin is divided into: as fine as pattern search stays within milliseconds."""
     affordable = [units for units in _RESOLUTIONS if units * items.distinct.size <= _LARGEST_SEARCH]
     return min(capacity, max(affordable, default=min(_RESOLUTIONS)))
 
@@ -160,7 +160,7 @@ def most_valuable(sizes: Int64Array, values: Int64Array, capacity: int) -> tuple
 def _valuable_patterns(
     sizes: Int64Array, values: Int64Array, capacity: int, most: Int64Array, last: Int64Array, enough: int
 ) -> list[Int64Array]:
-    """Of each class, the most valuable pattern with one of it, where that is worth `enough`."""
+    """The most valuable pattern with one item of each class, where it is worth `enough`."""
     patterns = []
     for index in range(sizes.size):
         room = capacity - sizes[index]
@@ -216,7 +216,7 @@ class _Master:
         self._solver.Objective().SetMinimization()
 
     def add(self, patterns: Iterable[Int64Array]) -> None:
-        """Let further patterns be used; those known already are left out."""
+        """Add patterns to the master problem; known ones are skipped."""
         for pattern in patterns:
             if (key := pattern.tobytes()) in self._known:
                 continue
@@ -238,7 +238,7 @@ class _Master:
         return True
 
     def used(self) -> FloatArray:
-        """How often the solution has each pattern, float64 [num_patterns]; never, where the solver failed."""
+        """Multiplicity of each pattern in the solution, float64 [num_patterns]; 0 if the solver failed."""
         if not self._solved:
             return np.zeros(len(self.patterns))
         return np.array([variable.solution_value() for variable in self._solver.variables()])

@@ -60,7 +60,7 @@ class Analysis:
 
     @cached_property
     def is_evaluation(self) -> BoolArray:
-        """Whether each sequence is of a source to evaluate on, bool [num_sequences]; raises as `source`."""
+        """True for sequences of sources to evaluate on, bool [num_sequences]; raises as `source`."""
         marks = np.array([source.get("part") == "eval" for source in self.manifest.get("sources", [])], np.bool_)
         if not marks.any():
             return np.broadcast_to(np.zeros(1, np.bool_), self.num_sequences)  # takes no memory
@@ -69,7 +69,7 @@ class Analysis:
 
     @cached_property
     def is_evaluated_elsewhere(self) -> BoolArray:
-        """Whether each sequence is to be trained but for one of the same tokens to evaluate on, bool [num_sequences].
+        """True for training sequences with the same tokens as one to evaluate on, bool [num_sequences].
 
         Raises:
             DataError: the tokens cannot be read.
@@ -93,12 +93,12 @@ class Analysis:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.num_tokens)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the tokens are stored; without them a plan can be built, not trained."""
+        """True if the tokens are stored; without them a plan can be built, not trained."""
         return bool(self.manifest.get("tokens"))
 
     @property
@@ -108,7 +108,7 @@ class Analysis:
 
     @property
     def options(self) -> IntakeOptions | None:
-        """What it was made with; None where nothing says so, as of a bare file of lengths."""
+        """The options of the analysis; None where they are unknown, as of a bare file of lengths."""
         options = self.manifest.get("options")
         return None if options is None else IntakeOptions.from_entries(options)
 
@@ -119,7 +119,7 @@ class Analysis:
         return sample
 
     def place(self, sequence_id: int) -> str:
-        """Where a sequence comes from: file:line, or the row of a file of lengths."""
+        """The origin of a sequence: file:line, or the row of a file of lengths."""
         record = int(self.record[sequence_id])
         if not self.manifest.get("sources"):
             return f"{self.path}, row {record}"
@@ -166,7 +166,7 @@ class Analysis:
 
 
 def record_place(path: str, kind: str, record: int) -> str:
-    """Where the `record`th record (from 0) of a source of that `kind` is: file:line, or the record of what has none."""
+    """The place of record `record` (from 0) of a source of that `kind`: file:line, or the number of the record."""
     if kind == "text":
         return path
     return f"{path}:{record + 1}" if kind == "jsonl" else f"{path}, record {record}"

@@ -202,7 +202,7 @@ def rows_of_chunks(chunks: Chunks) -> tuple[Chunk, ...]:
 
 
 def exchange_of(chunks: Chunks, cost: CostModel) -> ExchangeTimes | None:
-    """What ranks wait for each other in the chunks that they share; None where they share none."""
+    """Time that ranks wait for each other in chunks that they share; None where they share none."""
     rows = np.flatnonzero(chunks.cp_size > 1)
     if not rows.size:
         return None

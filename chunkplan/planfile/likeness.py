@@ -29,7 +29,7 @@ EPOCHS = "plan.epochs"
 
 
 def samples_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What decides which samples the steps of a plan have, as JSON has it: by the names that messages have for it.
+    """Entries that determine the samples of a plan's steps, as JSON, by the names that messages use.
 
     Of two plans of which it is the same but for `EPOCHS`, each step that both have is of the same samples.
     """
@@ -41,7 +41,7 @@ def samples_of(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def changed_samples(before: Any, now: Mapping[str, Any]) -> str:
-    """Why a run of one plan, of which `samples_of` said `before`, does not go on with another one; "" where it does."""
+    """The reason why a run of a plan with the samples `before` cannot continue with another plan; "" if it can."""
     if not isinstance(before, Mapping):
         return "it does not say which samples its steps have"
     changed = [name for name in now if before.get(name) != now[name]]

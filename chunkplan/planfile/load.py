@@ -100,7 +100,7 @@ def _read_parquet(path: Path) -> IntegerArray:
 
 
 def is_analysis(path: Path) -> bool:
-    """Whether it looks like an analysis, or a bare file of lengths, rather than a plan."""
+    """True if a path looks like an analysis, or a bare file of lengths, rather than a plan."""
     return path.is_file() or (os.path.lexists(path / "sequences.parquet") and (path / MANIFEST).exists())
 
 
@@ -135,7 +135,7 @@ def load_analysis(path: str | Path) -> Analysis:
 def _complaints(
     manifest: Mapping[str, Any], content_hash: str, num_sequences: int, sources: list[int]
 ) -> Iterator[tuple[str, str]]:
-    """What of an analysis does not belong together: the file, and the words.
+    """Inconsistencies between the files of an analysis: the file, and the message.
 
     `content_hash`, `num_sequences` and `sources` are those of sequences.parquet.
     """
@@ -216,7 +216,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def evaluation_folder(plan: Path) -> Path:
-    """Where the plan of what a build to `plan` holds out goes."""
+    """The folder of the evaluation plan of a build to `plan`."""
     return plan.with_name(f"{plan.name}-eval")
 
 

@@ -106,7 +106,7 @@ class SourceEntry(TypedDict):
 
 
 class SourceSelection(TypedDict):
-    """What a plan takes of a source, over all epochs."""
+    """Sequences that a plan takes from a source, over all epochs."""
 
     path: str
     num_sequences: int
@@ -115,7 +115,7 @@ class SourceSelection(TypedDict):
 
 
 class Selection(TypedDict):
-    """What a plan takes of its analysis, over all epochs."""
+    """Sequences that a plan takes from its analysis, over all epochs."""
 
     num_sequences: int
     num_held_out: int
@@ -215,7 +215,7 @@ def config_of(manifest: Mapping[str, Any]) -> PlanConfig:
 
 
 def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
-    """What the ranks of a plan take at the end of each step to sum gradients and share what was updated, microseconds.
+    """Time at the end of each step to reduce gradients and gather updated weights, in microseconds.
 
     `predicted_us` is without it. None where the plan does not describe the model and the GPU it was made for.
     """
@@ -231,7 +231,7 @@ def reduction_us_of(manifest: Mapping[str, Any]) -> float | None:
 
 
 def attention_patterns_of(manifest: Mapping[str, Any]) -> tuple[AttentionPattern, ...]:
-    """What the attention sees of the model that a plan was made for; all where the plan does not describe it."""
+    """Attention patterns of the model of a plan; full attention where the plan does not describe it."""
     cost = cost_of(manifest)
     return FULL if cost is None else cost.shape.attention_patterns
 

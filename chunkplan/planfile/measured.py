@@ -135,6 +135,6 @@ def read_measured(path: Path) -> MeasuredStep:
 
 
 def ranks_of(pipeline: int, dp: int, plan_dp: int) -> range:
-    """Which data-parallel ranks of a plan for `plan_dp` of them one of `dp` pipelines runs, one after another."""
+    """The data-parallel ranks of a plan for `plan_dp` of them that one of `dp` pipelines runs, one after another."""
     share = plan_dp // dp
     return range(pipeline * share, (pipeline + 1) * share)

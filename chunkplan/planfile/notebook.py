@@ -1,4 +1,4 @@
-"""What a notebook shows of a plan or an analysis: a small table of HTML, from the manifest and the lengths alone.
+"""Notebook view of a plan or an analysis: a small HTML table from the manifest and the lengths alone.
 
 Colours are the notebook's own, so that it is readable on light and on dark. Nothing of the files is trusted: all of it
 is escaped, and what would not be seen is a symbol.

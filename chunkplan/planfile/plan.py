@@ -164,7 +164,7 @@ class Chunk:
 
     @property
     def kind(self) -> str:
-        """What it holds: one of `KINDS`."""
+        """The kind of the chunk: one of `KINDS`."""
         num_segments = len(self.segments) if self.cp_size == 1 else 1
         return KINDS[kind_of(self.group_id is not None, num_segments)]
 
@@ -242,7 +242,7 @@ class Plan:
 
     @property
     def analysis_path(self) -> Path:
-        """Where the plan's analysis (or lengths file) was when it was built, relative to where the plan is now."""
+        """Path of the plan's analysis (or lengths file), relative to the plan as when it was built."""
         relative: str = self.manifest["analysis"]["path"]
         return Path(os.path.realpath(self.path / relative))
 
@@ -333,7 +333,7 @@ def find_step(plan: Plan, number: int) -> PlanStep:
 
 
 def _complaints(step: PlanStep, dp: int, pp: int) -> Iterator[tuple[str, str, str]]:
-    """What a look at the rows of a step stumbles over: the table, the place and the words."""
+    """Inconsistencies in the rows of a step: the table, the place and the message."""
     ranks = {*range(dp)}
     for rank in sorted(step.chunks.keys() ^ ranks):
         yield "chunks", f"rank {rank}", "no chunks" if rank in ranks else "the plan has no such rank"

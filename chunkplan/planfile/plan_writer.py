@@ -102,5 +102,5 @@ def hash_plan(tables: dict[str, pa.Table], config: dict[str, Any]) -> dict[str, 
 
 
 def _hash_config(config: dict[str, Any]) -> str:
-    """Of the configuration as JSON with sorted keys."""
+    """SHA-256 of the configuration as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a tokenizer.json encodes, as a hash: the same of all files that give every text the same tokens.
+"""Hash of a tokenizer.json by its encoding: equal for all files that give every text the same tokens.
 
 White space, the order of keys, truncation, padding, the decoder and offsets are no part of it, nor what a newer library
 writes beside: what is null, false or the empty text says nothing, merges may be texts or pairs, and older names of

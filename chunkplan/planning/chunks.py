@@ -13,7 +13,7 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, empty_chunks, times_of
-from chunkplan.planning.ranks import SLICES, Placement, Sequences
+from chunkplan.planning.ranks import SLICES, RankAssignment, Sequences
 from chunkplan.planning.splitting import TargetMask, count_part_targets
 
 
@@ -32,7 +32,7 @@ class ChunkedBlock:
     ids: Int32Array
     necessary_ns: Int64Array
     sequences: Sequences
-    placement: Placement
+    assignment: RankAssignment
     chunks: Chunks
     times: ChunkTimes
     cost_ns: Int64Array
@@ -44,12 +44,12 @@ class ChunkedBlock:
 def make_chunks(
     step_starts: Int64Array,
     sequences: Sequences,
-    placement: Placement,
+    assignment: RankAssignment,
     ids: Int32Array,
     target_tokens: Int32Array,
     may_share: bool,
 ) -> Chunks:
-    """The chunks of steps that `place_steps` placed.
+    """The chunks of steps that `assign_and_pack` placed.
 
     The targets of parts, the attention pairs of chunks and what they cost are left to be added.
 
@@ -62,7 +62,7 @@ def make_chunks(
         ids, target_tokens: [num_sequences], of each its id and its targets.
         may_share: whether groups are numbered through a step, in the order in which ranks meet, and not through a rank.
     """
-    num_steps, dp = placement.num_standalone.shape
+    num_steps, dp = assignment.num_standalone.shape
     parts = sequences.parts
     own_parts = own_split = num_slices = 0
     for sequence in range(sequences.tokens.size):
@@ -73,7 +73,7 @@ def make_chunks(
         elif num_parts > 0:
             own_parts += num_parts
             own_split += 1
-    num_chunks = placement.num_standalone.sum() + placement.num_shared.sum() + own_parts
+    num_chunks = assignment.num_standalone.sum() + assignment.num_shared.sum() + own_parts
     num_segments = sequences.tokens.size - own_split + own_parts + num_slices
     chunks = empty_chunks(num_steps * dp, num_chunks, num_segments)
     chunk_of = np.empty(sequences.tokens.size, np.int64)  # [num_sequences]; of a split one that of its first part
@@ -82,14 +82,14 @@ def make_chunks(
         start, stop = step_starts[step], step_starts[step + 1]
         rank_parts[:] = 0
         for sequence in range(start, stop):
-            if placement.rank_of[sequence] >= 0:
-                rank_parts[placement.rank_of[sequence]] += parts[sequence + 1] - parts[sequence]
+            if assignment.rank_of[sequence] >= 0:
+                rank_parts[assignment.rank_of[sequence]] += parts[sequence + 1] - parts[sequence]
         for rank in range(dp):
             place = step * dp + rank
-            size = placement.num_shared[step, rank] + placement.num_standalone[step, rank] + rank_parts[rank]
+            size = assignment.num_shared[step, rank] + assignment.num_standalone[step, rank] + rank_parts[rank]
             chunks.rank_chunks[place + 1] = chunks.rank_chunks[place] + size
         num_groups = _number_shared(start, stop, step, dp, sequences, chunks, chunk_of)
-        _number_chunks(start, stop, step, sequences, placement, rank_parts, chunks, chunk_of, num_groups, may_share)
+        _number_chunks(start, stop, step, sequences, assignment, rank_parts, chunks, chunk_of, num_groups, may_share)
     for chunk in range(chunks.segments.size - 1):
         chunks.segments[chunk + 1] += chunks.segments[chunk]
     next_segment = chunks.segments[:-1].copy()  # [num_chunks]
@@ -102,7 +102,7 @@ def make_chunks(
 
 @compiled
 def _num_slices(size: np.int64, heads: np.int64) -> int:
-    """How many slices of a chunk each of `size` ranks holds, of which `heads` share the heads."""
+    """Slices of a chunk that each of `size` ranks holds, of which `heads` share the heads."""
     return 1 if size == heads else SLICES
 
 
@@ -110,7 +110,7 @@ def _num_slices(size: np.int64, heads: np.int64) -> int:
 def _number_shared(
     start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
 ) -> int:
-    """Say which chunk of a rank the shared sequences of a step begin with, and describe their groups: how many.
+    """Number the chunks of a step's shared sequences on their ranks and describe their groups; returns how many.
 
     Blocks are nested, and the widest come first: all ranks of a block have shared the same before, so that a chunk has
     the same number on each of them.
@@ -153,27 +153,27 @@ def _number_chunks(
     stop: int,
     step: int,
     sequences: Sequences,
-    placement: Placement,
+    assignment: RankAssignment,
     rank_parts: Int64Array,
     chunks: Chunks,
     chunk_of: Int64Array,
     num_shared_groups: int,
     may_share: bool,
 ) -> None:
-    """Say which chunk each sequence of a step is in that is not shared, count the segments, and describe the groups."""
+    """Number the chunks of a step's sequences that are not shared, count their segments, and describe their groups."""
     dp = rank_parts.size
     num_groups = np.zeros(dp, np.int64)  # [dp]
     next_group = num_shared_groups
     parts_so_far = np.zeros(dp, np.int64)  # [dp]
     for sequence in range(stop - 1, start - 1, -1):  # shortest first
-        rank = placement.rank_of[sequence]
+        rank = assignment.rank_of[sequence]
         if rank < 0:
             continue
-        base = chunks.rank_chunks[step * dp + rank] + placement.num_shared[step, rank]
-        num_standalone = placement.num_standalone[step, rank]
+        base = chunks.rank_chunks[step * dp + rank] + assignment.num_shared[step, rank]
+        num_standalone = assignment.num_standalone[step, rank]
         part_start, part_stop = sequences.parts[sequence], sequences.parts[sequence + 1]
         if part_start == part_stop:
-            bin_of = placement.bin_of[sequence]
+            bin_of = assignment.bin_of[sequence]
             chunk = bin_of - rank_parts[rank] if bin_of >= rank_parts[rank] else num_standalone + bin_of
             chunk_of[sequence] = base + chunk
             chunks.segments[base + chunk + 1] += 1
@@ -294,7 +294,7 @@ def add_part_targets(chunks: Chunks, dp: int, mask: TargetMask | None) -> None:
 
 
 def time_chunks(chunks: Chunks, config: PlanConfig, cost: CostModel) -> tuple[ChunkTimes, Int64Array, Int64Array]:
-    """The times of chunks that schedules need, and of each chunk what it costs and what of that is recomputing.
+    """Durations of chunks for schedules, and per chunk its whole cost and the part of it that is recomputing.
 
     The costs are those on all model stages, in nanoseconds, int64 [num_chunks]; `chunks.cost` gets them.
     """

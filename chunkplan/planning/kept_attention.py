@@ -15,16 +15,16 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.operations import ON_GPU, ON_HOST
 from chunkplan.planfile.chunks import Chunks, chunks_of_rows_at, times_of
-from chunkplan.planning.memory import held_bytes_of, memory_of_stages
+from chunkplan.planning.memory import memory_of_stages, memory_rates_of
 from chunkplan.schedule.actions import FORWARD_KV, RECOMPUTE, Actions
-from chunkplan.schedule.holdings import ATTENTION, bytes_of, fullest, fullest_moments
+from chunkplan.schedule.holdings import ATTENTION, highest_peak, peak_snapshots, snapshot_bytes
 
 #: Bytes by which sums of rounded parts may be off.
 _ROUNDED = 64
 
 
 def keep_on_host(chunks: Chunks, config: PlanConfig, cost: CostModel) -> None:
-    """Have chunks keep attention in host memory where that pays: writes `chunks.kept_attention`.
+    """Choose the chunks that keep attention in host memory, where that pays: writes `chunks.kept_attention`.
 
     What attention gives is sent to the host while the first forward runs other layers and fetched while the recompute
     does, over one link for either direction, which it shares with inputs of layers and offloaded keys and values: what
@@ -38,7 +38,8 @@ def keep_on_host(chunks: Chunks, config: PlanConfig, cost: CostModel) -> None:
 
 
 def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: CostModel) -> Int64Array:
-    """Have chunks keep attention on the GPU as far as that fits, in the order of `actions`: writes `kept_attention`.
+    """Choose the chunks that keep attention on the GPU, as far as it fits in the order of `actions`: writes
+    `kept_attention`.
 
     Those with most attention for each token come first, which has as many bytes in all. One keeps it where every stage,
     of every rank that shares the chunk, has room for it from the first forward to the recompute beside what others keep
@@ -50,11 +51,11 @@ def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: Cost
         rows = rows[_pays(chunks, rows, ON_GPU, config, cost)]
     if not rows.size:
         return rows
-    held = held_bytes_of(config, cost)
-    moments = fullest_moments(chunks, actions, held)  # [num_ranks, pp, 8]
-    most, _ = fullest(moments, held)
+    held = memory_rates_of(config, cost)
+    snapshots = peak_snapshots(chunks, actions, held)  # [num_ranks, pp, 8]
+    most, _ = highest_peak(snapshots, held)
     totals = np.array([stage.total for stage in memory_of_stages(config, cost, most)])  # [pp]
-    others = totals - bytes_of(most[None], held)[0] + bytes_of(moments, held)  # [num_ranks, pp]
+    others = totals - snapshot_bytes(most[None], held)[0] + snapshot_bytes(snapshots, held)  # [num_ranks, pp]
     room = (cost.hardware.memory_bytes - _ROUNDED - others) // np.maximum(held.tokens[:, ATTENTION], 1e-9)
     first = first_of_block(chunks, config.dp)
     order = rows[first[rows] == rows]
@@ -65,7 +66,7 @@ def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: Cost
 
 
 def first_of_block(chunks: Chunks, dp: int) -> Int64Array:
-    """Of each chunk the same one on the first of the ranks that share it, itself where none do; int64 [num_chunks]."""
+    """The copy of each chunk on the first rank that shares it, or the chunk itself; int64 [num_chunks]."""
     own = np.arange(chunks.num_tokens.size)
     rank = np.repeat(np.arange(chunks.rank_chunks.size - 1), np.diff(chunks.rank_chunks))
     first_rank = np.where(chunks.cp_size > 1, rank // dp * dp + chunks.cp_first_rank, rank)
@@ -73,8 +74,8 @@ def first_of_block(chunks: Chunks, dp: int) -> Int64Array:
 
 
 def _pays(chunks: Chunks, rows: Int64Array, where: int, config: PlanConfig, cost: CostModel) -> BoolArray:
-    """Whether keeping attention there makes an action with each of the chunks `rows` shorter, and none longer: on all
-    ranks that share it; bool [n]."""
+    """True for those of the chunks `rows` for which keeping attention shortens an action and lengthens none, on all
+    ranks that share them; bool [n]."""
     own = chunks_of_rows_at(chunks, rows)
     before = times_of(own, cost, config).durations
     after = times_of(own._replace(kept_attention=np.full(rows.size, where, np.int8)), cost, config).durations
@@ -87,8 +88,8 @@ def _pays(chunks: Chunks, rows: Int64Array, where: int, config: PlanConfig, cost
 
 @compiled
 def _fill_room(chunks: Chunks, actions: Actions, order: Int64Array, room: Int64Array, dp: int) -> BoolArray:
-    """Whether each chunk keeps attention on the GPU, bool [num_chunks]: those of `order` for whose tokens there is
-    `room`, int64 [num_ranks, pp], beside what has been given to others."""
+    """The chunks that keep attention on the GPU, bool [num_chunks]: greedily those of `order` whose tokens fit the
+    remaining `room`, int64 [num_ranks, pp]."""
     num_ranks, pp = room.shape
     num_parts = np.max(actions.virtual_stages) + 1
     begins = np.zeros((chunks.num_tokens.size, num_parts * pp), np.int64)

@@ -1,4 +1,4 @@
-"""Memory of a plan: each stage at its fullest moment, host memory of nodes, and the longest sequence that fits."""
+"""Memory of a plan: peak memory of each stage, host memory of nodes, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from math import ceil
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.activations import runs_of
-from chunkplan.cost.held import KV_GRADIENT_BYTES, Held, HeldBytes, kept_attention_bytes
-from chunkplan.cost.memory import StageMemory, held_bytes, split_gradient_bytes, stage_memory
+from chunkplan.cost.memory import StageMemory, memory_rates, split_gradient_bytes, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import KV_GRADIENT_BYTES, MemoryRates, ResidentTokens, kept_attention_bytes
 from chunkplan.layers import STRAIGHT, StagePlacement, stage_parts
 from chunkplan.schedule.holdings import ACTIVATIONS, ATTENTION_ON_HOST, KV
 
@@ -27,8 +27,8 @@ def stage_host_bytes(
     attention_tokens: Sequence[int],
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[int, ...]:
-    """What a GPU of each stage keeps in host memory at most: inputs of layers, offloaded keys and values with their
-    gradients, attention.
+    """Peak host memory of a GPU of each stage: inputs of layers, offloaded keys and values with their gradients,
+    attention.
 
     What torch rounds up, as it takes page-locked memory in powers of two, is left out. `retained_tokens`: of
     each stage the most whose activations are there; `kv_tokens`: the most whose keys and values are;
@@ -69,7 +69,7 @@ def longest_sequences(
     fetched pages, and the activations of `k` chunks of `chunk_size`, or `activations` bytes where a plan holds more.
     One of at most `chunk_size` tokens is not split: it needs none of that.
 
-    There are three moments, see `schedule.holdings.fullest_moments`: `k` chunks before the first backward; after it all
+    There are three moments, see `schedule.holdings.peak_snapshots`: `k` chunks before the first backward; after it all
     gradients of keys and values; and with these a chunk that is run again.
     """
 
@@ -80,13 +80,13 @@ def longest_sequences(
         elif chunks > 1:  # short sequences in the last chunk of one that is split count as parts of it
             own = chunks * chunk_size
         chunk, kept, kv = min(chunk_size, own), min(k * chunk_size, own), own if num_tokens > chunk_size else 0
-        moments = [Held(activations=kept, kv=kv)]
+        moments = [ResidentTokens(activations=kept, kv=kv)]
         if kv:
-            moments.append(Held(activations=kept - chunk, kv=kv, kv_gradients=kv, last_layer=chunk))
-            moments.append(Held(activations=chunk if own > kept else 0, kv=kv, kv_gradients=kv))
+            moments.append(ResidentTokens(activations=kept - chunk, kv=kv, kv_gradients=kv, last_layer=chunk))
+            moments.append(ResidentTokens(activations=chunk if own > kept else 0, kv=kv, kv_gradients=kv))
         return max(taken(held, num_ranks) for held in moments) <= gpu_bytes
 
-    def taken(held: Held, num_ranks: int) -> int:
+    def taken(held: ResidentTokens, num_ranks: int) -> int:
         layers = (cost.shape.num_layers,)
         [memory] = stage_memory(cost, dp=dp, layers=layers, held=[held], chunk_size=chunk_size, shared_by=num_ranks)
         return memory.total + (0 if held.kv_gradients else max(activations - memory.activations, 0))
@@ -104,9 +104,9 @@ def longest_sequences(
     return tuple(found)
 
 
-def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
-    """What stages hold with a configuration, see `HeldBytes`."""
-    return held_bytes(
+def memory_rates_of(config: PlanConfig, cost: CostModel) -> MemoryRates:
+    """The `MemoryRates` of the stages of a configuration."""
+    return memory_rates(
         cost,
         config.pp,
         config.layers(cost.shape.num_layers),
@@ -117,12 +117,12 @@ def held_bytes_of(config: PlanConfig, cost: CostModel) -> HeldBytes:
 
 
 def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -> tuple[StageMemory, ...]:
-    """Memory of each stage that holds `moments` int64 [pp, 8], see `fullest_moments`."""
+    """Memory of each stage that holds `moments` int64 [pp, 8], see `peak_snapshots`."""
     stages = stage_memory(
         cost,
         dp=config.dp,
         layers=config.layers(cost.shape.num_layers),
-        held=[Held(*moment) for moment in moments.tolist()],
+        held=[ResidentTokens(*moment) for moment in moments.tolist()],
         chunk_size=config.chunk_size,
         shared_by=config.cp_sizes[-1],
         placement=config.placement,
@@ -138,7 +138,7 @@ def memory_of_stages(config: PlanConfig, cost: CostModel, moments: Int64Array) -
 
 def host_bytes_of(config: PlanConfig, cost: CostModel, moments: Int64Array, retained: Int64Array | None = None) -> int:
     """Host memory of a GPU of the stage that takes most, where stages hold `moments` int64 [pp, 8], see
-    `fullest_moments`, and at most the activations of `retained` [pp] tokens; None: of those at these moments."""
+    `peak_snapshots`, and at most the activations of `retained` [pp] tokens; None: of those at these moments."""
     of_stages = stage_host_bytes(
         cost,
         layers=config.layers(cost.shape.num_layers),

@@ -35,16 +35,16 @@ from chunkplan.planfile.schema import plan_schemas
 from chunkplan.planning.batches import StepBlock, longest_first
 from chunkplan.planning.chunks import ChunkedBlock, add_part_targets, make_chunks, time_chunks
 from chunkplan.planning.kept_attention import keep_on_gpu, keep_on_host
-from chunkplan.planning.memory import held_bytes_of
-from chunkplan.planning.ranks import Rules, place_steps
+from chunkplan.planning.memory import memory_rates_of
+from chunkplan.planning.ranks import PackingParams, assign_and_pack
 from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine_packing
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.alignment import meeting_of, meeting_on, quick_slots
 from chunkplan.schedule.families import Scheduled, schedule_ranks
-from chunkplan.schedule.holdings import fullest, fullest_moments
+from chunkplan.schedule.holdings import highest_peak, peak_snapshots
+from chunkplan.schedule.slots import greedy_slots, slot_ops_of, slot_ops_on
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Planned:
-    """Rows of the tables `steps`, `chunks` and `schedule`, and what each stage holds when it takes most memory in them.
+    """Rows of the tables `steps`, `chunks` and `schedule`, and the peak memory of each stage in these steps.
 
-    `chunks`: those of the table. `moments` int64 [pp, 8]: see `fullest_moments`; `ranks` int64 [pp]: where that is, as
+    `chunks`: those of the table. `peaks` int64 [pp, 8]: see `peak_snapshots`; `ranks` int64 [pp]: where that is, as
     step x dp + rank.
     """
 
     tables: dict[str, pa.Table]
     chunks: Chunks
-    moments: Int64Array
+    peaks: Int64Array
     ranks: Int64Array
 
 
 def plan_block(
     block: StepBlock, dataset: Dataset, config: PlanConfig, cost: CostModel, is_cancelled: Callable[[], bool]
 ) -> Planned:
-    """Plan the steps of `block`: their rows, and what stages hold at their fullest moments.
+    """Plan the steps of `block`: their rows, and the peak memory of stages.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still much to do.
@@ -107,33 +107,33 @@ def chunk_block(
     necessary_ns = work_ns(cost, tokens, whole_pairs(cost, tokens))  # [num_sequences]
     sequences = cut_sequences(tokens, necessary_ns, config, cost)
 
-    rules = Rules(
+    params = PackingParams(
         dp=config.dp,
         chunk_size=config.chunk_size,
         chunk_ns=cost.chunk_ns,
-        passes=cost.passes,
+        forward_equivalents=cost.forward_equivalents,
         tail_sharing=config.tail_sharing,
     )
     bound_ns = None
     if config.cp != "off":
         shares, bound_ns = share_sequences(step_starts, sequences, necessary_ns, config, cost)
         sequences = cut_sequences(tokens, necessary_ns, config, cost, shares)
-    placement = place_steps(step_starts, sequences, rules)
+    assignment = assign_and_pack(step_starts, sequences, params)
     if config.balance == "search":
-        refine_assignment(step_starts, sequences, rules, placement, is_cancelled, equal_chunks=config.equal_chunks)
+        refine_assignment(step_starts, sequences, params, assignment, is_cancelled, equal_chunks=config.equal_chunks)
     if config.packing != "bfd":
-        refine_packing(step_starts, sequences, rules, placement, is_cancelled, config.packing)
+        refine_packing(step_starts, sequences, params, assignment, is_cancelled, config.packing)
     if config.equal_chunks:
-        equalize_chunks(step_starts, sequences, placement)
+        equalize_chunks(step_starts, sequences, assignment)
 
     targets = dataset.num_target_tokens[ids]  # [num_sequences]
-    chunks = make_chunks(step_starts, sequences, placement, ids, targets, config.cp != "off")
+    chunks = make_chunks(step_starts, sequences, assignment, ids, targets, config.cp != "off")
     add_part_targets(chunks, config.dp, dataset.mask)
     chunks = chunks._replace(attention_pairs=pairs_of_chunks(chunks, cost.shape.attention_patterns))
     keep_on_host(chunks, config, cost)
     times, cost_ns, recompute_ns = time_chunks(chunks, config, cost)  # [num_chunks] the last two
     return ChunkedBlock(
-        step_starts, ids, necessary_ns, sequences, placement, chunks, times, cost_ns, recompute_ns, bound_ns
+        step_starts, ids, necessary_ns, sequences, assignment, chunks, times, cost_ns, recompute_ns, bound_ns
     )
 
 
@@ -154,7 +154,7 @@ def schedule_block(
         UsageError: a rank cannot be scheduled within `memory_tokens`.
     """
 
-    def place(index: int) -> str:
+    def rank_label(index: int) -> str:
         step, rank = divmod(index, config.dp)
         return f"step {block.first_step + step}, rank {rank}"
 
@@ -164,10 +164,10 @@ def schedule_block(
         config.pp,
         config.schedule,
         config.memory_tokens,
-        place,
+        rank_label,
         config.dp,
         is_cancelled,
-        meeting_on(cost, config.dp),
+        slot_ops_on(cost, config.dp),
         actions,
     )
 
@@ -184,9 +184,9 @@ def predict_block(
     slots = scheduled.slots
     if slots is None and config.dp > 1:  # for trainers that share more than the plan counts with
         of_ranks = chunked.chunks, scheduled.actions, chunked.times
-        slots = quick_slots(*of_ranks, meeting_of("weights"), config.dp, config.pp, config.placement)
-    held = held_bytes_of(config, cost)
-    moments, ranks = fullest(fullest_moments(chunked.chunks, scheduled.actions, held), held)
+        slots = greedy_slots(*of_ranks, slot_ops_of("weights"), config.dp, config.pp, config.placement)
+    held = memory_rates_of(config, cost)
+    moments, ranks = highest_peak(peak_snapshots(chunked.chunks, scheduled.actions, held), held)
     tables = {
         "steps": steps_table(block, chunked, scheduled, dataset.num_target_tokens[chunked.ids], cost.chunk_ns),
         "chunks": chunks_table(plan_schemas(config.entries())["chunks"], block.first_step, config.dp, chunked.chunks),

@@ -20,7 +20,7 @@ SLICES = 2
 
 
 class Shares(NamedTuple):
-    """How ranks share sequences, int64 [n]: `size` of them, from `first_rank` on, of which `heads` share the heads.
+    """Sharing of sequences by ranks, int64 [n]: `size` ranks from `first_rank` on, of which `heads` share the heads.
 
     1, -1 and 1 where none do. `work`: what each of the ranks takes for its share, in ns.
     """
@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def none(cls, n: int) -> Shares:
-        """Those of sequences of which none is shared."""
+        """The shares of sequences none of which is shared."""
         ones = np.ones(n, np.int64)
         return cls(ones, ones, -ones, 0 * ones)
 
@@ -56,18 +56,18 @@ class Sequences(NamedTuple):
     cp_first_rank: Int64Array
 
 
-class Rules(NamedTuple):
-    """`chunk_ns`: what a chunk costs beside its tokens, forward and backward, which is `passes` forwards."""
+class PackingParams(NamedTuple):
+    """`chunk_ns`: the fixed time of a chunk, forward and backward, which is that of `forward_equivalents` forwards."""
 
     dp: int
     chunk_size: int
     chunk_ns: int
-    passes: int
+    forward_equivalents: int
     tail_sharing: bool
 
 
-class Placement(NamedTuple):
-    """Where the sequences of some steps run; all int64.
+class RankAssignment(NamedTuple):
+    """Rank and bin of the sequences of some steps; all int64.
 
     `rank_of`, `bin_of` [n]: a bin below the number of the rank's parts is the chunk of that part, counting through its
     groups from the shortest; the others are standalone chunks; -1 for split sequences. Those that ranks share are on no
@@ -86,38 +86,39 @@ class Placement(NamedTuple):
 
 
 @compiled
-def place_steps(step_starts: Int64Array, sequences: Sequences, rules: Rules) -> Placement:
-    """Place the sequences of some steps; `step_starts` int64 [num_steps + 1] says where each step's begin."""
+def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: PackingParams) -> RankAssignment:
+    """Assign the sequences of some steps to ranks and pack them; `step_starts` int64 [num_steps + 1]: where steps
+    begin."""
     num_steps = step_starts.size - 1
-    placement = Placement(
+    assignment = RankAssignment(
         np.empty(sequences.tokens.size, np.int64),
         np.full(sequences.tokens.size, -1, np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
-        np.zeros((num_steps, rules.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
+        np.zeros((num_steps, params.dp), np.int64),
         np.zeros(num_steps, np.int64),
     )
     for step in range(num_steps):
         start, stop = step_starts[step], step_starts[step + 1]
         own = step_sequences(sequences, start, stop)
-        num_shared = placement.num_shared[step]
+        num_shared = assignment.num_shared[step]
         loads = _shared_loads(own, num_shared)
         rank_of = assign(own.work, own.cp_first_rank < 0, loads)
         even_out(own.work, rank_of, loads)
-        bin_of, num_standalone, _ = settle(own, rules, rank_of, loads, num_shared)
-        placement.rank_of[start:stop] = rank_of
-        placement.bin_of[start:stop] = bin_of
-        placement.num_standalone[step] = num_standalone
-        for rank in range(rules.dp):
-            placement.rank_bound[step, rank] = fewest_chunks(own, rules, rank_of == rank, num_shared[rank])
-        anywhere = fewest_chunks(own, rules, own.cp_first_rank < 0, num_shared.sum())
-        placement.step_bound[step] = max(rules.dp, anywhere)
-    return placement
+        bin_of, num_standalone, _ = pack_and_rebalance(own, params, rank_of, loads, num_shared)
+        assignment.rank_of[start:stop] = rank_of
+        assignment.bin_of[start:stop] = bin_of
+        assignment.num_standalone[step] = num_standalone
+        for rank in range(params.dp):
+            assignment.rank_bound[step, rank] = fewest_chunks(own, params, rank_of == rank, num_shared[rank])
+        anywhere = fewest_chunks(own, params, own.cp_first_rank < 0, num_shared.sum())
+        assignment.step_bound[step] = max(params.dp, anywhere)
+    return assignment
 
 
 @compiled
 def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
-    """What each rank takes for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
+    """Time of each rank for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
     loads = np.zeros(num_shared.size, np.int64)
     for sequence in range(sequences.tokens.size):
         first = sequences.cp_first_rank[sequence]
@@ -145,8 +146,8 @@ def step_sequences(sequences: Sequences, start: int, stop: int) -> Sequences:
 
 
 @compiled
-def settle(
-    sequences: Sequences, rules: Rules, rank_of: Int64Array, loads: Int64Array, num_shared: Int64Array
+def pack_and_rebalance(
+    sequences: Sequences, params: PackingParams, rank_of: Int64Array, loads: Int64Array, num_shared: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Pack the ranks of one step: (bin of each sequence, standalone chunks of each rank, time of each rank in ns).
 
@@ -154,12 +155,12 @@ def settle(
     and `num_shared` int64 [dp]: what each rank takes for what it shares with others, in ns, and these chunks.
     """
     bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
-    num_standalone = np.zeros(rules.dp, np.int64)  # [dp]
-    times = np.zeros(rules.dp, np.int64)  # [dp]
-    for rank in range(rules.dp):
-        num_standalone[rank], times[rank] = _pack_rank(sequences, rules, rank_of, rank, bin_of, loads, num_shared)
+    num_standalone = np.zeros(params.dp, np.int64)  # [dp]
+    times = np.zeros(params.dp, np.int64)  # [dp]
+    for rank in range(params.dp):
+        num_standalone[rank], times[rank] = _pack_rank(sequences, params, rank_of, rank, bin_of, loads, num_shared)
     least = least_gain(times)
-    mean = times.sum() // rules.dp
+    mean = times.sum() // params.dp
     searching = True
     while searching:
         searching = False
@@ -175,8 +176,10 @@ def settle(
                 continue
             before = bin_of.copy()
             exchange(rank_of, given, taken, slowest, other)
-            standalone_slowest, time_slowest = _pack_rank(sequences, rules, rank_of, slowest, bin_of, loads, num_shared)
-            standalone_other, time_other = _pack_rank(sequences, rules, rank_of, other, bin_of, loads, num_shared)
+            standalone_slowest, time_slowest = _pack_rank(
+                sequences, params, rank_of, slowest, bin_of, loads, num_shared
+            )
+            standalone_other, time_other = _pack_rank(sequences, params, rank_of, other, bin_of, loads, num_shared)
             if max(time_slowest, time_other) <= times[slowest] - least:
                 num_standalone[slowest], times[slowest] = standalone_slowest, time_slowest
                 num_standalone[other], times[other] = standalone_other, time_other
@@ -190,7 +193,7 @@ def settle(
 @compiled
 def _pack_rank(
     sequences: Sequences,
-    rules: Rules,
+    params: PackingParams,
     rank_of: Int64Array,
     rank: int,
     bin_of: Int64Array,
@@ -212,28 +215,28 @@ def _pack_rank(
             num_short += 1
             short[-num_short] = sequence
         for part in range(parts[sequence], parts[sequence + 1]):
-            rooms[num_parts] = rules.chunk_size - sequences.part_tokens[part] if rules.tail_sharing else 0
+            rooms[num_parts] = params.chunk_size - sequences.part_tokens[part] if params.tail_sharing else 0
             second_choice[num_parts] = not sequences.part_keeps[part]
             num_parts += 1
     short = short[short.size - num_short :]
     largest_second = 0  # recomputing with a chunk of another sequence pays where it is cheaper than a chunk
     for index in range(num_short):
-        if sequences.work[short[index]] // rules.passes <= rules.chunk_ns:
+        if sequences.work[short[index]] // params.forward_equivalents <= params.chunk_ns:
             largest_second = sequences.tokens[short[index]]
             break
     bins, num_bins = best_fit(
-        sequences.tokens[short], rules.chunk_size, rooms[:num_parts], second_choice[:num_parts], largest_second
+        sequences.tokens[short], params.chunk_size, rooms[:num_parts], second_choice[:num_parts], largest_second
     )
     for index in range(num_short):
         bin_of[short[index]] = bins[index]
         if bins[index] < num_parts and second_choice[bins[index]]:
-            time += sequences.work[short[index]] // rules.passes  # forwarded once more, with its chunk
+            time += sequences.work[short[index]] // params.forward_equivalents  # forwarded once more, with its chunk
     num_standalone = num_bins - num_parts if num_bins + num_shared[rank] > 0 else 1
-    return num_standalone, time + num_standalone * rules.chunk_ns
+    return num_standalone, time + num_standalone * params.chunk_ns
 
 
 @compiled
-def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_shared: int) -> int:
+def fewest_chunks(sequences: Sequences, params: PackingParams, chosen: BoolArray, num_shared: int) -> int:
     """No packing of the parts and short sequences among the `chosen` [n] has fewer chunks: at least 1.
 
     None of them is shared; the chunks that are, `num_shared`, count too.
@@ -248,15 +251,15 @@ def fewest_chunks(sequences: Sequences, rules: Rules, chosen: BoolArray, num_sha
             items[num_items] = sequences.tokens[sequence]
             num_items += 1
         num_parts += parts[sequence + 1] - parts[sequence]
-    if num_parts == 0 or not rules.tail_sharing:
-        return max(num_shared + num_parts + martello_toth(items[:num_items], rules.chunk_size), 1)
+    if num_parts == 0 or not params.tail_sharing:
+        return max(num_shared + num_parts + martello_toth(items[:num_items], params.chunk_size), 1)
     for sequence in range(chosen.size):
         if not chosen[sequence]:
             continue
         for part in range(parts[sequence], parts[sequence + 1]):
-            if sequences.part_tokens[part] == rules.chunk_size:
+            if sequences.part_tokens[part] == params.chunk_size:
                 num_full += 1
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), rules.chunk_size))
+    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), params.chunk_size))

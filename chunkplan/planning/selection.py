@@ -1,4 +1,4 @@
-"""Which sequences an epoch holds, and how often: a part held out for evaluation, and sources mixed by weight.
+"""Selection of the sequences of an epoch: a held-out part for evaluation, and sources mixed by weight.
 
 Whether a sequence is held out follows from its tokens alone, so that copies of a text are never on both sides. The
 planner builds with what `expected_copies` says, and the validator checks against it.
@@ -30,7 +30,7 @@ _MIX_STREAM = 1
 
 
 def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32Array:
-    """How often each sequence occurs in an epoch (from 0) of a plan with this config, int32 [num_sequences].
+    """Occurrences of each sequence in an epoch (from 0) of a plan with this config, int32 [num_sequences].
 
     A share f holds out the sequences with a content key below f * 2^64: which these are depends on nothing else. A
     number N holds out the N smallest keys, and the copies of the last of them. More data can push a sequence out of
@@ -141,7 +141,7 @@ def _named(analysis: Analysis, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What the first epoch of a plan has of a source that may be trained.
+    """Share of a trainable source in the first epoch of a plan.
 
     Of its `num_sequences` it leaves out `num_skipped` and has `num_repeated` more than once: `num_occurrences`, with
     `num_tokens` together.
@@ -156,7 +156,7 @@ class SourceShare:
 
 
 def describe_mix(analysis: Analysis, config: PlanConfig) -> list[SourceShare]:
-    """What the first epoch has of each source with sequences that may be trained; names are whole paths."""
+    """Shares in the first epoch of each source with trainable sequences; names are whole paths."""
     copies, is_trained = expected_copies(analysis, config, 0), _is_trained(analysis, config.holdout)
     found = []
     for source, path in enumerate(_paths(analysis)):
@@ -220,7 +220,7 @@ def describe_selection(analysis: Analysis, config: PlanConfig) -> Selection:
 
 
 def _is_trained(analysis: Analysis, holdout: float | int | None) -> BoolArray:
-    """Whether each sequence may be trained: it is not held out, and is not as one to evaluate on."""
+    """True for sequences that may be trained: neither held out nor equal to one to evaluate on."""
     is_trained: BoolArray = ~(_held_out(analysis, holdout) | analysis.is_evaluated_elsewhere)
     return is_trained
 
@@ -237,7 +237,7 @@ def _held_out(analysis: Analysis, holdout: float | int | None) -> BoolArray:
 
 
 def _draw(num_sequences: int, weight: Fraction, seed: Sequence[int], epoch: int) -> Int32Array:
-    """How often an epoch takes each of the sequences of a source, int32 [num_sequences]."""
+    """Occurrences of each of the sequences of a source in an epoch, int32 [num_sequences]."""
     num_taken = math.floor(weight * num_sequences + Fraction(1, 2))
     times, rest = divmod(num_taken, num_sequences)
     if not rest:

@@ -20,14 +20,14 @@ from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.model import CostModel
 from chunkplan.planning.ranks import SLICES, Sequences, Shares
-from chunkplan.planning.splitting import most_kept, most_tokens, split_sequences
+from chunkplan.planning.splitting import k_for_length, max_chunk_tokens, split_sequences
 
 #: Sequences of less than this part of a rank's share of a step are not shared: others even out what they leave. Those
 #: that fit a chunk do so themselves, unless they are a larger part of it.
 _LEAST_PART, _LEAST_PART_OF_SHORT = 16, 4
 
-#: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _WORTH of it.
-_WORTH = 256
+#: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _GAP_PARTS of it.
+_GAP_PARTS = 256
 
 #: What a sequence takes that may not be shared by so many.
 _NEVER = np.int64(1) << 53
@@ -37,7 +37,7 @@ _CHUNK_SHARE = 48
 
 #: Where ranks meet in slots, all of them share a sequence or none do, unless a step takes more than this many times as
 #: long then: ranks that share with fewer have other chunks, and wait for each other in most slots.
-_WORTH_SLOTS = 1.08
+_EVEN_SLOWDOWN = 1.08
 
 #: When all ranks are to be done, in parts of the bound: each is tried.
 _TARGETS = np.array([1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.3, 1.4, 1.55, 1.7, 2.0, 2.5])
@@ -49,7 +49,7 @@ _TRIED, _ROUNDS = 24, 24
 def share_sequences(
     step_starts: Int64Array, sequences: Sequences, necessary_ns: Int64Array, config: PlanConfig, cost: CostModel
 ) -> tuple[Shares, Int64Array]:
-    """How ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
+    """Choose how ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
 
     `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside. Returns with it a time in ns,
     int64 [num_steps], within which no plan has the slowest rank done, however sequences are shared, by the sizes of
@@ -84,7 +84,7 @@ def share_sequences(
     full_chunk = sum_runs(is_short * alone, step_starts) * config.chunk_size // short_tokens  # [num_steps]
     of_steps = (
         offsets_of(np.bincount(step[large], minlength=bounds.size)),
-        Step(times, is_short[large], sizes, 0, 0, chunk_ns, 0, dp),
+        SharingProblem(times, is_short[large], sizes, 0, 0, chunk_ns, 0, dp),
         sum_runs(~is_large * alone, step_starts),
         np.maximum(full_chunk, chunk_ns + 1),
         bounds,
@@ -94,7 +94,7 @@ def share_sequences(
         by_all, all_first = np.zeros(large.size, np.int64), np.full(large.size, -1, np.int64)  # [m] both
         ends = np.array([0, sizes.size - 1])
         few = of_steps[1]._replace(times=times[ends], sizes=sizes[ends])
-        is_even = _choose_steps(of_steps[0], few, *of_steps[2:], by_all, all_first) <= _WORTH_SLOTS * slowest
+        is_even = _choose_steps(of_steps[0], few, *of_steps[2:], by_all, all_first) <= _EVEN_SLOWDOWN * slowest
         chosen = np.where(is_even[step[large]], ends[by_all], chosen)
         first_rank = np.where(is_even[step[large]], all_first, first_rank)
     shares = Shares(*(np.copy(values) for values in Shares.none(sequences.tokens.size)))
@@ -108,16 +108,16 @@ def share_sequences(
 def _shared_times(
     tokens: Int64Array, size: int, config: PlanConfig, cost: CostModel
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """What each of `size` ranks takes for sequences of `tokens` [m], in ns; how many of them share heads; its chunks.
+    """Time of each of `size` ranks for sequences of `tokens` [m], in ns, ranks that share heads, and chunks.
 
     All int64 [m]. Of all ways to share a sequence by heads and by pages the fastest one.
     """
     ranks = np.full(tokens.size, size)
-    num_parts, stops = split_sequences(tokens, most_tokens(config.chunk_size, ranks), config.split, cost, ranks)
+    num_parts, stops = split_sequences(tokens, max_chunk_tokens(config.chunk_size, ranks), config.split, cost, ranks)
     starts = offsets_of(num_parts)
     index = np.arange(stops.size) - np.repeat(starts[:-1], num_parts)  # [num_parts]
     begins = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
-    k = most_kept(tokens, config.k, config.k_by_length)
+    k = k_for_length(tokens, config.k, config.k_by_length)
     is_again = index < np.repeat(num_parts - k, num_parts)  # [num_parts]
     own, rates, num_layers = stops - begins, cost.rates, cost.shape.num_layers
     more = rates.again.token - rates.frozen.token, rates.again.chunk - rates.frozen.chunk
@@ -143,13 +143,13 @@ def _shared_times(
 
 
 def head_degrees(size: int, cost: CostModel) -> list[int]:
-    """How many of `size` ranks can share the key and value heads among them: one, where latents are kept instead."""
+    """Numbers of ranks, of `size`, that can share the key and value heads among them: only 1 with latents."""
     heads = 1 if cost.shape.keeps_latents else cost.shape.num_kv_heads // cost.tp
     return [degree for degree in range(1, size + 1) if size % degree == 0 and heads % degree == 0]
 
 
-class Step(NamedTuple):
-    """The large sequences of a step, and what others come to, which are taken to fill up chunks as a fluid does.
+class SharingProblem(NamedTuple):
+    """The large sequences of a step, and the total of the others, which can be divided at will to fill chunks.
 
     `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns; `is_short` bool [m]:
     whether one that is not shared is packed with others. `rest`: what all others take, with their part of the chunks
@@ -170,7 +170,7 @@ class Step(NamedTuple):
 @compiled
 def _choose_steps(
     first: Int64Array,
-    large: Step,
+    large: SharingProblem,
     rest: Int64Array,
     full_chunk: Int64Array,
     bounds: Int64Array,
@@ -187,73 +187,73 @@ def _choose_steps(
         times, is_short = large.times[:, own], large.is_short[own]
         totals = rest[index], full_chunk[index], large.chunk_ns, bounds[index]
         slowest[index] = choose_groups(
-            Step(times, is_short, large.sizes, *totals, large.dp), chosen[own], first_rank[own]
+            SharingProblem(times, is_short, large.sizes, *totals, large.dp), chosen[own], first_rank[own]
         )
     return slowest
 
 
 @compiled
-def choose_groups(step: Step, chosen: Int64Array, first_rank: Int64Array) -> int:
+def choose_groups(problem: SharingProblem, chosen: Int64Array, first_rank: Int64Array) -> int:
     """Choose for each large sequence how many ranks share it, and which: writes `chosen` and `first_rank` [m].
 
-    `chosen` are places in `step.sizes`, and 0 when it comes; `first_rank` is -1 where nobody shares. Returns when all
-    ranks are done.
+    `chosen` are indices into `problem.sizes`, initially 0; `first_rank` is -1 for sequences that are not shared.
+    Returns the time at which all ranks are done.
     """
-    best = _place(step, chosen, first_rank, 2 * step.bound)
+    best = _assign_blocks(problem, chosen, first_rank, 2 * problem.bound)
     tried = chosen.copy()
     for target in _TARGETS:
-        if best - step.bound <= _near_enough(step):
+        if best - problem.bound <= _near_enough(problem):
             break
-        _aim(step, target * step.bound, tried)
-        slowest = _place(step, tried, first_rank, best)
+        _degrees_for_target(problem, target * problem.bound, tried)
+        slowest = _assign_blocks(problem, tried, first_rank, best)
         if slowest < best:
             best = slowest
             chosen[:] = tried
-    _improve(step, best, chosen, first_rank)
-    slowest = _place(step, chosen, first_rank, 0)
+    _improve(problem, best, chosen, first_rank)
+    slowest = _assign_blocks(problem, chosen, first_rank, 0)
     first_rank[chosen == 0] = -1
     return slowest
 
 
 @compiled
-def _near_enough(step: Step) -> int:
-    """How much later than the bound a step may be done for nothing else to be tried.
+def _near_enough(problem: SharingProblem) -> int:
+    """The excess over the bound within which a solution is accepted without further search.
 
     That ranks' last chunks are not full delays all of them, whatever is shared, by a part of `chunk_ns`; where this is
     much of a step, all is tried nevertheless.
     """
-    return step.bound // _WORTH + min(3 * step.chunk_ns // 4, step.bound // _CHUNK_SHARE)
+    return problem.bound // _GAP_PARTS + min(3 * problem.chunk_ns // 4, problem.bound // _CHUNK_SHARE)
 
 
 @compiled
-def _aim(step: Step, target: float, choice: Int64Array) -> None:
-    """Share each sequence, dearest first, by as many ranks as work least and are done by `target`: writes `choice`.
+def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Array) -> None:
+    """Choose for each sequence, longest first, the degree with least work that is done by `target`: writes `choice`.
 
     Where none are, by those that are done first.
     """
-    sizes, dp = step.sizes, step.dp
+    sizes, dp = problem.sizes, problem.dp
     loads = np.zeros(dp, np.int64)
     for job in range(choice.size):
         found, first, is_late, least = 0, 0, True, np.int64(0)
         for index in range(sizes.size):
             size = sizes[index]
-            block, before = 0, _most(loads, 0, size)
+            block, before = 0, _max_load(loads, 0, size)
             for rank in range(size, dp, size):
-                load = _most(loads, rank, size)
+                load = _max_load(loads, rank, size)
                 if load < before:
                     block, before = rank, load
-            end = before + step.times[index, job]
+            end = before + problem.times[index, job]
             late = end > target
-            value = end if late else step.times[index, job] * size
+            value = end if late else problem.times[index, job] * size
             if index == 0 or (is_late and not late) or (late == is_late and value < least):
                 found, first, is_late, least = index, block, late, value
         choice[job] = found
-        loads[first : first + sizes[found]] += step.times[found, job]
+        loads[first : first + sizes[found]] += problem.times[found, job]
 
 
 @compiled
-def _most(loads: Int64Array, first: int, size: int) -> int:
-    """The most of some loads, of which there are few: numpy would take longer."""
+def _max_load(loads: Int64Array, first: int, size: int) -> int:
+    """The largest of a few loads; numpy would be slower."""
     most = loads[first]
     for rank in range(first + 1, first + size):
         most = max(most, loads[rank])
@@ -261,29 +261,29 @@ def _most(loads: Int64Array, first: int, size: int) -> int:
 
 
 @compiled
-def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
-    """Have one of the dearest sequences shared by more or fewer ranks, as long as that helps.
+def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
+    """Change the degree of one of the longest sequences at a time, as long as that helps.
 
     Changes `choice`, which takes `best`.
     """
     for _ in range(_ROUNDS):
-        if best - step.bound <= _near_enough(step):
+        if best - problem.bound <= _near_enough(problem):
             return
         found, to = -1, 0
-        least = best - step.bound // (4 * _WORTH)
-        total = step.rest
+        least = best - problem.bound // (4 * _GAP_PARTS)
+        total = problem.rest
         for job in range(choice.size):
-            total += step.sizes[choice[job]] * step.times[choice[job], job]
+            total += problem.sizes[choice[job]] * problem.times[choice[job], job]
         for job in range(min(choice.size, _TRIED)):
             before = choice[job]
-            others = total - step.sizes[before] * step.times[before, job]
-            for index in range(step.sizes.size):
-                if index == before or step.times[index, job] >= best:
+            others = total - problem.sizes[before] * problem.times[before, job]
+            for index in range(problem.sizes.size):
+                if index == before or problem.times[index, job] >= best:
                     continue
-                if (others + step.sizes[index] * step.times[index, job]) // step.dp >= least:
+                if (others + problem.sizes[index] * problem.times[index, job]) // problem.dp >= least:
                     continue
                 choice[job] = index
-                slowest = _place(step, choice, first_rank, least)
+                slowest = _assign_blocks(problem, choice, first_rank, least)
                 if slowest < least:
                     least, found, to = slowest, job, index
             choice[job] = before
@@ -294,42 +294,42 @@ def _improve(step: Step, best: int, choice: Int64Array, first_rank: Int64Array) 
 
 
 @compiled
-def _place(step: Step, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
-    """Place sequences of a step whose number of ranks is chosen, and fill up with the rest: when all ranks are done.
+def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
+    """Assign sequences of given degrees to blocks of ranks, and fill up with the rest: returns the end of all ranks.
 
     Widest blocks first, and of one width the dearest sequence first, into the block that has least; each then begins at
     the rank that `first_rank` gets. A time that is not below `enough` may be too small.
     """
-    loads, packed = np.zeros(step.dp, np.int64), np.zeros(step.dp, np.int64)
-    for index in range(step.sizes.size - 1, -1, -1):
-        size = step.sizes[index]
+    loads, packed = np.zeros(problem.dp, np.int64), np.zeros(problem.dp, np.int64)
+    for index in range(problem.sizes.size - 1, -1, -1):
+        size = problem.sizes[index]
         for job in range(choice.size):
             if choice[job] != index:
                 continue
             first = 0
-            for rank in range(0, step.dp, size):
+            for rank in range(0, problem.dp, size):
                 if loads[rank] < loads[first]:
                     first = rank
             first_rank[job] = first
-            loads[first : first + size] += step.times[index, job]
-            if index == 0 and step.is_short[job]:
-                packed[first] += step.times[0, job]
-    level = max(int(loads.max()), (int(loads.sum()) + step.rest) // step.dp)
-    return level if level >= enough else _fill_up(step, loads, packed, level, enough)
+            loads[first : first + size] += problem.times[index, job]
+            if index == 0 and problem.is_short[job]:
+                packed[first] += problem.times[0, job]
+    level = max(int(loads.max()), (int(loads.sum()) + problem.rest) // problem.dp)
+    return level if level >= enough else _water_fill(problem, loads, packed, level, enough)
 
 
 @compiled
-def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
-    """When all ranks are done that have `loads` [dp] and fill up with the rest, the last chunks of which are not full.
+def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
+    """The end of all ranks with `loads` [dp] filled up with the rest, whose last chunks are not full.
 
     `packed` [dp]: what of the loads is packed with the rest. `enough` where they are not done before it.
     """
-    low, high = level, level + step.chunk_ns
-    if enough <= high and not _fits(step, loads, packed, enough - 1):
+    low, high = level, level + problem.chunk_ns
+    if enough <= high and not _fits(problem, loads, packed, enough - 1):
         return enough
-    while high - low > step.bound // (4 * _WORTH):
+    while high - low > problem.bound // (4 * _GAP_PARTS):
         middle = (low + high) // 2
-        if _fits(step, loads, packed, middle):
+        if _fits(problem, loads, packed, middle):
             high = middle
         else:
             low = middle
@@ -337,14 +337,14 @@ def _fill_up(step: Step, loads: Int64Array, packed: Int64Array, level: int, enou
 
 
 @compiled
-def _fits(step: Step, loads: Int64Array, packed: Int64Array, end: int) -> bool:
-    """Whether ranks that fill up with the rest are done by `end`; see `_fill_up`."""
-    linear = 1 - step.chunk_ns / step.full_chunk
+def _fits(problem: SharingProblem, loads: Int64Array, packed: Int64Array, end: int) -> bool:
+    """True if ranks filled up with the rest are done by `end`; see `_water_fill`."""
+    linear = 1 - problem.chunk_ns / problem.full_chunk
     room = 0.0
-    for rank in range(step.dp):
-        num_full, left = divmod(end - loads[rank] + packed[rank], step.full_chunk)
-        own = num_full * step.full_chunk + max(0, left - step.chunk_ns) / linear - packed[rank]
+    for rank in range(problem.dp):
+        num_full, left = divmod(end - loads[rank] + packed[rank], problem.full_chunk)
+        own = num_full * problem.full_chunk + max(0, left - problem.chunk_ns) / linear - packed[rank]
         if own < 0:
             return False
         room += own
-    return bool(room >= step.rest)
+    return bool(room >= problem.rest)

@@ -27,13 +27,13 @@ def cut_sequences(
     """
     if shares is None:
         shares = Shares.none(tokens.size)
-    chunk_size = most_tokens(config.chunk_size, shares.size)  # [n]
+    chunk_size = max_chunk_tokens(config.chunk_size, shares.size)  # [n]
     work = necessary_ns.copy()
     split = np.flatnonzero((tokens > chunk_size) | (shares.size > 1))
     num_parts, stops = split_sequences(tokens[split], chunk_size[split], config.split, cost, shares.size[split])
     index = np.arange(stops.size) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)  # [num_parts]
     starts = np.where(index == 0, 0, np.concatenate([[0], stops[:-1]]))  # [num_parts]
-    k = most_kept(tokens[split], config.k, config.k_by_length)
+    k = k_for_length(tokens[split], config.k, config.k_by_length)
     keeps = index >= np.repeat(num_parts - k, num_parts)  # [num_parts]
     part_tokens = stops - starts  # [num_parts]
     pairs = attention_pairs_of(part_tokens, starts, cost.shape.attention_patterns)
@@ -50,8 +50,8 @@ def cut_sequences(
     return Sequences(tokens, work, np.cumsum(parts), part_tokens, keeps, shares.size, shares.heads, shares.first_rank)
 
 
-def most_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
-    """How many tokens a chunk has at most that each of `num_ranks` [n] ranks has ChunkSize of.
+def max_chunk_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
+    """The most tokens of a chunk of which each of `num_ranks` [n] ranks has at most ChunkSize.
 
     Of a chunk that ranks share, each may have two slices, of which none may be longer than half of ChunkSize: with an
     odd one, both could be rounded up.
@@ -61,7 +61,7 @@ def most_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
     return most
 
 
-def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
+def k_for_length(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> Int64Array:
     """K of sequences of `num_tokens` [n]: `k`, or that of the last of `k_by_length` whose length they exceed.
 
     `k_by_length` has pairs (tokens, K), ascending by tokens: sequences of more than that many tokens.
@@ -72,7 +72,7 @@ def most_kept(num_tokens: IntArray, k: int, k_by_length: KByLength | None) -> In
 
 
 def count_parts(lengths: Int64Array, chunk_size: int | Int64Array, split: Split, cost: CostModel) -> Int64Array:
-    """How many parts `split_sequences` cuts sequences of `lengths` [n] into."""
+    """Number of parts that `split_sequences` cuts sequences of `lengths` [n] into."""
     fewest = -(-lengths // chunk_size)
     if split != "cost" or not cost.shape.attention_patterns:
         return fewest
@@ -121,14 +121,14 @@ def split_sequences(
 
 
 def _time(lengths: Int64Array, cost: CostModel) -> Float64Array:
-    """That of the forward of the first `lengths` tokens of a sequence, in attention pairs."""
-    return cost.linear_over_pair * lengths + whole_pairs(cost, lengths)
+    """Forward time of the first `lengths` tokens of a sequence, in attention pairs."""
+    return cost.linear_to_attention_ratio * lengths + whole_pairs(cost, lengths)
 
 
 def _tokens_within(time: Float64Array, cost: CostModel) -> Int64Array:
-    """How many tokens of a sequence take no longer than `time`, the opposite of `_time`: rounded down, so that parts
+    """The most tokens of a sequence that take no longer than `time`: the inverse of `_time`, rounded down so that parts
     stay within ChunkSize."""
-    ratio = cost.linear_over_pair
+    ratio = cost.linear_to_attention_ratio
     if cost.shape.attention_patterns == FULL:  # ratio * t + t^2
         return np.floor((np.sqrt(ratio * ratio + 4 * time) - ratio) / 2).astype(np.int64)
     low, high = np.zeros(time.shape, np.int64), np.full(time.shape, 1 << 31, np.int64)  # low takes no longer, high does

@@ -31,9 +31,9 @@ def steps_table(
 
     A rank takes what its chunks cost, and is done when its last stage is.
     """
-    sequences, placement, chunks = chunked.sequences, chunked.placement, chunked.chunks
-    num_steps, dp = placement.num_standalone.shape
-    starts, bound = chunked.step_starts[:-1], placement.step_bound  # [num_steps] both
+    sequences, assignment, chunks = chunked.sequences, chunked.assignment, chunked.chunks
+    num_steps, dp = assignment.num_standalone.shape
+    starts, bound = chunked.step_starts[:-1], assignment.step_bound  # [num_steps] both
     step_chunks = chunks.rank_chunks[::dp]  # [num_steps + 1]
     num_chunks = np.diff(step_chunks)
     end_ns = scheduled.stage_end.reshape(num_steps, -1).max(axis=1)
@@ -53,7 +53,7 @@ def steps_table(
         num_target_tokens=np.add.reduceat(target_tokens.astype(np.int64), starts),
         num_chunks=_int32(num_chunks),
         chunks_lower_bound=_int32(bound),
-        packing_lower_bound=_int32(np.maximum(placement.rank_bound.sum(axis=1), bound)),
+        packing_lower_bound=_int32(np.maximum(assignment.rank_bound.sum(axis=1), bound)),
         optimal=num_chunks == bound,
         exceeds_share=np.maximum.reduceat(sequence_ns, starts) > _OVER_SHARE * mean_rank_ns,
         peak_retained_tokens=scheduled.peak_retained_tokens.reshape(num_steps, -1).max(axis=1),

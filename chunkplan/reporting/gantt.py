@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from chunkplan.planfile.plan import Chunk
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.schedule.trace import LETTERS
 
 #: What ops are called, in the order of `OPS`.

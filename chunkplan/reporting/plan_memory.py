@@ -9,18 +9,18 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.held import HeldBytes
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
+from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.errors import DataError
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.planfile.plan import VALIDATE_HINT, Plan
 from chunkplan.planfile.schema import SCHEDULE
 from chunkplan.planfile.tables import read_table
-from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, memory_of_stages
+from chunkplan.planning.memory import LongestSequence, host_bytes_of, memory_of_stages, memory_rates_of
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.holdings import fullest, fullest_moments
+from chunkplan.schedule.holdings import highest_peak, peak_snapshots
 from chunkplan.tuning.trial import longest_of
 from chunkplan.validation.schedule_columns import ScheduleColumns
 
@@ -71,7 +71,7 @@ def plan_memory(plan: Plan, chunks: Chunks) -> PlanMemory | None:
     except DataError:
         return None
     config = plan.config
-    moments, ranks = _fullest_moments(plan, chunks, config, held_bytes_of(config, cost))
+    moments, ranks = _peak_snapshots(plan, chunks, config, memory_rates_of(config, cost))
     return memory_at(moments, ranks, config, cost)
 
 
@@ -93,11 +93,11 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
     )
 
 
-def _fullest_moments(plan: Plan, chunks: Chunks, config: PlanConfig, held: HeldBytes) -> tuple[Int64Array, Int64Array]:
+def _peak_snapshots(plan: Plan, chunks: Chunks, config: PlanConfig, held: MemoryRates) -> tuple[Int64Array, Int64Array]:
     """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 8], and step * dp + rank of
     where that is, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
-    return fullest(fullest_moments(chunks, actions, held), held)
+    return highest_peak(peak_snapshots(chunks, actions, held), held)
 
 
 def _actions(plan: Plan, sizes: Int64Array, config: PlanConfig) -> Actions:

@@ -29,7 +29,7 @@ from chunkplan.schedule.actions import (
     join_actions,
 )
 from chunkplan.schedule.simulate import simulate
-from chunkplan.schedule.simulated import PathAction, Simulation, StepRanks
+from chunkplan.schedule.timeline import PathAction, Simulation, StepRanks
 from chunkplan.schedule.trace import write_trace
 from chunkplan.simulation import simulate_plan
 

@@ -1,1 +1,1 @@
-"""Which chunk runs when on a rank's pipeline, and how long that takes."""
+"""Schedules: the order of chunks on the stages of a rank's pipeline, and its time."""

@@ -1,4 +1,4 @@
-"""What a schedule is: for every pipeline stage of a rank, what it does with which chunk, in order.
+"""The representation of schedules: for every pipeline stage of a rank its ops on chunks, in order.
 
 One representation, which schedules write, the simulator times, the validator checks and the runtime does.
 """
@@ -39,8 +39,8 @@ class Actions(NamedTuple):
 
 
 @compiled
-def end_of_unit(group_id: Int32Array, start: int) -> int:
-    """Where what begins with chunk `first` ends: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
+def unit_end(group_id: Int32Array, start: int) -> int:
+    """The end of the unit at chunk `start`: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
     stop = start + 1
     while stop < group_id.size and group_id[stop] == group_id[start] >= 0:
         stop += 1
@@ -88,7 +88,7 @@ def join_actions(found: Sequence[Actions]) -> Actions:
 
 
 def actions_of_rank(actions: Actions, rank: int, pp: int) -> Actions:
-    """Those of the stages of one rank, of many."""
+    """The actions of the stages of one rank out of many."""
     start, stop = actions.stages[rank * pp], actions.stages[(rank + 1) * pp]
     return Actions(
         actions.ops[start:stop],

@@ -4,7 +4,7 @@ split backwards `zero-bubble`.
 Every stage does next what is more urgent: of a forward and a backward that it knows of, in the order that lets the
 later of both be done sooner, as far as their tails say (the rule of one machine with heads and tails: Carlier, EJOR 11,
 1982; list schedules by longest paths: Graham, SIAM J. Appl. Math. 17, 1969). So it may wait for what comes soon.
-Some simple orders of units are tried, and changed one thing at a time while that may help. The answer is never slower
+Some simple orders of units are tried, and changed one thing at a time while that may help. The point is never slower
 than state-aware 1F1B (ChunkFlow, arXiv 2503.02356) where that fits, and the same on every machine. Ranks that share
 chunks are scheduled together.
 
@@ -47,7 +47,7 @@ from chunkplan.schedule.actions import (
 from chunkplan.schedule.bounds import Jobs, jobs_of, least_memory
 from chunkplan.schedule.holdings import KV, START, kv_tokens, peak_retained, stage_holdings
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
-from chunkplan.schedule.local_search import HISTORY, Answer, change, draw
+from chunkplan.schedule.local_search import HISTORY, SearchPoint, draw, mutate
 from chunkplan.schedule.orders import (
     Order,
     least_forwards,
@@ -145,32 +145,32 @@ def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, sp
     need be done sooner than those before it could be, or than the bound of the step, and of those that are alike one is
     looked at. Groups of different ranks have different numbers.
     """
-    actions, _, _, ends = as_template(chunks, times, pp, memory_tokens, splits_backward)
-    enough = order_bound(chunks, times, pp, splits_backward)
-    if np.max(ends) <= enough + enough // _NEAR:
+    actions, _, _, ends = baseline_1f1b(chunks, times, pp, memory_tokens, splits_backward)
+    target = order_bound(chunks, times, pp, splits_backward)
+    if np.max(ends) <= target + target // _NEAR:
         return actions
     if np.any(chunks.cp_size > 1):
         return auto(chunks, times, pp, memory_tokens, 0, splits_backward)[0]
     slowest_first = np.argsort(-ends, kind="mergesort")
     for place, rank in enumerate(slowest_first):
-        if ends[rank] <= enough:
+        if ends[rank] <= target:
             break
-        twin = _twin(chunks, times, rank, slowest_first[:place])
+        twin = _identical_rank(chunks, times, rank, slowest_first[:place])
         to = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
         if twin >= 0:
             of = slice(actions.stages[twin * pp], actions.stages[(twin + 1) * pp])
             actions.ops[to], actions.chunk_ids[to] = actions.ops[of], actions.chunk_ids[of]
             continue
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
-        found, end = auto(rank_chunks, rank_times, pp, memory_tokens, enough, splits_backward)
+        found, end = auto(rank_chunks, rank_times, pp, memory_tokens, target, splits_backward)
         actions.ops[to], actions.chunk_ids[to] = found.ops, found.chunk_ids
-        enough = max(enough, end)
+        target = max(target, end)
     return actions
 
 
 @compiled
-def _twin(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
-    """The first of some ranks whose chunks are those of `rank`, which are of the same kinds and take as long, or -1."""
+def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
+    """The first of some ranks whose chunks have the same kinds and times as those of `rank`, or -1."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     for other in others:
         shift = chunks.rank_chunks[other] - start
@@ -195,12 +195,12 @@ def _twin(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> i
 _AHEAD = TEMPLATES["1f1b"]
 
 #: No more memory than state-aware 1F1B takes.
-AS_TEMPLATE = -1
+BASELINE_MEMORY = -1
 
 #: As many actions are scheduled, at most, in search of a faster order: a millisecond or two.
 _ACTIONS = 8_000
 
-#: So many changes in a row that made nothing faster are enough: of few chunks everything has been tried by then.
+#: So many changes in a row that made nothing faster are target: of few chunks everything has been tried by then.
 _MAX_FUTILE = 128
 
 #: Of ranks with thousands of chunks fewer simple orders are tried, for as many actions, but two at least.
@@ -209,33 +209,32 @@ _FIRST_ACTIONS = 60_000
 #: By how much of its own time, in per cent, a weight half may delay what comes next: what is tried.
 OVERRUNS = np.array([50, 100])
 
-#: What is as near to the lower bound is good enough: one part in so many.
+#: What is as near to the lower bound is good target: one part in so many.
 _GAP = 200
 
 
 @compiled
 def auto(
-    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, enough: int, splits_backward: bool
+    chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, target: int, splits_backward: bool
 ) -> tuple[Actions, int]:
     """The fastest schedule found, with whole backwards or all of them split, and when it is done.
 
     Args:
         chunks: of one rank, or of all ranks of a step, some of which they share. Then groups of different ranks have
             different numbers, and these ranks are scheduled together.
-        memory_tokens: tokens whose activations a stage may retain, no fewer than `least_memory`; or `AS_TEMPLATE`. Keys
-            and values are held of no more tokens than in state-aware 1F1B and a unit's kept chunks: a group holds its
-            own until its last backward, whereas activations go chunk by chunk; and of as many more as it may retain
-            more.
-        enough: what is done by then need not be done sooner.
+        memory_tokens: tokens whose activations a stage may retain, no fewer than `least_memory`; or `BASELINE_MEMORY`.
+            Keys and values are held for no more tokens than in state-aware 1F1B plus a unit's kept chunks (a group
+            holds its own until its last backward, activations go chunk by chunk), plus any extra retained tokens.
+        target: an end time that need not be improved on.
     """
     n, num_rows = chunks.keeps_activations.size, (chunks.rank_chunks.size - 1) * pp
     if not n:
         return empty_actions(chunks.keeps_activations, pp, pp, splits_backward), 0
-    actions, memory, kv_limit, ends = as_template(chunks, times, pp, memory_tokens, splits_backward)
+    actions, memory, kv_limit, ends = baseline_1f1b(chunks, times, pp, memory_tokens, splits_backward)
     best = int(np.max(ends))
     jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
-    work, after, bound = _rows(chunks, times, jobs, pp, splits_backward)
-    good = max(bound + bound // _GAP, enough)
+    work, after, bound = _row_bounds(chunks, times, jobs, pp, splits_backward)
+    good = max(bound + bound // _GAP, target)
     trial = Actions(
         np.empty_like(actions.ops), np.empty_like(actions.chunk_ids), actions.virtual_stages, actions.stages
     )
@@ -248,7 +247,7 @@ def auto(
     )
     kv = kv_tokens(chunks)
     # One unit after the other always fits.
-    answer = Answer(units_by_work(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
+    point = SearchPoint(units_by_work(chunks, times, 0), np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_))
     now, overrun = best, OVERRUNS[0] if splits_backward else WHOLE
     num_tried = 0
     for direction in (0, -1, 1):
@@ -257,13 +256,13 @@ def auto(
                 if best <= good or (num_tried > 1 and num_tried * actions.ops.size > _FIRST_ACTIONS):
                     return actions, best
                 ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
-                new = Answer(units_by_work(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
+                new = SearchPoint(units_by_work(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
                 limits.idle[:] = now - 1 - work - after
                 new_overrun = OVERRUNS[index] if splits_backward else WHOLE
                 end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, new_overrun, limits, trial)
                 num_tried += 1
                 if end >= 0:
-                    now, answer, overrun = end, new, new_overrun
+                    now, point, overrun = end, new, new_overrun
                     if end < best:
                         best = end
                         actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
@@ -273,14 +272,14 @@ def auto(
         turn = num_tried % HISTORY
         most_end = max(now, history[turn])
         num_futile += 1
-        new, is_other, state = _changed(chunks, answer, pp, state)
+        new, is_other, state = _neighbour(chunks, point, pp, state)
         if not is_other:
             continue
         limits.idle[:] = most_end - work - after
         end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
         if end >= 0:
-            now, answer = end, new
+            now, point = end, new
             if end < best:
                 best, num_futile = end, 0
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
@@ -290,13 +289,13 @@ def auto(
 
 @compiled
 def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: bool) -> int:
-    """No order of the chunks is done before, whatever the memory."""
+    """A lower bound on the end of any order of the chunks, whatever the memory."""
     jobs = jobs_of(chunks, times, pp, BACKWARD_INPUT if splits_backward else BACKWARD)
-    return _rows(chunks, times, jobs, pp, splits_backward)[2]
+    return _row_bounds(chunks, times, jobs, pp, splits_backward)[2]
 
 
 @compiled
-def as_template(
+def baseline_1f1b(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
 ) -> tuple[Actions, int, int, Int64Array]:
     """State-aware 1F1B; the tokens whose activations, and whose keys and values, may be held; and when each rank is
@@ -308,15 +307,15 @@ def as_template(
         actions = _split(actions)
     ends = simulate(chunks, actions, times, pp, STRAIGHT, num_ranks)
     kv = kv_tokens(chunks)
-    of_template, kv_limit = np.int64(np.max(peak_retained(chunks, actions))), np.int64(0)
+    baseline_tokens, kv_limit = np.int64(np.max(peak_retained(chunks, actions))), np.int64(0)
     for rank in range(num_ranks):
         held = stage_holdings(chunks, kv, actions, rank, 0, pp)  # the first stage runs furthest ahead: it holds most
         for action in range(held.shape[0]):
             kv_limit = max(kv_limit, held[action, START, KV])
-    memory = of_template if memory_tokens == AS_TEMPLATE else np.int64(memory_tokens)
-    kv_limit += np.maximum(memory - of_template, 0) + least_memory(chunks)
+    memory = baseline_tokens if memory_tokens == BASELINE_MEMORY else np.int64(memory_tokens)
+    kv_limit += np.maximum(memory - baseline_tokens, 0) + least_memory(chunks)
     rank_ends = np.full(num_ranks, np.iinfo(np.int64).max)
-    if of_template <= memory:
+    if baseline_tokens <= memory:
         for rank in range(num_ranks):
             own = ends[actions.stages[rank * pp] : actions.stages[(rank + 1) * pp]]
             rank_ends[rank] = np.max(own) if own.size else 0
@@ -340,10 +339,10 @@ def _split(whole: Actions) -> Actions:
 
 
 @compiled
-def _rows(
+def _row_bounds(
     chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
 ) -> tuple[Int64Array, Int64Array, int]:
-    """Of each stage of each rank the time of its work, and the least time after it, int64 [rows]; a lower bound."""
+    """Work of each stage of each rank, the least time after it, int64 [rows], and a lower bound."""
     n, num_ranks = chunks.keeps_activations.size, chunks.rank_chunks.size - 1
     work, after = np.zeros(num_ranks * pp, np.int64), np.zeros(num_ranks * pp, np.int64)
     bound = int(np.max(jobs.before + jobs.work + jobs.after)) if n else 0
@@ -363,26 +362,26 @@ def _rows(
 
 
 @compiled
-def _changed(chunks: Chunks, answer: Answer, pp: int, state: int) -> tuple[Answer, bool, int]:
-    """Another answer, with one thing changed on one rank, whether it is one, and the state of the random numbers.
+def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple[SearchPoint, bool, int]:
+    """A search point with one random change on one rank, whether it differs, and the state of the random numbers.
 
     Shared chunks stay.
     """
-    order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
-    new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
+    order = Order(point.order.forwards.copy(), point.order.backwards.copy())
+    new = SearchPoint(order, point.ahead.copy(), point.forward_first.copy())
     state, rank = draw(state, chunks.rank_chunks.size - 1)
     base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     if base == end:
         return new, False, state
     rows = slice(rank * pp, (rank + 1) * pp)
-    own = Answer(
+    own = SearchPoint(
         Order(order.forwards[base:end] - base, order.backwards[base:end] - base),
         new.ahead[rows],
         new.forward_first[rows],
     )
-    state = change(chunks.group_id[base:end], own, state)
-    is_other = np.any(new.ahead[rows] != answer.ahead[rows])
-    is_other |= np.any(new.forward_first[rows] != answer.forward_first[rows])
+    state = mutate(chunks.group_id[base:end], own, state)
+    is_other = np.any(new.ahead[rows] != point.ahead[rows])
+    is_other |= np.any(new.forward_first[rows] != point.forward_first[rows])
     stop = base + np.sum(chunks.cp_size[base:end] > 1)
     forwards, backwards = own.order.forwards + base, own.order.backwards + base
     if np.all(forwards[: stop - base] == order.forwards[base:stop]) and np.all(
@@ -400,27 +399,27 @@ def _evaluate(
     jobs: Jobs,
     kv: Int64Array,
     kv_limit: int,
-    answer: Answer,
+    point: SearchPoint,
     most_end: int,
     overrun: int,
     limits: Limits,
     actions: Actions,
 ) -> int:
-    """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
-    limits.forward_first[:] = answer.forward_first
+    """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
+    limits.forward_first[:] = point.forward_first
     pp = limits.forwards.shape[0]
     for rank in range(chunks.rank_chunks.size - 1):
         base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
         if base == end:
             continue
-        order = Order(answer.order.forwards[base:end] - base, answer.order.backwards[base:end] - base)
+        order = Order(point.order.forwards[base:end] - base, point.order.backwards[base:end] - base)
         rank_chunks = chunks_of_rank(chunks, rank)
         least, most = least_forwards(order), most_forwards(rank_chunks, order, limits.memory[rank * pp])
         most = np.minimum(most, most_forwards_by_kv(order, kv[:, base:end], kv_limit))
         if np.any(most < least):
             return -1
         for stage in range(pp):
-            limits.forwards[stage, base:end] = limit_forwards(least, most, answer.ahead[rank * pp + stage])
-        if write_tails(chunks, times, jobs, answer.order, rank, limits.forwards, limits.tails) > most_end:
+            limits.forwards[stage, base:end] = limit_forwards(least, most, point.ahead[rank * pp + stage])
+        if write_tails(chunks, times, jobs, point.order, rank, limits.forwards, limits.tails) > most_end:
             return -1
-    return list_schedule(chunks, times, answer.order, limits, overrun, actions)
+    return list_schedule(chunks, times, point.order, limits, overrun, actions)

@@ -1,4 +1,4 @@
-"""What no schedule of a rank's chunks can do better than: in time, and in memory."""
+"""Lower bounds of schedules of a rank's chunks: time, and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkplan.schedule.actions import (
     FORWARD,
     FORWARD_KV,
     RECOMPUTE,
-    end_of_unit,
+    unit_end,
 )
 
 
@@ -50,7 +50,7 @@ def jobs_of(chunks: Chunks, times: ChunkTimes, pp: int, backward: int = BACKWARD
             jobs.work[stage, n + chunk] = times.durations[backward, stage, chunk] + recompute
     start = 0
     while start < n:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         _add_before(chunks, times, pp, start, stop, backward, jobs)
         _add_after(chunks, times, pp, start, stop, backward, jobs)
         start = stop
@@ -78,7 +78,7 @@ def _add_before(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: in
 
 @compiled
 def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int, backward: int, jobs: Jobs) -> None:
-    """Fill `jobs.after` for one unit, which is played through from its end backwards."""
+    """Fill `jobs.after` for one unit, which is simulated backwards from its end."""
     n = chunks.keeps_activations.size
     clock = np.zeros(pp, np.int64)  # from here on the end
     for chunk in range(start, stop):
@@ -97,7 +97,7 @@ def _add_after(chunks: Chunks, times: ChunkTimes, pp: int, start: int, stop: int
 
 @compiled
 def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -> int:
-    """No schedule in which stages retain at most `memory` tokens is faster.
+    """A lower bound on the time of schedules in which stages retain at most `memory` tokens.
 
     The larger of two bounds for each stage: for all sets of jobs, the earliest start of one, the work of all, and the
     least time after one (Carlier, EJOR 11, 1982: the time of the best preemptive schedule); and the tokens of every
@@ -120,7 +120,7 @@ def makespan_bound(chunks: Chunks, times: ChunkTimes, jobs: Jobs, memory: int) -
 
 
 def unit_bound(chunks: Chunks, times: ChunkTimes) -> int:
-    """No schedule of a V of virtual stages, with backwards split, is done before the unit that takes longest alone.
+    """A lower bound for a V of virtual stages with split backwards: the longest time of a unit alone.
 
     It is played through as if each model stage were a stage of its own. Where the V turns there is no link.
     """
@@ -139,7 +139,7 @@ def _retained(chunks: Chunks, times: ChunkTimes, jobs: Jobs, stage: int) -> floa
     total = 0.0
     start = 0
     while start < n:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         for chunk in range(start, stop):
             longest = jobs.work[stage, n + chunk]
             way = np.int64(0)  # of this chunk from `stage` to `turn` and back; the later parts of its group pass there
@@ -162,7 +162,7 @@ def least_memory(chunks: Chunks) -> int:
     least = int(np.max(chunks.num_tokens))
     start = 0
     while start < chunks.keeps_activations.size:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         least = max(least, int(np.sum(chunks.num_tokens[start:stop] * chunks.keeps_activations[start:stop])))
         start = stop
     return least

@@ -1,4 +1,4 @@
-"""The schedules there are, by name, and the schedules of many ranks."""
+"""Schedules by name, and the schedules of many ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from chunkplan.schedule.actions import (
     join_actions,
     times_of_ranks,
 )
-from chunkplan.schedule.alignment import align_steps, ends_in_slots, meeting_of
 from chunkplan.schedule.bounds import least_memory
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import assign_slots, ends_in_slots, slot_ops_of
 from chunkplan.schedule.templates import TEMPLATES, follow_template
 
-#: What looks at all ranks of a step, and whether it splits backwards.
-_OF_STEPS = {"auto": False, "zero-bubble": True}
+#: Schedules that order all ranks of a step together, and whether they split backwards.
+_SPLITS_BACKWARD = {"auto": False, "zero-bubble": True}
 
-#: Of so many steps at most the actions that were found are kept, by what was asked; of each no more than so many chunks
-#: of a rank times stages, which are a few dozen bytes each.
-_KEPT, _KEPT_EACH = 512, 512
-_kept: dict[bytes, Actions] = {}
+#: Most steps in the cache, and most chunks of a rank times stages of a step in it, which are a few dozen bytes each.
+_CACHE_STEPS, _CACHE_STEP_SIZE = 512, 512
+_cache: dict[bytes, Actions] = {}
 
-#: What of chunks their order depends on, beside their times.
-_LOOKED_AT = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
+#: Columns of chunks, beside their times, that determine their order: the key of the cache.
+_CACHE_COLUMNS = ("rank_chunks", "group_id", "num_tokens", "keeps_activations", "cp_first_rank", "cp_size")
 
 
 class Scheduled(NamedTuple):
@@ -44,7 +43,7 @@ class Scheduled(NamedTuple):
     `ends` int64 [num_actions]. Of each stage, int64 [num_ranks * pp]: `stage_end`, when it is done, and
     `peak_retained_tokens`, the most tokens whose activations it retains at once (a virtual stage counts as its share of
     the stage's layers). `lower_bound` int64 [num_ranks]: no order of the same chunks under the same memory is faster; 0
-    where none was looked for. `slots` int64 [num_actions]: that of each action on its stage (see `alignment`); None
+    where none was looked for. `slots` int64 [num_actions]: that of each action on its stage (see `slots`); None
     where ranks meet in none.
     """
 
@@ -62,10 +61,10 @@ def schedule_ranks(
     pp: int,
     schedule: str,
     memory_tokens: int | None,
-    place: Callable[[int], str],
+    rank_label: Callable[[int], str],
     dp: int = 1,
     is_cancelled: Callable[[], bool] = lambda: False,
-    meeting: Int8Array | None = None,
+    slot_ops: Int8Array | None = None,
     actions: Actions | None = None,
 ) -> Scheduled:
     """Schedule the chunks of many ranks, each for itself; those that share chunks meet (see `simulate`).
@@ -74,12 +73,12 @@ def schedule_ranks(
         schedule: one of `layers.FAMILIES`.
         memory_tokens: what a stage may retain; "search", "auto" and "zero-bubble" make use of it, others are refused
             where they do not fit.
-        place: names a rank, for errors.
-        dp: ranks of a step: they may share chunks, and what they need is said together.
-        is_cancelled: asked before each step, or rank, that is searched.
-        meeting: which ops the ranks of a step meet for, see `meeting_of`, None: for none. When actions end is then what
-            their slots say; their order is the same.
-        actions: an order that there is already, which is timed.
+        rank_label: the name of a rank, for errors.
+        dp: ranks of a step: they may share chunks, and errors report their memory together.
+        is_cancelled: called before each step, or rank, that is searched.
+        slot_ops: the slots that ops need, see `slot_ops_of`; None: no slots. They change the ends of actions, not
+            their order.
+        actions: an existing order, which is only timed.
 
     Raises:
         CancelledError: `is_cancelled()` was true while there was still something to search.
@@ -87,13 +86,13 @@ def schedule_ranks(
     """
     lower_bound, slots = np.zeros(chunks.rank_chunks.size - 1, np.int64), None
     if memory_tokens is not None:
-        _refuse_too_little(chunks, memory_tokens, place, dp)
+        _refuse_too_little(chunks, memory_tokens, rank_label, dp)
     if actions is None and schedule in TEMPLATES:
         actions = follow_template(chunks, times, pp, TEMPLATES[schedule])
     elif actions is None:
         found = []
-        width = dp if schedule in _OF_STEPS else 1  # ranks that are looked at together
-        own = _apart(chunks, dp) if schedule in _OF_STEPS else chunks
+        width = dp if schedule in _SPLITS_BACKWARD else 1  # ranks that are looked at together
+        own = _unique_group_ids(chunks, dp) if schedule in _SPLITS_BACKWARD else chunks
         for first in range(0, lower_bound.size, width):
             if is_cancelled():
                 raise CancelledError
@@ -102,21 +101,21 @@ def schedule_ranks(
             found.append(actions)
         actions = join_actions(found)
     placement = family_of(schedule).placement._replace(virtual_stages=times.durations.shape[1] // pp)
-    if meeting is not None:
-        ends, slots = align_steps(chunks, actions, times, meeting_of("weights"), dp, pp, placement)
-        if (meeting < 0).any():
-            ends = ends_in_slots(chunks, actions, times, meeting, slots, dp, pp, placement)
+    if slot_ops is not None:
+        ends, slots = assign_slots(chunks, actions, times, slot_ops_of("weights"), dp, pp, placement)
+        if (slot_ops < 0).any():
+            ends = ends_in_slots(chunks, actions, times, slot_ops, slots, dp, pp, placement)
     else:
         ends = simulate(chunks, actions, times, pp, placement, dp)
     retained = -(-peak_retained(chunks, actions) // placement.virtual_stages)
     if memory_tokens is not None:
-        _refuse_too_large(retained, pp, schedule, memory_tokens, place)
+        _refuse_too_large(retained, pp, schedule, memory_tokens, rank_label)
     assert (ends >= 0).all(), "a schedule in which stages deadlock"
     return Scheduled(actions, ends, ends[actions.stages[1:] - 1], retained, lower_bound, slots)
 
 
-def _apart(chunks: Chunks, dp: int) -> Chunks:
-    """The same with other numbers of groups on each rank of a step: side by side they may end and begin with one."""
+def _unique_group_ids(chunks: Chunks, dp: int) -> Chunks:
+    """Renumber groups so that no two ranks of a step have the same group id."""
     rank = np.repeat(np.arange(chunks.rank_chunks.size - 1, dtype=np.int32) % dp, np.diff(chunks.rank_chunks))
     return chunks._replace(group_id=np.where(chunks.group_id < 0, -1, chunks.group_id * dp + rank).astype(np.int32))
 
@@ -124,12 +123,12 @@ def _apart(chunks: Chunks, dp: int) -> Chunks:
 def _search(
     schedule: str, chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
 ) -> tuple[Actions, int]:
-    """The best that is found for a rank, or the ranks of a step; no order of a rank is done before what comes with it.
+    """The best schedule found for a rank, or for the ranks of a step, and a lower bound on its time (0: unknown).
 
     What takes long to compile is imported where it is used.
     """
-    if schedule in _OF_STEPS:
-        return _of_step(chunks, times, pp, memory_tokens, _OF_STEPS[schedule]), 0
+    if schedule in _SPLITS_BACKWARD:
+        return _cached_auto_step(chunks, times, pp, memory_tokens, _SPLITS_BACKWARD[schedule]), 0
     if schedule == "search":
         from chunkplan.schedule.search import search
 
@@ -142,26 +141,26 @@ def _search(
     return actions, 0
 
 
-def _of_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, splits: bool) -> Actions:
-    """`auto_step`, which is not asked twice: of the Ks that `tune` tries, most steps know no difference."""
-    from chunkplan.schedule.auto import AS_TEMPLATE, auto_step
+def _cached_auto_step(step: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None, splits: bool) -> Actions:
+    """`auto_step` with a cache: for different K, as `tune` tries them, most steps are the same."""
+    from chunkplan.schedule.auto import BASELINE_MEMORY, auto_step
 
-    memory = AS_TEMPLATE if memory_tokens is None else memory_tokens
-    if step.num_tokens.size * pp > _KEPT_EACH * (step.rank_chunks.size - 1):
+    memory = BASELINE_MEMORY if memory_tokens is None else memory_tokens
+    if step.num_tokens.size * pp > _CACHE_STEP_SIZE * (step.rank_chunks.size - 1):
         return auto_step(step, times, pp, memory, splits)
-    asked = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
-    for values in (*(getattr(step, name) for name in _LOOKED_AT), *times):
-        asked.update(values)
-    answer = _kept.get(asked.digest())
-    if answer is None:
-        if len(_kept) >= _KEPT:
-            _kept.clear()
-        _kept[asked.digest()] = answer = auto_step(step, times, pp, memory, splits)
-    return answer
+    key = blake2b(repr((pp, memory, splits, step.num_tokens.size)).encode(), digest_size=16)
+    for values in (*(getattr(step, name) for name in _CACHE_COLUMNS), *times):
+        key.update(values)
+    actions = _cache.get(key.digest())
+    if actions is None:
+        if len(_cache) >= _CACHE_STEPS:
+            _cache.clear()
+        _cache[key.digest()] = actions = auto_step(step, times, pp, memory, splits)
+    return actions
 
 
-def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int], str], dp: int) -> None:
-    """Refuse memory that no order of a rank's chunks fits; of the first such step, the rank that needs most is said."""
+def _refuse_too_little(chunks: Chunks, memory_tokens: int, rank_label: Callable[[int], str], dp: int) -> None:
+    """Refuse memory that no order of a rank's chunks fits, naming the rank of the first such step that needs most."""
     num_ranks = chunks.rank_chunks.size - 1
     least = np.array([least_memory(chunks_of_rank(chunks, rank)) for rank in range(num_ranks)])
     over = np.flatnonzero(least > memory_tokens)
@@ -172,14 +171,14 @@ def _refuse_too_little(chunks: Chunks, memory_tokens: int, place: Callable[[int]
         raise UsageError(
             f"a stage has to hold activations of {least[rank]:,} tokens at once, memory-tokens allows "
             f"{memory_tokens:,}",
-            where=place(rank),
+            where=rank_label(rank),
             hint=f"--memory-tokens {least[rank]} is the least for {who}, no rank takes more than K times "
             "ChunkSize; a smaller --k or --chunk-size holds less",
         )
 
 
 def _refuse_too_large(
-    retained: Int64Array, pp: int, schedule: str, memory_tokens: int, place: Callable[[int], str]
+    retained: Int64Array, pp: int, schedule: str, memory_tokens: int, rank_label: Callable[[int], str]
 ) -> None:
     over = np.flatnonzero(retained > memory_tokens)
     if over.size:
@@ -189,6 +188,6 @@ def _refuse_too_large(
         raise UsageError(
             f"{schedule} holds activations of {retained[over[0]]:,} tokens on stage {over[0] % pp}, "
             f"memory-tokens allows {memory_tokens:,}",
-            where=place(int(over[0]) // pp),
+            where=rank_label(int(over[0]) // pp),
             hint=f"{other}; or a smaller --k or --chunk-size holds less".removeprefix("; or "),
         )

@@ -1,4 +1,4 @@
-"""What a stage holds after each of its actions: activations, inputs and attention of chunks, KV, halves of backwards.
+"""Memory of a stage after each of its actions, in tokens: activations, inputs, attention, KV, and pending backwards.
 
 `CHANGES` says what every op adds and releases; peaks of memory and the counters of a trace are read off it.
 """
@@ -10,16 +10,16 @@ import numpy as np
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import Float64Array
-from chunkplan.cost.held import HeldBytes
+from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.operations import ON_GPU, ON_HOST, OPS
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, Actions, unit_end
 
-#: What is held, in tokens, in the order of `cost.held.Held`: those whose activations are; those of saved inputs; those
-#: whose keys and values are; those between the halves of their backward. The latter have what their weight half needs
-#: in place of their activations, and count as tokens whose activations are held besides. Then those whose attention is
-#: kept, on the GPU and in host memory. In `fullest_moments` alone: tokens of a chunk of whose activations only one
-#: layer's are left, and those for whose keys and values all layers have gradients.
+#: Kinds of resident tokens, in the order of `cost.token_bytes.ResidentTokens`: with activations; with saved inputs;
+#: with keys and values; between the halves of their backward, which hold what the weight half needs in place of their
+#: activations, and also count as tokens with activations; with attention kept on the GPU, and in host memory. In
+#: `peak_snapshots` alone: tokens of a chunk with only one layer's activations left, and tokens for whose keys and
+#: values all layers have gradients.
 ACTIVATIONS, INPUTS, KV, PENDING, ATTENTION, ATTENTION_ON_HOST, LAST_LAYER, KV_GRADIENTS = range(8)
 
 #: When it changes.
@@ -52,7 +52,7 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
     for rank in range(chunks.rank_chunks.size - 1):
         start, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
         while start < end:
-            stop = min(end_of_unit(chunks.group_id, start), end)
+            stop = min(unit_end(chunks.group_id, start), end)
             if chunks.group_id[start] >= 0:
                 tokens[START, start:stop] = chunks.num_tokens[start:stop]
                 tokens[END, start] = np.sum(tokens[START, start:stop])
@@ -64,7 +64,7 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
 def stage_holdings(
     chunks: Chunks, kv: Int64Array, actions: Actions, rank: int, stage: int, num_stages: int
 ) -> Int64Array:
-    """What one of the `num_stages` of a rank holds, in tokens: int64 [actions of the stage, 2, 6], see `CHANGES`.
+    """Tokens that one of the `num_stages` of a rank holds: int64 [actions of the stage, 2, 6], see `CHANGES`.
 
     A chunk's activations, its input and its attention count for each virtual stage that holds them. `kv`: the
     `kv_tokens` of `chunks`.
@@ -102,18 +102,18 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 
 @compiled
-def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> Int64Array:
-    """Of each stage of many ranks, what it holds when that takes most bytes, in tokens: int64 [num_ranks, pp, 8].
+def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) -> Int64Array:
+    """Tokens that each stage of many ranks holds when they take most bytes: int64 [num_ranks, pp, 8].
 
     The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
     back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
 
-    `held_bytes`: what each stage holds, by tokens of each kind.
+    `memory_rates`: what each stage holds, by tokens of each kind.
     """
-    num_ranks, pp = chunks.rank_chunks.size - 1, held_bytes.tokens.shape[0]
+    num_ranks, pp = chunks.rank_chunks.size - 1, memory_rates.tokens.shape[0]
     kv = kv_tokens(chunks)
-    moments = np.zeros((num_ranks, pp, 8), np.int64)
-    moment = np.zeros(8, np.int64)
+    snapshots = np.zeros((num_ranks, pp, 8), np.int64)
+    snapshot = np.zeros(8, np.int64)
     for rank in range(num_ranks):
         first_chunk = chunks.rank_chunks[rank]
         for stage in range(pp):
@@ -125,24 +125,24 @@ def fullest_moments(chunks: Chunks, actions: Actions, held_bytes: HeldBytes) -> 
                 op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
                 is_backward = op in (BACKWARD, BACKWARD_INPUT)
                 is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
-                moment[:LAST_LAYER] = held[action, START]
+                snapshot[:LAST_LAYER] = held[action, START]
                 on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
                 for is_end in range(1 + is_first):
                     if is_end:
                         in_group = _mark_group(kv[:, first_chunk:], chunk, has_gradients)
                         num_gradients += in_group
                         if op == BACKWARD:
-                            moment[ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
-                            moment[LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
-                    moment[KV_GRADIENTS] = num_gradients
-                    num_bytes = _bytes_at(moment, held_bytes, stage)
+                            snapshot[ACTIVATIONS] -= chunks.num_tokens[first_chunk + chunk]
+                            snapshot[LAST_LAYER] = chunks.num_tokens[first_chunk + chunk]
+                    snapshot[KV_GRADIENTS] = num_gradients
+                    num_bytes = _bytes_of_snapshot(snapshot, memory_rates, stage)
                     if num_bytes > most:
                         most = num_bytes
-                        moments[rank, stage] = moment
-                moment[LAST_LAYER] = 0
+                        snapshots[rank, stage] = snapshot
+                snapshot[LAST_LAYER] = 0
                 num_gradients -= held[action, START, KV] - held[action, END, KV]
-            moments[rank, stage, ATTENTION_ON_HOST] = on_host
-    return moments
+            snapshots[rank, stage, ATTENTION_ON_HOST] = on_host
+    return snapshots
 
 
 @compiled
@@ -156,49 +156,49 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
 
 
 @compiled
-def _with_keys(num_keys: int, held_bytes: HeldBytes, stage: int) -> float:
-    """What `num_keys` tokens of keys and values bring with them, see `HeldBytes`."""
+def _working_kv_bytes(num_keys: int, memory_rates: MemoryRates, stage: int) -> float:
+    """Bytes of pages and exchange at work with `num_keys` tokens of keys and values, see `MemoryRates`."""
     of_page = 0.0
     if num_keys > 0:
-        for kind in range(held_bytes.pages.shape[1]):
-            line = held_bytes.pages[stage, kind]
-            of_page = max(of_page, line[0] + line[1] * min(num_keys, held_bytes.page_tokens))
-    first = min(num_keys, held_bytes.chunk_size)
-    following = min(num_keys - first, held_bytes.chunk_size)
-    by_pages = held_bytes.exchanged[1] * first + held_bytes.exchanged[2] * following
-    return float(of_page + max(held_bytes.exchanged[0], by_pages))
+        for kind in range(memory_rates.pages.shape[1]):
+            line = memory_rates.pages[stage, kind]
+            of_page = max(of_page, line[0] + line[1] * min(num_keys, memory_rates.page_tokens))
+    first = min(num_keys, memory_rates.chunk_size)
+    following = min(num_keys - first, memory_rates.chunk_size)
+    by_pages = memory_rates.exchanged[1] * first + memory_rates.exchanged[2] * following
+    return float(of_page + max(memory_rates.exchanged[0], by_pages))
 
 
-def fullest(moments: Int64Array, held_bytes: HeldBytes) -> tuple[Int64Array, Int64Array]:
-    """Of `moments` int64 [n, pp, 8], see `fullest_moments`, the one that takes most bytes on each stage.
+def highest_peak(snapshots: Int64Array, memory_rates: MemoryRates) -> tuple[Int64Array, Int64Array]:
+    """The one of `snapshots` int64 [n, pp, 8] (see `peak_snapshots`) that takes most bytes on each stage.
 
     Returns it, int64 [pp, 8], and which of the n it is, int64 [pp].
     """
-    place = bytes_of(moments, held_bytes).argmax(axis=0)  # [pp]
-    found = moments[place, np.arange(place.size)]
-    found[:, ATTENTION_ON_HOST] = moments[:, :, ATTENTION_ON_HOST].max(axis=0)
+    place = snapshot_bytes(snapshots, memory_rates).argmax(axis=0)  # [pp]
+    found = snapshots[place, np.arange(place.size)]
+    found[:, ATTENTION_ON_HOST] = snapshots[:, :, ATTENTION_ON_HOST].max(axis=0)
     return found, place
 
 
 @compiled
-def bytes_of(moments: Int64Array, held_bytes: HeldBytes) -> Float64Array:
-    """What each of `moments` int64 [n, pp, 8] takes on its stage, beside what that holds at every moment: [n, pp]."""
-    found = np.empty(moments.shape[:2])
-    for each in range(moments.shape[0]):
-        for stage in range(moments.shape[1]):
-            found[each, stage] = _bytes_at(moments[each, stage], held_bytes, stage)
+def snapshot_bytes(snapshots: Int64Array, memory_rates: MemoryRates) -> Float64Array:
+    """Bytes of each of `snapshots` int64 [n, pp, 8] on its stage, without those that are always resident: [n, pp]."""
+    found = np.empty(snapshots.shape[:2])
+    for each in range(snapshots.shape[0]):
+        for stage in range(snapshots.shape[1]):
+            found[each, stage] = _bytes_of_snapshot(snapshots[each, stage], memory_rates, stage)
     return found
 
 
 @compiled
-def _bytes_at(moment: Int64Array, held_bytes: HeldBytes, stage: int) -> float:
-    """What `moment` [8] takes on a stage, see `bytes_of`."""
-    num_bytes = _with_keys(moment[KV], held_bytes, stage)
-    for kind in range(held_bytes.tokens.shape[1]):
-        num_bytes += moment[kind] * held_bytes.tokens[stage, kind]
-    of_one, others = 0.0, moment[KV] - moment[KV_GRADIENTS]
-    for kind in range(held_bytes.gradients.shape[1]):
-        gradients = held_bytes.gradients[stage, kind]
-        num_bytes += gradients[0] * min(moment[KV_GRADIENTS], gradients[2])
+def _bytes_of_snapshot(snapshot: Int64Array, memory_rates: MemoryRates, stage: int) -> float:
+    """Bytes of `snapshot` [8] on a stage, see `snapshot_bytes`."""
+    num_bytes = _working_kv_bytes(snapshot[KV], memory_rates, stage)
+    for kind in range(memory_rates.tokens.shape[1]):
+        num_bytes += snapshot[kind] * memory_rates.tokens[stage, kind]
+    of_one, others = 0.0, snapshot[KV] - snapshot[KV_GRADIENTS]
+    for kind in range(memory_rates.gradients.shape[1]):
+        gradients = memory_rates.gradients[stage, kind]
+        num_bytes += gradients[0] * min(snapshot[KV_GRADIENTS], gradients[2])
         of_one = max(of_one, gradients[1] * min(others, gradients[2]))
     return float(num_bytes + of_one)

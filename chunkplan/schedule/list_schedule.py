@@ -26,7 +26,7 @@ from chunkplan.schedule.actions import (
     FORWARD_KV,
     RECOMPUTE,
     Actions,
-    end_of_unit,
+    unit_end,
 )
 from chunkplan.schedule.holdings import ACTIVATIONS, CHANGES
 from chunkplan.schedule.orders import Order
@@ -45,7 +45,7 @@ _BACKWARD, _FORWARD, _WEIGHT = range(3)
 
 
 class Limits(NamedTuple):
-    """What stages may do; a row is a stage of a rank, the stages of each rank one after another.
+    """Limits of stages; a row is a stage of a rank, the stages of each rank one after another.
 
     `forwards` int64 [pp, n]: the most forwards of the rank before each of its backwards in order; `forward_first` bool
     [rows]: of a forward and a backward that can start at the same time, which one does; `memory` int64 [rows]: the most
@@ -62,7 +62,7 @@ class Limits(NamedTuple):
 
 
 class _State(NamedTuple):
-    """How far rows are, and what they could do next.
+    """Progress of rows, and their possible next actions.
 
     int64 [rows]: `clock`, `idle` time so far, tokens `retained`; the places in both orders, `forward`, `backward`,
     `weighted` (before it all weight halves are done), that are next; what is chosen, `start`, `kind` and, of a weight
@@ -95,7 +95,8 @@ class _State(NamedTuple):
 def list_schedule(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, actions: Actions
 ) -> int:
-    """Fill `actions` and say when all is done; -1 where a stage idles more than it may (`actions` is then half filled).
+    """Fill `actions` and return the end of all; -1 where a stage idles beyond its limit (`actions` is then half
+    filled).
 
     What can start first is done first; with tails, of a forward and a backward what lets both tails end sooner. A chunk
     that kept nothing is recomputed directly before its backward, so that it is done when the gradient arrives. Weight
@@ -105,7 +106,7 @@ def list_schedule(
 
     `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """
-    state = _nothing_done(chunks, times.durations.shape[1])
+    state = _initial_state(chunks, times.durations.shape[1])
     is_shared = bool(np.any(chunks.cp_size > 1))
     action = actions.stages[:-1].copy()
     is_done = _run(chunks, times, order, limits, overrun, actions, state, action, is_shared)
@@ -124,7 +125,8 @@ def _run(
     action: Int64Array,
     is_shared: bool,
 ) -> bool:
-    """Do one thing after another, and say whether that kept the limits; `action` [rows]: where in `actions` each is."""
+    """Schedule action after action; returns whether limits were kept. `action` [rows]: the next index into
+    `actions`."""
     pp, num_rows = times.durations.shape[1], limits.memory.size
     keeps, bases = chunks.keeps_activations, chunks.rank_chunks
     forwards, backwards, ops, chunk_ids = order.forwards, order.backwards, actions.ops, actions.chunk_ids
@@ -132,12 +134,12 @@ def _run(
     forward, backward, weighted, weight = state.forward, state.backward, state.weighted, state.weight
     changed = range(num_rows)
     while True:
-        _look(chunks, times, order, limits, state, changed)
+        _update_starts(chunks, times, order, limits, state, changed)
         if is_shared:
-            _choose(chunks, times, order, limits, overrun, state, range(num_rows))
+            _choose_next(chunks, times, order, limits, overrun, state, range(num_rows))
         else:
-            _choose(chunks, times, order, limits, overrun, state, changed)
-        first = _soonest(start, kind)
+            _choose_next(chunks, times, order, limits, overrun, state, changed)
+        first = _next_row(start, kind)
         if start[first] == _NEVER:
             return True
         own_rank, stage = divmod(first, pp)
@@ -184,8 +186,8 @@ def _run(
 
 
 @inlined
-def _look(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state: _State, rows: range) -> None:
-    """Say when each of some rows could do its next forward and its next backward, were it alone."""
+def _update_starts(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state: _State, rows: range) -> None:
+    """Update the earliest start of the next forward and backward of some rows, other ranks aside."""
     pp, bases = times.durations.shape[1], chunks.rank_chunks
     keeps, num_tokens = chunks.keeps_activations, chunks.num_tokens
     for row in rows:
@@ -213,10 +215,10 @@ def _look(chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, state
 
 
 @inlined
-def _choose(
+def _choose_next(
     chunks: Chunks, times: ChunkTimes, order: Order, limits: Limits, overrun: int, state: _State, rows: range
 ) -> None:
-    """Say what each of some rows does next, and when: what they share with others when all of them can."""
+    """Choose the next action of some rows and its start; shared chunks start when all their ranks can."""
     pp, cp_size, first_rank = times.durations.shape[1], chunks.cp_size, chunks.cp_first_rank
     start, kind = state.start, state.kind
     for row in rows:
@@ -226,16 +228,16 @@ def _choose(
         if backward_at != _NEVER:
             backward = order.backwards[state.backward[row]]
             if cp_size[backward] > 1:
-                backward_at = _together(first_rank, cp_size, backward, state.backward_start, stage, pp)
+                backward_at = _joint_start(first_rank, cp_size, backward, state.backward_start, stage, pp)
             start[row], kind[row] = backward_at, _WEIGHT if backward_at == _NEVER else _BACKWARD
         if forward_at != _NEVER:
             forward = order.forwards[state.forward[row]]
             if cp_size[forward] > 1:
-                forward_at = _together(first_rank, cp_size, forward, state.forward_start, stage, pp)
+                forward_at = _joint_start(first_rank, cp_size, forward, state.forward_start, stage, pp)
             starts = forward_at, backward_at
             if forward_at != _NEVER and (
                 backward_at == _NEVER
-                or _is_first(limits, times, chunks.keeps_activations, row, forward, backward, overrun, starts)
+                or _forward_goes_first(limits, times, chunks.keeps_activations, row, forward, backward, overrun, starts)
             ):
                 start[row], kind[row] = forward_at, _FORWARD
         if overrun != WHOLE and start[row] > state.clock[row] and state.weighted[row] < state.backward[row]:
@@ -248,8 +250,10 @@ def _choose(
 
 
 @compiled
-def _together(first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int) -> int:
-    """When all ranks that share a chunk can do on a stage what they have next; `starts` [rows]: when each of them can.
+def _joint_start(
+    first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: Int64Array, stage: int, pp: int
+) -> int:
+    """The earliest common start of the ranks that share a chunk on a stage; `starts` [rows]: of each alone.
 
     It is the chunk that all of them have next, as they have done everything before it together.
     """
@@ -260,7 +264,7 @@ def _together(first_rank: Int32Array, cp_size: Int32Array, chunk: int, starts: I
 
 
 @inlined
-def _is_first(
+def _forward_goes_first(
     limits: Limits,
     times: ChunkTimes,
     keeps: BoolArray,
@@ -270,7 +274,7 @@ def _is_first(
     overrun: int,
     starts: tuple[int, int],
 ) -> bool:
-    """Whether a row forwards the chunk `forward` before it backwards `backward`; `starts`: when each could start."""
+    """True if a row forwards chunk `forward` before the backward of `backward`; `starts`: the earliest of each."""
     forward_start, backward_start = starts
     is_sooner = forward_start < backward_start + limits.forward_first[row]
     if limits.tails.size == 0:
@@ -287,7 +291,7 @@ def _is_first(
 
 
 @compiled
-def _nothing_done(chunks: Chunks, pp: int) -> _State:
+def _initial_state(chunks: Chunks, pp: int) -> _State:
     """The state of the stages of all ranks at the start."""
     n, bases = chunks.num_tokens.size, chunks.rank_chunks
     rows = (bases.size - 1) * pp
@@ -318,7 +322,7 @@ def _nothing_done(chunks: Chunks, pp: int) -> _State:
 
 
 @compiled
-def _soonest(start: Int64Array, kind: Int64Array) -> int:
+def _next_row(start: Int64Array, kind: Int64Array) -> int:
     """The stage that can start first, [pp]; of several the one that does the first kind of thing."""
     stage = 0
     for other in range(1, start.size):
@@ -342,7 +346,7 @@ def units(chunks: Chunks) -> tuple[Int64Array, Int64Array]:
     head, num_kept = np.empty(n, np.int64), np.zeros(n, np.int64)
     start = 0
     while start < n:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         head[start:stop] = start
         num_kept[start] = np.sum(chunks.keeps_activations[start:stop])
         start = stop

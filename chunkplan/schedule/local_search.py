@@ -15,12 +15,12 @@ from chunkplan.schedule.bounds import Jobs, jobs_of, makespan_bound
 from chunkplan.schedule.list_schedule import WHOLE, Limits, list_schedule
 from chunkplan.schedule.orders import Order, least_forwards, limit_forwards, most_forwards, units_by_work
 
-#: Late acceptance compares with the answer of so many tries before.
+#: Late acceptance compares with the point of so many tries before.
 HISTORY = 50
 
 
-class Answer(NamedTuple):
-    """What `list_schedule` makes a schedule of.
+class SearchPoint(NamedTuple):
+    """The input of `list_schedule`: orders, and how far stages run ahead.
 
     `ahead` int64 [pp]: how many more forwards a stage may do than its backwards need; `forward_first` bool [pp].
     """
@@ -32,11 +32,11 @@ class Answer(NamedTuple):
 
 @compiled
 def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort: int, actions: Actions) -> int:
-    """Write the fastest schedule found, with whole backwards, into `actions`, and say when it is done.
+    """Write the fastest schedule found, with whole backwards, into `actions`, and return its end.
 
-    Every answer is an order of forwards, one of backwards and, for every stage, how far forwards may run ahead and
+    Every point is an order of forwards, one of backwards and, for every stage, how far forwards may run ahead and
     whether they go first; `list_schedule` makes a schedule of it. Starts from the best of some simple ones and changes
-    one thing at a time, by late acceptance (Burke and Bykov, EJOR 258, 2017): what is no slower than the answer some
+    one thing at a time, by late acceptance (Burke and Bykov, EJOR 258, 2017): what is no slower than the point some
     tries ago is accepted. Ends at the lower bound, or when `effort` actions have been scheduled.
 
     `memory`: tokens whose activations a stage may retain, no fewer than `least_memory`.
@@ -56,30 +56,30 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
     )
 
     best = int(np.iinfo(np.int64).max)
-    answer = Answer(units_by_work(chunks, times, 0), np.full(pp, n), np.zeros(pp, np.bool_))
+    point = SearchPoint(units_by_work(chunks, times, 0), np.full(pp, n), np.zeros(pp, np.bool_))
     num_tried = 0
     for direction in (0, 1, -1):
         for warm_ups in (1, 2, n):
             for forward_first in (False, True):
                 ahead = np.minimum(warm_ups * np.arange(pp, 0, -1) - 1, n)
-                new = Answer(units_by_work(chunks, times, direction), ahead, np.full(pp, forward_first))
+                new = SearchPoint(units_by_work(chunks, times, direction), ahead, np.full(pp, forward_first))
                 end = _evaluate(chunks, times, new, best - 1, jobs, limits, trial)
                 num_tried += 1
                 if end >= 0:
-                    best, answer = end, new
+                    best, point = end, new
                     actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
 
     now, history = best, np.full(HISTORY, best)
     state = 1
     while best > bound and num_tried * actions.ops.size < effort:
         turn = num_tried % HISTORY
-        order = Order(answer.order.forwards.copy(), answer.order.backwards.copy())
-        new = Answer(order, answer.ahead.copy(), answer.forward_first.copy())
-        state = change(chunks.group_id, new, state)
+        order = Order(point.order.forwards.copy(), point.order.backwards.copy())
+        new = SearchPoint(order, point.ahead.copy(), point.forward_first.copy())
+        state = mutate(chunks.group_id, new, state)
         end = _evaluate(chunks, times, new, max(now, history[turn]), jobs, limits, trial)
         num_tried += 1
         if end >= 0:
-            now, answer = end, new
+            now, point = end, new
             if end < best:
                 best = end
                 actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
@@ -91,28 +91,28 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,
-    answer: Answer,
+    point: SearchPoint,
     most_end: int,
     jobs: Jobs,
     limits: Limits,
     actions: Actions,
 ) -> int:
-    """When the schedule is done; -1 where that is after `most_end`, or where more memory would be needed."""
-    least, most = least_forwards(answer.order), most_forwards(chunks, answer.order, limits.memory[0])
+    """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
+    least, most = least_forwards(point.order), most_forwards(chunks, point.order, limits.memory[0])
     if np.any(most < least):
         return -1
-    limits.forward_first[:] = answer.forward_first
+    limits.forward_first[:] = point.forward_first
     for stage in range(limits.memory.size):
-        limits.forwards[stage] = limit_forwards(least, most, answer.ahead[stage])
+        limits.forwards[stage] = limit_forwards(least, most, point.ahead[stage])
         limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
-    return list_schedule(chunks, times, answer.order, limits, WHOLE, actions)
+    return list_schedule(chunks, times, point.order, limits, WHOLE, actions)
 
 
 @compiled
-def change(group_id: Int32Array, answer: Answer, state: int) -> int:
-    """Change one thing in `answer`, at random; the state of the random numbers after that."""
-    n, pp = group_id.size, answer.ahead.size
-    forwards, backwards = answer.order.forwards, answer.order.backwards
+def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
+    """Apply one random change to `point`; returns the state of the random numbers."""
+    n, pp = group_id.size, point.ahead.size
+    forwards, backwards = point.order.forwards, point.order.backwards
     state, what = draw(state, 8)
     state, chunk = draw(state, n)
     state, other = draw(state, n + 1)
@@ -121,9 +121,9 @@ def change(group_id: Int32Array, answer: Answer, state: int) -> int:
     state, sign = draw(state, 2)
     step, distance = 2 * sign - 1, 1 << doublings
     if what == 0 and doublings == 0:
-        answer.forward_first[other % pp] ^= True
+        point.forward_first[other % pp] ^= True
     elif what == 0:
-        answer.ahead[other % pp] = min(max(answer.ahead[other % pp] + step * distance // 2, 0), n)
+        point.ahead[other % pp] = min(max(point.ahead[other % pp] + step * distance // 2, 0), n)
     elif what <= 3:
         if what != 1:
             _shift(forwards, chunk, step, distance, group_id)

@@ -10,7 +10,7 @@ from chunkplan.arrays import Int64Array
 from chunkplan.compiled import compiled
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
-from chunkplan.schedule.actions import BACKWARD, end_of_unit
+from chunkplan.schedule.actions import BACKWARD, unit_end
 
 
 class Order(NamedTuple):
@@ -37,7 +37,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
         num_units, start, end = 0, chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
         position = start
         while start < end:
-            stop = end_of_unit(chunks.group_id, start)
+            stop = unit_end(chunks.group_id, start)
             key = direction * np.sum(times.durations[BACKWARD, 0, start:stop])
             if chunks.cp_size[start] > 1:
                 key = np.int64(np.iinfo(np.int64).min)
@@ -49,7 +49,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
             num_units += 1
             start = stop
         for start in heads[:num_units]:
-            stop = end_of_unit(chunks.group_id, start)
+            stop = unit_end(chunks.group_id, start)
             for chunk in range(start, stop):
                 order.forwards[position + chunk - start] = chunk
                 order.backwards[position + stop - 1 - chunk] = chunk
@@ -59,7 +59,7 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
 
 @compiled
 def least_forwards(order: Order) -> Int64Array:
-    """How many forwards have to be done before each backward in order, int64 [n]: its own and those of earlier ones."""
+    """The fewest forwards before each backward in order, int64 [n]: its own and those of earlier ones."""
     place = np.empty(order.forwards.size, np.int64)  # [n]
     place[order.forwards] = np.arange(place.size)
     least = place[order.backwards] + 1
@@ -70,7 +70,7 @@ def least_forwards(order: Order) -> Int64Array:
 
 @compiled
 def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
-    """How many forwards may be done before each backward in order, int64 [n], so that no backward ever lacks room.
+    """The most forwards before each backward in order, int64 [n], with which no backward ever lacks memory.
 
     Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
     halves are taken as done: they wait for nothing, so they can always make their room.
@@ -81,13 +81,13 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
 
 @compiled
 def most_forwards_by_kv(order: Order, kv: Int64Array, limit: int) -> Int64Array:
-    """The same so that keys and values of no more than `limit` tokens are held; `kv`: see `kv_tokens`."""
+    """The same for a limit on tokens with keys and values; `kv`: see `kv_tokens`."""
     return _most_within(order, kv[0], kv[1], np.zeros(kv.shape[1], np.int64), limit)
 
 
 @compiled
 def _most_within(order: Order, comes: Int64Array, goes: Int64Array, again: Int64Array, limit: int) -> Int64Array:
-    """How many forwards may be done before each backward in order, int64 [n], where no more than `limit` may be held.
+    """The most forwards before each backward in order, int64 [n], with at most `limit` tokens held.
 
     What `comes` with the forward of each chunk `goes` with its backward, for which more comes `again`: int64 [n].
     """

@@ -146,7 +146,7 @@ def _add_orders(
 
 
 def _starts(actions: Actions, ends: Int64Array, work: Int64Array) -> Int64Array:
-    """When each job of `work` [pp, 2 n] starts, of the same shape; recomputes no sooner than they have to."""
+    """Start of each job of `work` [pp, 2 n], of the same shape; recomputes as late as possible."""
     pp, n = work.shape[0], work.shape[1] // 2
     start = np.empty_like(work)
     stage = np.repeat(np.arange(pp), np.diff(actions.stages))
@@ -158,7 +158,7 @@ def _starts(actions: Actions, ends: Int64Array, work: Int64Array) -> Int64Array:
 
 
 def _actions(chunks: Chunks, times: ChunkTimes, start: Int64Array, like: Actions) -> Actions:
-    """The actions of jobs that start at these times [pp, 2 n]; of two that start at once, forwards go first."""
+    """The actions of jobs that start at `start` [pp, 2 n]; forwards first at equal starts."""
     pp, n = start.shape[0], chunks.keeps_activations.size
     ops, chunk_ids = [], []
     end = start + jobs_of(chunks, times, pp).work
@@ -186,15 +186,15 @@ _PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
 _GAP = 0.005
 
 
-class Found(NamedTuple):
-    """A schedule, when it is done, and the time that no other one of the same chunks under the same memory beats."""
+class SearchResult(NamedTuple):
+    """A schedule, its makespan, and a lower bound for the same chunks under the same memory."""
 
     actions: Actions
     makespan: int
     lower_bound: int
 
 
-def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> Found:
+def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None) -> SearchResult:
     """The fastest schedule found: orders of forwards and of backwards, and how they interleave on every stage.
 
     Args:
@@ -211,5 +211,5 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
         actions, makespan = template, template_end
     lower_bound = int(makespan_bound(chunks, times, jobs_of(chunks, times, pp), memory))
     if is_small and makespan - lower_bound > _GAP * lower_bound:
-        return Found(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
-    return Found(actions, makespan, lower_bound)
+        return SearchResult(*search_small(chunks, times, pp, memory, actions, lower_bound, _EFFORT))
+    return SearchResult(actions, makespan, lower_bound)

@@ -16,8 +16,8 @@ from chunkplan.schedule.actions import (
     RECOMPUTE,
     Actions,
     empty_actions,
-    end_of_unit,
     times_of_rank,
+    unit_end,
 )
 from chunkplan.schedule.orders import Order, least_forwards
 from chunkplan.schedule.simulate import simulate
@@ -87,7 +87,7 @@ def _backward_order(chunks: Chunks) -> Int64Array:
     order = np.empty(chunks.group_id.size, np.int64)  # [n]
     start = 0
     while start < order.size:
-        stop = end_of_unit(chunks.group_id, start)
+        stop = unit_end(chunks.group_id, start)
         for chunk in range(start, stop):
             order[chunk] = start + stop - 1 - chunk
         start = stop
@@ -110,7 +110,7 @@ def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) 
 
 @compiled
 def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
-    """How many forwards a stage does before each backward in order, int64 [n].
+    """Number of forwards of a stage before each backward in order, int64 [n].
 
     The last stage does one forward for each backward after `warm_up` of them, and those that the next backward lacks:
     the whole group of a dependent chunk. The stages before it stay `ahead` of that all the time, so that there always

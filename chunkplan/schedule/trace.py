@@ -1,4 +1,4 @@
-"""What stages do over time as a Chrome trace, which Perfetto opens."""
+"""Chrome traces of simulations, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from chunkplan.files.json_file import write_json
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.plan import Chunk
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 
 #: One letter an op, in the order of `operations.OPS`.
 LETTERS = "FfRBIW"

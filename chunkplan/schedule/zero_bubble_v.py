@@ -43,9 +43,9 @@ _NEVER = 2**62
 
 
 class _Rule(NamedTuple):
-    """What is tried: how many forwards a model stage may do beside those that its next backward needs and those that
-    are on their way behind it; which virtual stage goes first with a backward that both could start at the same time;
-    how much of its own time a weight half may delay what comes next, in per cent."""
+    """A rule to try: forwards that a model stage may run beyond those that its next backward and those behind it in
+    flight need; the virtual stage whose backward goes first when both could start; the most delay of the next action by
+    a weight half, in per cent of its time."""
 
     ahead: int
     first_backward: int
@@ -53,7 +53,7 @@ class _Rule(NamedTuple):
 
 
 class _Needs(NamedTuple):
-    """What backwards in order need: `least` forwards before each [n + 1], and tokens that are recomputed for it [n].
+    """Needs of backwards in order: the `least` forwards before each [n + 1], and tokens recomputed for it [n].
 
     `held` [n + 1]: tokens whose activations the first so many forwards keep, of which the first so many backwards
     release `released` [n + 1].
@@ -181,7 +181,7 @@ def _list_schedule(chunks: Chunks, times: ChunkTimes, order: Order, rule: _Rule,
 
 @compiled
 def _send(ready_at: Int64Array, is_forward: bool, place: int, chunk: int, now: int, link: int) -> None:
-    """Note when a chunk that is done on a model stage can go on; there is no link where the V turns."""
+    """Record when a chunk done on a model stage arrives at the next one; there is no link where the V turns."""
     last = ready_at.shape[1] - 1
     if is_forward and place == last:
         ready_at[1, place, chunk] = now
@@ -193,7 +193,8 @@ def _send(ready_at: Int64Array, is_forward: bool, place: int, chunk: int, now: i
 
 @compiled
 def _leaves_room(needs: _Needs, counts: tuple[int, int, int, int], memory: int) -> bool:
-    """Whether a stage has room for all that is left once its two virtual stages did so many forwards and backwards.
+    """True if a stage has room for all remaining actions after so many forwards and backwards of its two virtual
+    stages.
 
     It has where that is done with one backward after another, each on both virtual stages and with no more forwards
     than it needs. From the first backward on that needs all forwards that are done, both virtual stages are in step,

@@ -16,16 +16,16 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.cost.shape import AttentionPattern
 from chunkplan.cost.states import reduction_ns
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.packing import pack_lengths
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.planning.memory import memory_of_stages
-from chunkplan.schedule.alignment import meeting_on
 from chunkplan.schedule.families import schedule_ranks
+from chunkplan.schedule.slots import slot_ops_on
 from chunkplan.tuning.grid import Progress
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -289,9 +289,9 @@ def _simulate(
     times = chunk_times(
         tokens, attention_pairs, cost.rates_on(config.dp), config.layers(cost.shape.num_layers), exchange
     )
-    meeting = meeting_on(cost, config.dp)
-    scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str, num_groups, meeting=meeting)
+    slot_ops = slot_ops_on(cost, config.dp)
+    scheduled = schedule_ranks(chunks, times, config.pp, config.schedule, None, str, num_groups, slot_ops=slot_ops)
     group_end = scheduled.stage_end.reshape(-1, config.pp).max(axis=1)
     retained = scheduled.peak_retained_tokens.reshape(-1, config.pp).max(axis=0)
-    moments = np.stack([retained, *[0 * retained] * (len(Held._fields) - 1)], axis=1)
+    moments = np.stack([retained, *[0 * retained] * (len(ResidentTokens._fields) - 1)], axis=1)
     return float(weights @ group_end.reshape(-1, num_groups).max(axis=1)), moments

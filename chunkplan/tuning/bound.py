@@ -13,11 +13,11 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, attention_pairs_of
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import AttentionPattern
 from chunkplan.cost.states import reduction_ns
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import stage_parts
 from chunkplan.tuning.sampling import Sample
 
@@ -99,7 +99,7 @@ def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
     if own > config.chunk_size:
         first = max(0, -(-own // config.chunk_size) - k) * config.chunk_size  # what K leaves to be run again
         kept, kv = own - first, own
-    held = Held(activations=kept, kv=kv)
+    held = ResidentTokens(activations=kept, kv=kv)
     stages = stage_memory(
         cost,
         dp=config.dp,

@@ -393,7 +393,7 @@ def mixed_again(
     choice: Choice, on_heaviest: Outcome, sample: Sample, heaviest: Sample, options: TuneOptions
 ) -> Choice | None:
     """A choice with levels layer by layer that do not fit the `heaviest` steps, with levels that do; None: none do."""
-    moments = on_heaviest.moments[int(choice.cost.kv_offload)]
+    moments = on_heaviest.peaks[int(choice.cost.kv_offload)]
     found = fitted((sample, heaviest), choice.config, choice.cost, moments, options.gpu_memory)
     if found is None:
         return None

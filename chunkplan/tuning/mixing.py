@@ -32,8 +32,8 @@ from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import product_gradient_bytes
 from chunkplan.layers import stage_parts
-from chunkplan.planning.memory import held_bytes_of, memory_of_stages
-from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, fullest
+from chunkplan.planning.memory import memory_of_stages, memory_rates_of
+from chunkplan.schedule.holdings import ACTIVATIONS, LAST_LAYER, PENDING, highest_peak
 from chunkplan.solver import deterministic_solver
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
@@ -196,7 +196,7 @@ def fitted(
         outcomes = [try_out(sample, config, cost) for sample in samples]
         if all(outcome.fits(cost, gpu_memory) for outcome in outcomes):
             return outcomes
-        moments = np.concatenate([moments, *(outcome.moments[int(cost.kv_offload)] for outcome in outcomes)])
+        moments = np.concatenate([moments, *(outcome.peaks[int(cost.kv_offload)] for outcome in outcomes)])
     return None
 
 
@@ -208,7 +208,7 @@ def fastest_fitting(sample: Sample, config: PlanConfig, cost: CostModel, gpu_mem
             break
     if outcome.cost.checkpointing == CHECKPOINTINGS[0]:
         return outcome.cost
-    found = fitted([sample], config, cost, outcome.moments[int(cost.kv_offload)], gpu_memory) or []
+    found = fitted([sample], config, cost, outcome.peaks[int(cost.kv_offload)], gpu_memory) or []
     return min([outcome, *found], key=lambda each: each.step_ns).cost
 
 
@@ -228,7 +228,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
     found: list[Outcome] = []
     for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:
         if estimate < fastest_ns and len(found) < _MOST:
-            moments = outcome.moments[int(cost.kv_offload)]
+            moments = outcome.peaks[int(cost.kv_offload)]
             found += fitted([sample], outcome.config, cost, moments, options.gpu_memory) or []
             fastest_ns = min([fastest_ns, *(each.step_ns for each in found)])
     return found
@@ -237,7 +237,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
 def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample) -> float:
     """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
     config, rates = outcome.config, cost.rates
-    most, _ = fullest(outcome.moments[int(cost.kv_offload)], held_bytes_of(config, outcome.cost))
+    most, _ = highest_peak(outcome.peaks[int(cost.kv_offload)], memory_rates_of(config, outcome.cost))
     again_ns = _again_ns(config, cost, sample)
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     of_attention = (rates.pair + rates.backward.pair) * pairs + (rates.mask + rates.backward.token) * tokens

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from chunkplan.config.plan import ORDERS_OF_GROUPS, SCHEDULE, VIRTUAL, KeepAttention, PlanConfig
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.fused import FusedKernels
-from chunkplan.cost.hardware import Hardware
+from chunkplan.cost.hardware import Hardware, load_hardware
 from chunkplan.cost.model import MACHINE, SHARDINGS, CostModel, Precision, Sharding
 from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
@@ -73,6 +73,16 @@ _SIZE = Domain(
 #: Ways to train without chunks that are timed beside the choices.
 BASELINES = ("single", "padded", "packed", "zero-3", "context-parallel", "megatron", "cut")
 
+_NUM_GPUS = whole(1, MOST)
+
+
+def _read_gpus(typed: str) -> dict[str, int | Hardware]:
+    """GPUs of "8", and of "8xH100" their hardware too. Raises ValueError where it is neither."""
+    if match := re.fullmatch(r"([0-9]+)[xX](.+)", typed):
+        return {"gpus": _NUM_GPUS.read(match[1]), "hardware": load_hardware(match[2])}
+    return {"gpus": _NUM_GPUS.read(typed)}
+
+
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
 #: What a cost model has of the options as it is.
@@ -102,7 +112,11 @@ class TuneOptions(Options):
         default_words="the hardware's",
     )
     gpus: int | None = option(
-        whole(1, MOST), "Number of GPUs; the fastest layout dp x pp is chosen.", group=_LAYOUT, default=None
+        replace(_NUM_GPUS, read=_read_gpus, metavar="N|NxNAME", example="8xH100"),
+        "Number of GPUs, or 8xH100 (with --hardware); the fastest layout dp x pp is chosen.",
+        group=_LAYOUT,
+        default=None,
+        fills=("gpus", "hardware"),
     )
     dp: int = same(PlanConfig, "dp", group=_LAYOUT)
     tp: int = same(CostModel, "tp", group=_LAYOUT)

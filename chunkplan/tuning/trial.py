@@ -15,9 +15,15 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.states import reduction_ns
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock
-from chunkplan.planning.memory import LongestSequence, held_bytes_of, host_bytes_of, longest_sequences, memory_of_stages
+from chunkplan.planning.memory import (
+    LongestSequence,
+    host_bytes_of,
+    longest_sequences,
+    memory_of_stages,
+    memory_rates_of,
+)
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
-from chunkplan.schedule.holdings import fullest, fullest_moments
+from chunkplan.schedule.holdings import highest_peak, peak_snapshots
 from chunkplan.tuning.sampling import Sample
 
 
@@ -27,8 +33,8 @@ class Outcome:
 
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
-    step, over all stages. `moments` int64 [2, num_steps, pp, 8]: what each stage holds at its fullest moment on any
-    rank, see `fullest_moments`; first where keys and values are on the GPU, then where they are offloaded. `retained`
+    step, over all stages. `peaks` int64 [2, num_steps, pp, 8]: what each stage holds at its fullest moment on any
+    rank, see `peak_snapshots`; first where keys and values are on the GPU, then where they are offloaded. `retained`
     int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
 
     Memory is that of the outcome run as a `cost` says that may differ from its own in offloading and sharding.
@@ -40,12 +46,12 @@ class Outcome:
     bubble: float
     recompute_share: float
     recompute_ns: tuple[float, ...]
-    moments: Int64Array
+    peaks: Int64Array
     retained: Int64Array
 
     def memory(self, cost: CostModel) -> StageMemory:
         """Memory of the fullest stage in any step."""
-        most, _ = fullest(self.moments[int(cost.kv_offload)], held_bytes_of(self.config, cost))
+        most, _ = highest_peak(self.peaks[int(cost.kv_offload)], memory_rates_of(self.config, cost))
         return max(memory_of_stages(self.config, cost, most), key=lambda stage: stage.total)
 
     def fits(self, cost: CostModel, gpu_memory: int) -> bool:
@@ -54,11 +60,11 @@ class Outcome:
 
     def host_bytes(self, cost: CostModel) -> int:
         """Host memory of a GPU of the stage that takes most."""
-        return host_bytes_of(self.config, cost, self.moments[0].max(axis=0), self.retained)
+        return host_bytes_of(self.config, cost, self.peaks[0].max(axis=0), self.retained)
 
     def stages(self, cost: CostModel, step: int) -> tuple[StageMemory, ...]:
         """Memory of each stage in one step of the sample."""
-        return memory_of_stages(self.config, cost, self.moments[int(cost.kv_offload), step])
+        return memory_of_stages(self.config, cost, self.peaks[int(cost.kv_offload), step])
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
@@ -104,10 +110,10 @@ def try_out(
     )
     moments = []  # of each stage on any rank of each step
     for offloaded in (False, True):
-        of_held = held_bytes_of(config, replace(cost, kv_offload=offloaded))
-        of_ranks = fullest_moments(chunked.chunks, scheduled.actions, of_held)
+        of_held = memory_rates_of(config, replace(cost, kv_offload=offloaded))
+        of_ranks = peak_snapshots(chunked.chunks, scheduled.actions, of_held)
         of_steps = of_ranks.reshape(-1, *of_ranks[:dp].shape)
-        moments.append(np.stack([fullest(of_step, of_held)[0] for of_step in of_steps]))
+        moments.append(np.stack([highest_peak(of_step, of_held)[0] for of_step in of_steps]))
     return Outcome(
         config=config,
         cost=cost,
@@ -115,7 +121,7 @@ def try_out(
         bubble=1 - float(work - recomputed) / (pp * float(sample.weights @ rank_end.sum(axis=1))),
         recompute_share=float(recomputed / work),
         recompute_ns=_recompute_by_class(sample, chunked, sample.weights[step_of_chunk]),
-        moments=np.stack(moments),
+        peaks=np.stack(moments),
         retained=scheduled.peak_retained_tokens.reshape(-1, pp).max(axis=0),
     )
 

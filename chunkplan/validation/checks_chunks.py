@@ -261,7 +261,7 @@ def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 
 def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """Where the plan's configuration says so, every rank of a step has the same number of chunks."""
+    """With `equal_chunks` in the configuration, every rank of a step has the same number of chunks."""
     counts = np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
     most = counts.max(axis=1, keepdims=True)
     few = np.argwhere(counts < most).tolist() if columns.config.equal_chunks else []
@@ -327,6 +327,6 @@ CHUNK_CHECKS: dict[str, Callable[[ChunkColumns], Iterator[Violation | None]]] = 
 
 
 def first_violation(invariant: str, columns: ChunkColumns) -> Violation | None:
-    """What one of `CHUNK_CHECKS` finds first; what it would look at after that is not looked at."""
+    """The first violation found by one of `CHUNK_CHECKS`, which then stops."""
     found = next(filter(None, CHUNK_CHECKS[invariant](columns)), None)
     return found and replace(found, invariant=invariant)

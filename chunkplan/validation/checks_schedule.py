@@ -24,7 +24,7 @@ from chunkplan.validation.schedule_columns import Complaint, RankBlock, ranges
 
 
 class ActionGraph(NamedTuple):
-    """What the actions of some stages wait for; int64.
+    """Dependencies of the actions of some stages; int64.
 
     `offsets` [num_stages + 1]: where the actions of each stage begin. `unit` [num_stages]: stages wait for none but
     those with the same number. `waits_for` [num_actions]: the action that has to be done before, -1 for none.
@@ -38,7 +38,7 @@ class ActionGraph(NamedTuple):
 
 
 def run_stages(graph: ActionGraph) -> Int64Array:
-    """Do the actions of many stages side by side, those of each stage one after another, and say where each ends.
+    """Run the actions of many stages side by side, each stage in order; returns where each stops.
 
     Returns:
         int64 [num_stages], the first action of each stage that is never done, or where its actions end.
@@ -94,7 +94,7 @@ def _stage_waited_for(graph: ActionGraph, reached: Int64Array, action: int) -> i
 
 
 def _lookup(*ops: str) -> BoolArray:
-    """Whether the op of each code is one of these, bool [num_ops]."""
+    """True for the codes of these ops, bool [num_ops]."""
     return np.array([op in ops for op in OPS])
 
 
@@ -141,7 +141,7 @@ def check_actions(block: RankBlock) -> Complaint | None:
 
 
 def _complete_slots(block: RankBlock) -> BoolArray:
-    """Whether the actions of each slot are those that it should have, in their order; bool [num_slots]."""
+    """True for slots whose actions are the expected ones in order; bool [num_slots]."""
     kind = np.append(_KIND, -1)[np.minimum(block.op, len(OPS))]
     counted = np.flatnonzero((kind >= 0) & (block.slot >= 0))
     kind, slot = kind[counted], block.slot[counted]
@@ -294,7 +294,7 @@ _NAMED = 4
 
 
 def _describe_cycle(block: RankBlock, cycle: list[int], reached: Int64Array) -> str:
-    """That the first of these stages waits for the second one, and so on, until one waits for the first."""
+    """The message of a cycle: each of these stages waits for the next one, the last for the first."""
     others = [
         f"for {_stage_name(block, stage)} at {op_of_chunk(block, int(reached[stage]))}" for stage in cycle[1:_NAMED]
     ]
@@ -309,12 +309,12 @@ def _stage_name(block: RankBlock, stage: int) -> str:
 
 
 def op_of_chunk(block: RankBlock, action: int) -> str:
-    """Say an action in words."""
+    """An action in words."""
     return f"`{_op(block, action)}` of chunk {block.chunk_id[action]}"
 
 
 def _check_meetings(block: RankBlock) -> Complaint | None:
-    """What ranks do with a chunk that they share is the same on all of them: they cannot meet in half of a backward."""
+    """All ranks that share a chunk run the same ops on it: they cannot meet in half of a backward."""
     actions = np.flatnonzero(block.meeting >= 0)
     order = actions[np.argsort(block.meeting[actions], kind="stable")]
     first = np.arange(block.op.size)
@@ -423,7 +423,7 @@ def check_slots(block: RankBlock) -> Complaint | None:
 
 
 def _walk(stages: Int64Array, node: Int64Array, needed: Int64Array) -> Int64Array:
-    """Do the slots of all stages, those of each one after another, and say which one of each never ends.
+    """Run the slots of all stages, each stage in order; returns the first slot of each stage that never ends.
 
     Args:
         stages: int64 [num_units + 1], where the slots of each stage of each step begin.

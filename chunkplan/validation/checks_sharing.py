@@ -72,7 +72,7 @@ def check_cp_groups(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 
 def _block_sizes(config: PlanConfig) -> list[int]:
-    """How many ranks may share a sequence: 1, and from one to the next times a prime, smallest first."""
+    """The numbers of ranks that may share a sequence: 1, and each the one before times a prime, smallest first."""
     left = config.cp if isinstance(config.cp, int) else config.dp
     sizes, prime = [1], 2
     while left > 1:

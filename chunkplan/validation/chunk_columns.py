@@ -118,22 +118,22 @@ class ChunkColumns:
 
     @cached_property
     def rank_chunks(self) -> Int64Array:
-        """Where the chunks of each rank of each step begin, int64 [num_steps x dp + 1]; `chunk-ids` must hold."""
+        """Start of the chunks of each rank of each step, int64 [num_steps x dp + 1]; `chunk-ids` must hold."""
         return np.append(np.flatnonzero(np.diff(self.place, prepend=-1)), self.num_chunks)
 
     @cached_property
     def step_chunks(self) -> Int64Array:
-        """Where the chunks of each step begin, int64 [num_steps + 1]; `chunk-ids` must hold."""
+        """Start of the chunks of each step, int64 [num_steps + 1]; `chunk-ids` must hold."""
         return self.rank_chunks[:: self.config.dp]
 
     @property
     def may_share(self) -> bool:
-        """Whether ranks may share chunks: then there are the columns that say so."""
+        """True if ranks may share chunks: then the columns for that exist."""
         return self.config.cp != "off"
 
     @cached_property
     def is_shared(self) -> BoolArray:
-        """Whether ranks share each chunk, bool [num_chunks]."""
+        """True for chunks that ranks share, bool [num_chunks]."""
         shared: BoolArray = self.chunks["cp_size"] > 1 if self.may_share else np.zeros(self.num_chunks, bool)
         return shared
 
@@ -181,7 +181,7 @@ class ChunkColumns:
 
     @cached_property
     def is_known(self) -> BoolArray:
-        """Whether each segment's sequence is one of the analysis, bool [num_segments]."""
+        """True for segments whose sequence is in the analysis, bool [num_segments]."""
         known: BoolArray = self.sequence_id.view(np.uint64) < self.analysis.num_sequences  # negative ones are huge
         return known
 
@@ -192,7 +192,7 @@ class ChunkColumns:
 
     @cached_property
     def is_part(self) -> BoolArray:
-        """Whether each segment is less than its whole sequence, bool [num_segments]."""
+        """True for segments that are less than their whole sequence, bool [num_segments]."""
         parts: BoolArray = (self.start != 0) | (self.end != self.sequence_tokens)
         return parts
 
@@ -208,7 +208,7 @@ class ChunkColumns:
 
     @cached_property
     def k(self) -> Int64Array:
-        """How many chunks of each chunk's group may hold activations, int64 [num_chunks]."""
+        """Most chunks of each chunk's group that may hold activations, int64 [num_chunks]."""
         most = np.full(self.num_chunks, self.config.k, np.int64)
         num_tokens = self.sequence_tokens[self.parts]
         for longer_than, k in self.config.k_by_length or ():
@@ -217,7 +217,8 @@ class ChunkColumns:
 
     @cached_property
     def occurrences(self) -> Callable[[int], Int32Array]:
-        """How often each sequence occurs in an epoch, int32 [num_sequences]; the answer for the last epoch is kept."""
+        """A function from an epoch to the occurrences of each sequence, int32 [num_sequences]; caches the last
+        epoch."""
         return lru_cache(maxsize=1)(lambda epoch: expected_copies(self.analysis, self.config, epoch))
 
     @cached_property
@@ -247,7 +248,7 @@ class ChunkColumns:
         return np.searchsorted(self.segments, segments, side="right") - 1
 
     def holds(self, segments: Int64Array) -> BoolArray:
-        """Whether each chunk holds one of these segments, bool [num_chunks]."""
+        """True for chunks that hold one of these segments, bool [num_chunks]."""
         holds = np.zeros(self.num_chunks, bool)
         holds[self.chunk_of(segments)] = True
         return holds

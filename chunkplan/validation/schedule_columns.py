@@ -123,7 +123,7 @@ def match_rows(columns: ChunkColumns, schedule: ScheduleColumns) -> tuple[RankBl
 
 @dataclass(frozen=True)
 class Complaint:
-    """What is wrong first, and with which chunk and rank; `bad` is true of every rank it is wrong with, [num_ranks]."""
+    """The first violation, with its chunk and rank; `bad` is true of every rank with one, [num_ranks]."""
 
     message: str
     chunk_id: int | None
@@ -211,7 +211,7 @@ class RankBlock:
 
     @cached_property
     def keeps_activations(self) -> BoolArray:
-        """Whether each chunk keeps its activations, bool [num_chunks]."""
+        """True for chunks that keep their activations, bool [num_chunks]."""
         keeps: BoolArray = self.columns.chunks["keeps_activations"][self.chunk_rows]
         return keeps
 
@@ -229,7 +229,7 @@ class RankBlock:
 
     @cached_property
     def action_offsets(self) -> Int64Array:
-        """Where the actions of each stage of each rank begin in the block, int64 [num_ranks x pp + 1]."""
+        """Start of the actions of each stage of each rank in the block, int64 [num_ranks x pp + 1]."""
         rows = self.rows.ravel()
         return offsets_of(self.schedule.actions[rows + 1] - self.schedule.actions[rows])
 
@@ -240,7 +240,7 @@ class RankBlock:
 
     @cached_property
     def op(self) -> Int32Array:
-        """What each action does, as an index into `ops`; int32 [num_actions]."""
+        """The op of each action, as an index into `ops`; int32 [num_actions]."""
         return self.schedule.op[self.action_rows]
 
     @cached_property
@@ -293,7 +293,7 @@ class RankBlock:
 
     @cached_property
     def slot_offsets(self) -> Int64Array:
-        """Where the slots of each rank begin, int64 [num_ranks + 1]."""
+        """Start of the slots of each rank, int64 [num_ranks + 1]."""
         return offsets_of(self.num_model_stages * self.num_chunks)
 
     @cached_property

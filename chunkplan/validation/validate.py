@@ -28,7 +28,7 @@ PLAN_INVARIANTS = ("content-hash", *CHUNK_CHECKS, "schedule-rows", *SCHEDULE_CHE
 
 @dataclass(frozen=True)
 class Validation:
-    """What was looked at and what was found; `unchecked` could not be looked at because of another violation.
+    """Results of a validation; `unchecked` could not be checked because of another violation.
 
     `exact` is false where the lengths are estimated, `is_own_analysis` where a plan was built from another analysis
     than the one it would have been compared with.
@@ -45,7 +45,7 @@ class Validation:
 
     @property
     def ok(self) -> bool:
-        """Whether every invariant holds."""
+        """True if every invariant holds."""
         return not self.violations and not self.unchecked
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _check_hashes(plan: Plan, hashes: dict[str, str]) -> list[Violation]:
 
 
 def _check_manifest(plan: Plan, analysis: Analysis, is_own: bool) -> list[Violation]:
-    """What no hash covers: what the manifest says of the plan's own analysis is so, and its cost model is one."""
+    """Check entries that no hash covers: those on the plan's own analysis, and that its cost model is one."""
     stated = plan.manifest["analysis"]
     actual = {"exact": analysis.is_exact, "has_tokens": analysis.has_tokens, "sample": analysis.sample}
     violations = [

@@ -112,7 +112,7 @@ def build(
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     built = plans[target]
-    memory = memory_at(built.moments, built.ranks, settings, cost)
+    memory = memory_at(built.peaks, built.ranks, settings, cost)
     _show(built, loaded, None if dry_run else target, memory, positions, as_json=as_json)
     warn_of_weights(plan.get("mix", {}))
     tune = _tune_command(analysis, workspace, (machine, tuning, plan))
@@ -170,7 +170,7 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
 
 
 #: What `tune` is asked for a plan that does not fit.
-_OF_TUNE = ("shape", "hardware", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp")
+_OF_TUNE = ("shape", "hardware", "gpus", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp")
 
 
 def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequence[CliValues]) -> list[str]:
@@ -179,9 +179,8 @@ def _tune_command(analysis: Path | None, workspace: Path | None, options: Sequen
     words += ["--workspace", str(workspace)] if workspace else []
     for given in options:
         for name in given:
-            if name in _OF_TUNE:
-                typed = [given.typed[name]] if name in given.typed else []  # a flag has no text
-                words += [options_of(TuneOptions)[name].flag, *typed]
+            if name in _OF_TUNE and (name in given.typed or isinstance(given[name], bool)):  # a flag has no text
+                words += [options_of(TuneOptions)[name].flag, *([given.typed[name]] if name in given.typed else [])]
     return ["chunkplan", "tune", *words]
 
 

@@ -33,7 +33,7 @@ def calibrate(
     A third of the chunks is held out of the fit, to test it. An earlier profile of the same name is replaced. Nothing
     else should run on the device.
 
-    Example: chunkplan calibrate --model-config Qwen2.5-7B/ --output mine.toml
+    Example: chunkplan calibrate --model Qwen/Qwen2.5-7B --output mine.toml
     """
     from chunkplan.cost.calibrate import calibration_document, refuse_other_profile, write_profile
     from chunkplan.cost.model_config import config_file
@@ -42,7 +42,7 @@ def calibrate(
 
     options = make(CalibrationOptions, CliValues({**asked, "name": output.stem}))
     refuse_other_profile(output)
-    refuse_overwriting(output, (config_file(options.model_config), options.base))
+    refuse_overwriting(output, (config_file(Path(options.model)), options.base))
     require_torch()
     import torch
 
@@ -61,7 +61,7 @@ def calibrate(
         warn(f"left out, as they do not fit the memory of {calibration.rates.device}: {chunks}")
     note(f"profile in {output}")
     for command in ("tune", "build --auto"):
-        words = ["chunkplan", *command.split(), "--model-config", str(options.model_config), "--hardware", str(output)]
+        words = ["chunkplan", *command.split(), "--model", str(options.model), "--hardware", str(output)]
         words += ["--precision", calibration.cost.precision]
         note(f"next: {shlex.join(words)}")
 
@@ -139,7 +139,11 @@ def _verdict(calibration: Calibration) -> list[Text]:
             f"A large product alone reaches {_three_digits(own / 1e12)} TFLOP/s; a layer without work takes "
             f"{_three_digits(rates.layer_overhead_ns / 1e3)} us."
         ),
-        *[Text(f"Too fast for these chunks to tell: {', '.join(names)}.") for names in [calibration.untold] if names],
+        *[
+            Text(f"Too fast for these chunks to tell: {', '.join(names)}.")
+            for names in [calibration.unidentifiable]
+            if names
+        ],
         Text(f"What one device cannot tell is that of {calibration.base.name}: links, peak_flops, reserved_bytes."),
     ]
 

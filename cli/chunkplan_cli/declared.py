@@ -128,6 +128,7 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
+            flags: dict[str, str] = {}
             for name, options in taken.items():
                 values[name] = CliValues()
                 for one in options:
@@ -135,7 +136,11 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
                     given = [flag for flag in one.also if values.pop(_variable(flag))]
                     if typed in (None, []) and not given:
                         continue
-                    values[name].update(_value(one, typed, given))
+                    found = _value(one, typed, given)
+                    for field in found:
+                        if flags.setdefault(field, one.flag) != one.flag:
+                            raise _exclude([flags[field], one.flag])
+                    values[name].update(found)
                     if isinstance(typed, str):
                         values[name].typed[one.name] = typed
             command(**values)

@@ -69,7 +69,7 @@ def gain(
     Reads lengths, of much data from a sample; times packing, cutting, context and tensor parallelism and ZeRO-3 on the
     same GPUs, each with what is best for it; and `tune`s. Needs no GPU. `build --auto` builds what it recommends.
 
-    Example: chunkplan gain train.jsonl --model-config Qwen2.5-7B/ --gpus 8
+    Example: chunkplan gain train.jsonl --model Qwen/Qwen2.5-7B --gpus 8xH100
     """
     from chunkplan.lengths import Positions
     from chunkplan.tuning.document import tuning_document, write_tuning

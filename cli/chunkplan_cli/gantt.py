@@ -10,7 +10,7 @@ from rich.text import Text
 
 from chunkplan.operations import OPS
 from chunkplan.reporting.gantt import OP_WORDS, Bar, bars_of
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.schedule.trace import LETTERS
 
 #: By op, in the order of `OPS`.

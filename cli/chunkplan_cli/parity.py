@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.model import CostModel
-from chunkplan.domains import FLAG, MOST, path, several, tokens, whole
+from chunkplan.cost.model import MODEL_SOURCE, CostModel
+from chunkplan.domains import FLAG, MOST, several, tokens, whole
 from chunkplan.options import Options, option, same
 from chunkplan.reporting.tables import Table
 from chunkplan_cli.declared import CliValues, JsonOption, make, takes
@@ -34,9 +34,9 @@ class ParityOptions(Options):
     )
     chunk_size: int = same(PlanConfig, "chunk_size", group=_WHAT)
     k: int = option(whole(1, MOST), "Most chunks of a sequence that hold activations.", group=_WHAT)
-    model_config: Path | None = option(
-        path("FILE"),
-        "The model's config.json, or its folder.",
+    model: Path | str | None = option(
+        MODEL_SOURCE,
+        "The model: its name on the Hugging Face Hub, or its config.json or folder.",
         group=_WHAT,
         default=None,
         default_words="a tiny built-in model",
@@ -53,7 +53,7 @@ class ParityOptions(Options):
 def parity(*, asked: CliValues, as_json: JsonOption = False) -> None:
     """Compare the gradients of a plan with those of the same sequences run whole, in float64.
 
-    With --model-config, a small model of the same class and features runs first, on one pipeline stage and on two. A
+    With --model, a small model of the same class and features runs first, on one pipeline stage and on two. A
     model of more than 300M weights does not run itself. Exit code 1 if the worst relative error is above 1e-12, or
     1e-10 for models that are proved at load. `validate` checks the files of a plan.
 

@@ -116,7 +116,7 @@ def warn_of_positions(positions: Positions | None, model: str) -> None:
     )
     note(
         f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts the end off these, `--long drop` "
-        "leaves them out; or give a --model-config whose max_position_embeddings or rope scaling (YaRN) covers them"
+        "leaves them out; or give a --model whose max_position_embeddings or rope scaling (YaRN) covers them"
     )
 
 

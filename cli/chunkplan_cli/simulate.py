@@ -25,7 +25,7 @@ from chunkplan_cli.terminal import drawn_table, facts_grid, note, print_json, st
 
 if TYPE_CHECKING:
     from chunkplan.planfile.plan import Chunk, Plan
-    from chunkplan.schedule.simulated import Simulation
+    from chunkplan.schedule.timeline import Simulation
 
 #: In the folder of a run: what its processes measured, and a trace of it.
 MEASURED, TIMELINE = "measured.json", "timeline.json"

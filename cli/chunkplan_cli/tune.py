@@ -53,7 +53,7 @@ def tune(
     Shows first baselines in the same memory, then the choices that are worth a look. `build --auto` builds
     a plan with the recommended one; `simulate` shows where the time of one step goes.
 
-    Example: chunkplan tune --model-config Qwen2.5-7B/ --hardware h200 --gpus 16
+    Example: chunkplan tune --model Qwen/Qwen2.5-7B --gpus 16xH200
     """
     from chunkplan.files.writing import refuse_overwriting
     from chunkplan.planfile.load import load_analysis

@@ -21,7 +21,7 @@ from chunkplan.planfile.analysis_writer import AnalysisWriter
 from chunkplan.planfile.load import load_analysis
 from chunkplan_runtime.attention.kernels import AUTO, Kernels
 from chunkplan_runtime.models.checks import MODEL_TYPES
-from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.model import CausalLM, new_model, planned_config
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from chunkplan_runtime.models.tiny import num_weights, small_config_of
 from chunkplan_runtime.proof import prove
@@ -76,7 +76,7 @@ def parity(
     lengths: Sequence[int],
     chunk_size: int,
     k: int,
-    model_config: Path | None = None,
+    model: Path | str | None = None,
     seed: int = 0,
     *,
     attention: str = AUTO,
@@ -85,14 +85,14 @@ def parity(
 ) -> ParityReport:
     """Plan sequences of random tokens as one step, run it, and compare with the sequences run whole.
 
-    The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model_config`: a config.json or its folder;
+    The twin of `chunkplan parity`. `lengths` and `chunk_size` in tokens. `model`: a name, a config.json or its folder;
     without it the model is a small one of the Qwen2 kind, and one that is too large to run whole is run as a small one
     of its class. `seed`: of weights and tokens. The rest is how the chunks are run.
 
     Raises:
         UsageError: a length, `chunk_size` or `k` is below 1, no sequence has two tokens, or the model is refused, by
             the error of a small model of its class too.
-        DataError: `model_config` is not the config of a model.
+        DataError: `model` is not the config of a model.
         ChunkplanError: gradients are not finite.
     """
     from chunkplan import PlanConfig, build  # the planner, which executing a plan does not need
@@ -107,14 +107,14 @@ def parity(
         raise UsageError(f"a length of {max(lengths):,} tokens", hint=hint)
     proofs: tuple[StageProof, ...] = ()
     ran_small = False
-    if model_config is None:
+    if model is None:
         # What can go wrong: grouped heads, biases, two layers.
         heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
         sizes: Any = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
         config: Any = Qwen2Config(**sizes, **heads, max_position_embeddings=max(lengths))
     else:
-        config = read_config(model_config, router_loss=True)
-        prove.check_exact(config, str(model_config))
+        config = planned_config(model, router_loss=True)
+        prove.check_exact(config, str(model))
         proofs = (_stage_proof(config, 1), _stage_proof(config, 2))
         if ran_small := num_weights(config) > _MOST_WEIGHTS:
             config = small_config_of(config, max(lengths))
@@ -123,9 +123,9 @@ def parity(
         (folder / "analysis").mkdir()
         analysis = write_random_analysis(folder / "analysis", lengths, config.vocab_size, seed)
         build(analysis, folder / "plan", PlanConfig(chunk_size=chunk_size, k=k, global_batch=len(lengths), seed=seed))
-        model = new_model(config, torch.float64, seed, kernels=Kernels(attention))
-        model.set_checkpointing(checkpointing)
-        report = compare_plan(folder / "plan", analysis.path, model, kv_offload=kv_offload)
+        built = new_model(config, torch.float64, seed, kernels=Kernels(attention))
+        built.set_checkpointing(checkpointing)
+        report = compare_plan(folder / "plan", analysis.path, built, kv_offload=kv_offload)
         return replace(report, proofs=proofs, ran_small=ran_small)
 
 

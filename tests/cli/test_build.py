@@ -51,7 +51,7 @@ def built(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 )
 def test_build_knows_the_memory_that_inspect_finds_in_the_plan(data: Path, options: tuple[str, ...]) -> None:
     """...of the same step, rank and stage; a dry run knows it too."""
-    words = ("--model-config", ".", "--chunk-size", "512", *(() if "--k" in options else ("--k", "1")), *options)
+    words = ("--model", ".", "--chunk-size", "512", *(() if "--k" in options else ("--k", "1")), *options)
     document, _ = built(data, *words)
     inspected = json.loads(run(data, "inspect", "--json").stdout)
     assert document["memory"] == inspected["memory"]
@@ -120,7 +120,7 @@ def test_levels_are_chosen_layer_by_layer_where_that_is_asked_for(tmp_path: Path
     np.save(tmp_path / "lengths.npy", np.clip(tokens, 1, 100_000).astype(np.int32))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = ("--chunk-size", "8192", "--k", "4", "--pp", "4", "--schedule", "1f1b", "--global-batch", "32")
-    for model, expected in (((), "[a-z-]+:[0-9]+,.*"), (("--model-config", "."), "none")):
+    for model, expected in (((), "[a-z-]+:[0-9]+,.*"), (("--model", "."), "none")):
         document, said = built(tmp_path, *options, *model, "--checkpointing", "auto")
         assert document["memory"]["fits"]
         [chosen] = re.findall("chosen: --checkpointing (.*)", said)
@@ -131,14 +131,14 @@ def test_levels_are_chosen_layer_by_layer_where_that_is_asked_for(tmp_path: Path
 
 
 def test_a_plan_that_fits_is_no_cause_for_a_warning(data: Path) -> None:
-    document, said = built(data, "--model-config", "config.json", "--chunk-size", "512", "--k", "1", "--dry-run")
+    document, said = built(data, "--model", "config.json", "--chunk-size", "512", "--k", "1", "--dry-run")
     assert document["memory"]["fits"]
     assert "a GPU in step" not in said and "larger than any sequence" not in said
 
 
 def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> None:
     """...with --auto; what is given beside it may take more."""
-    options = ("--auto", "--model-config", ".", "--dp", "2", "--gpu-memory", "24GiB")
+    options = ("--auto", "--model", ".", "--dp", "2", "--gpu-memory", "24GiB")
     document, said = built(data, *options)
     assert document["memory"]["gpu_bytes"] == 24 << 30
     assert document["memory"]["fits"] and "warning: qwen2 0.5B takes" not in said
@@ -149,10 +149,10 @@ def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> N
 
 
 def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
-    options = ("--model-config", ".", "--k", "4")
+    options = ("--model", ".", "--k", "4")
     _, said = built(data, *options, "--chunk-size", "1048576")
     assert "warning: ChunkSize 1,048,576 is larger than any sequence (the longest has 9,000 tokens)" in said
-    assert "`chunkplan tune lengths.npy --model-config . --gpus 8` chooses one" in said
+    assert "`chunkplan tune lengths.npy --model . --gpus 8` chooses one" in said
     assert "A rank's step has " in said
     for others in (
         ("--chunk-size", "9000"),
@@ -172,7 +172,7 @@ def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
 def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, command: tuple[str, ...]) -> None:
     """Before anybody rents a GPU for a trainer that refuses them. Of a model nobody names, nothing is known."""
     name, *options = command
-    words = (name, "lengths.npy", *options, "--model-config", ".", "--json")
+    words = (name, "lengths.npy", *options, "--model", ".", "--json")
     ran = run(data, *words)
     assert ran.returncode == 0, ran.stderr
     document = json.loads(ran.stdout)
@@ -198,7 +198,7 @@ def recurrent(folder: Path) -> Path:
 
 
 def test_ranks_share_no_sequences_of_a_model_that_keeps_a_state_unless_they_are_to(data: Path) -> None:
-    words = ("--chunk-size", "512", "--k", "1", "--dp", "2", "--model-config", str(recurrent(data)))
+    words = ("--chunk-size", "512", "--k", "1", "--dp", "2", "--model", str(recurrent(data)))
     _, messages = built(data, *words)
     assert "ranks share no sequences: layers of qwen3_next 0.4B keep a state" in " ".join(messages.split())
     assert "plan only" not in messages
@@ -211,7 +211,7 @@ def test_ranks_share_no_sequences_of_a_model_that_keeps_a_state_unless_they_are_
 def test_the_memory_of_layers_that_differ_is_found_in_the_plan_too(data: Path) -> None:
     """States and keys, of one stage and of two."""
     for pp in ("2", "1"):
-        words = ("--chunk-size", "512", "--k", "1", "--pp", pp, "--model-config", str(recurrent(data)))
+        words = ("--chunk-size", "512", "--k", "1", "--pp", pp, "--model", str(recurrent(data)))
         document, _ = built(data, *words)
         assert document["memory"] == json.loads(run(data, "inspect", "--json").stdout)["memory"]
     assert document["memory"]["memory"]["kv"] > document["memory"]["memory"]["kv_gradients"] > 0

@@ -19,7 +19,7 @@ from chunkplan_cli.app import run_command
 from chunkplan_runtime.devices import device_name
 
 SMALL = (
-    "--model-config",
+    "--model",
     "model",
     "--device",
     "cpu",
@@ -76,12 +76,12 @@ def test_a_calibration_is_a_profile_that_tune_takes(
         "What one device cannot tell is that of a100",
     ):
         assert words in out
-    assert "next: chunkplan tune --model-config model --hardware here.toml" in err
+    assert "next: chunkplan tune --model model --hardware here.toml" in err
     profile = load_hardware(folder / "here.toml")
     assert profile.name == f"here ({device_name(torch.device('cpu'))})"
     assert profile.peak_flops == load_hardware("a100").peak_flops
     code, out, err = run(
-        "tune", "lengths.npy", "--model-config", "model", "--hardware", "here.toml", "--chunk-sizes", "1024,4096",
+        "tune", "lengths.npy", "--model", "model", "--hardware", "here.toml", "--chunk-sizes", "1024,4096",
         "--ks", "1", "--global-batch", "16",
     )  # fmt: skip
     assert code == 0, err
@@ -122,7 +122,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "no repeats": (("--repeats", "0"), "--repeats is 0"),
     "no such base": (("--base", "b300"), "b300 is no hardware profile"),
     "no such kernel": (("--attention", "best"), "there is no attention kernel 'best'"),
-    "no such model": (("--model-config", "none"), "none: no config.json"),
+    "no such model": (("--model", "./none"), "./none: no config.json"),
     "a file of somebody else": (("--output", "mine.toml"), "mine.toml exists and is no calibration"),
     "no folder": (("--output", "none/here.toml"), "there is no folder none"),
     "no TOML": (("--output", "here.json"), "'here.json' is no name for a profile"),

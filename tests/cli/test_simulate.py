@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "a plan and lengths": (("chunkplan-out/plan", *K2), "PLAN is for plans"),
     "hardware of a unit": ((*K2, "--hardware", "h100"), "--cost unit knows no model"),
     "unknown hardware": (("--lengths", "9", "--chunk-size", "none", "--hardware", "z80"), "z80 is no hardware"),
-    "no such model": (("--lengths", "9", "--chunk-size", "none", "--model-config", "no.json"), "no.json"),
+    "no such model": (("--lengths", "9", "--chunk-size", "none", "--model", "no.json"), "no.json"),
     "a trace in no folder": ((*K2, "--trace", "nowhere/trace.json"), "cannot write nowhere/trace.json"),
     "a trace that is a folder": ((*K2, "--trace", "."), "error: . is a folder"),
     "a cluster beyond reason": (("--lengths", "9", "--chunk-size", "none", "--pp", 5000), "pp is 5000"),

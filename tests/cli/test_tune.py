@@ -40,7 +40,7 @@ def text_of(screen: str) -> str:
 def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data: Path) -> None:
     """On one GPU and on several. Every line fits the terminal."""
     for gpus, columns in (("1", 120), ("4", 80)):
-        ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--gpus", gpus, columns=columns)
+        ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--gpus", gpus, columns=columns)
         assert ran.returncode == 0, ran.stderr
         titles = ("Baselines", "In chunks, fastest first", "─ recommended ─")
         assert sorted(titles, key=ran.stdout.index) == list(titles)
@@ -54,7 +54,7 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
 @pytest.mark.soak
 def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
     """Every line fits the terminal, and no run of layers is broken in two."""
-    options = ("--model-config", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB")
+    options = ("--model", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB")
     for columns in (80, 120):
         ran = run(data, "tune", "lengths.npy", *options, columns=columns)
         assert ran.returncode == 0, ran.stderr
@@ -74,7 +74,7 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
 @pytest.mark.soak
 def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path) -> None:
     """Every line fits the terminal."""
-    of_one = ("tune", "lengths.npy", "--model-config", ".", *("--chunk-sizes", "8192"), *GRID[2:])
+    of_one = ("tune", "lengths.npy", "--model", ".", *("--chunk-sizes", "8192"), *GRID[2:])
     for more, title in (((), "recommended"), (("--tp", "2"), "fastest, plan only")):
         ran = run(data, *of_one, *more, columns=80)
         assert ran.returncode == 0, ran.stderr
@@ -84,7 +84,7 @@ def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path
 
 @pytest.mark.soak
 def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that_it_is_plan_only(data: Path) -> None:
-    options = ("--model-config", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")
+    options = ("--model", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")
     ran = run(data, "tune", "lengths.npy", *options, "--tp", "2", columns=120)
     shown = text_of(ran.stdout)
     assert "dp 1, tp 2, pp 1" in shown and "─ fastest, plan only ─" in shown
@@ -96,7 +96,7 @@ def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that
 
 def test_adapters_are_tuned_built_and_named_on_the_way(data: Path, tmp_path: Path) -> None:
     lengths, adapters = str(data / "lengths.npy"), ("--lora-rank", "8", "--load-in-4bit")
-    options = ("--model-config", str(data), "--chunk-size", "8192", "--k", "1", *adapters)
+    options = ("--model", str(data), "--chunk-size", "8192", "--k", "1", *adapters)
     ran = run(tmp_path, "build", lengths, "--auto", *options, columns=200)
     assert ran.returncode == 0, ran.stderr
     assert "adapters of rank 8 on weights in 4 bits" in ran.stderr and "adapters of rank 8" in ran.stdout
@@ -107,7 +107,7 @@ def test_adapters_are_tuned_built_and_named_on_the_way(data: Path, tmp_path: Pat
 
 
 def test_an_optimizer_is_tuned_built_and_named_on_the_way(data: Path, tmp_path: Path) -> None:
-    lengths, eight = str(data / "lengths.npy"), ("--model-config", str(data), "--optimizer", "adamw-8bit")
+    lengths, eight = str(data / "lengths.npy"), ("--model", str(data), "--optimizer", "adamw-8bit")
     ran = run(tmp_path, "tune", lengths, *eight, *GRID, columns=200)
     assert ran.returncode == 0, ran.stderr
     assert ", adamw-8bit on " in ran.stdout
@@ -115,20 +115,20 @@ def test_an_optimizer_is_tuned_built_and_named_on_the_way(data: Path, tmp_path: 
     ran = run(tmp_path, "build", lengths, "--auto", *auto, columns=200)
     assert "adamw-8bit" in ran.stderr and "adamw-8bit" in ran.stdout
     assert load_plan(tmp_path / "chunkplan-out" / "plan").cost.optimizer == "adamw-8bit"
-    rest = ("--chunk-size", "8192", "--k", "1", "--model-config", str(data), "--dry-run")
+    rest = ("--chunk-size", "8192", "--k", "1", "--model", str(data), "--dry-run")
     ran = run(tmp_path, "build", lengths, *rest, "--dp", "2", "--optimizer", "adafactor", columns=200)
     assert "plan only: the runtime cannot run adafactor on several data-parallel ranks yet" in ran.stderr
 
 
 def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> None:
-    options = ("--model-config", ".", "--pp", "4", "--global-batch", "8", "--chunk-sizes", "8192", "--ks", "1,4")
+    options = ("--model", ".", "--pp", "4", "--global-batch", "8", "--chunk-sizes", "8192", "--ks", "1,4")
     ran = run(data, "tune", "lengths.npy", *options, columns=120)
     assert "plan only" not in ran.stdout
     assert re.search(r"setting .*, zero-bubble", ran.stdout)
 
 
 def test_one_json_document_says_all_of_it(data: Path) -> None:
-    ran = run(data, "tune", "lengths.npy", "--model-config", ".", *GRID, "--json")
+    ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--json")
     document = json.loads(ran.stdout)
     assert document["recommended"] is True
     assert len(document["baselines"]) >= 4
@@ -144,7 +144,7 @@ def test_one_json_document_says_all_of_it(data: Path) -> None:
 def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path: Path) -> None:
     """The same plan either way, of the model and the hardware it was tuned for."""
     lengths = str(data / "lengths.npy")
-    machine = ("--model-config", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
+    machine = ("--model", str(data), "--hardware", "a100", "--gpu-memory", "40GiB", "--tp", "2", "--pp", "2")
     at_once = run(tmp_path, "build", lengths, "--auto", *machine, *GRID[-2:], "--chunk-size", "8192", "--output", "one")
     assert at_once.returncode == 0, at_once.stderr
     assert "plan only: the runtime cannot run tensor parallelism" in at_once.stderr
@@ -167,7 +167,7 @@ def test_a_plan_takes_what_was_tuned_at_once_or_from_a_file(data: Path, tmp_path
 def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, tmp_path: Path) -> None:
     """Also where something else is asked for than was tuned."""
     lengths = str(data / "lengths.npy")
-    shared = ("--model-config", str(data), "--dp", "4", "--sharding", "weights", *GRID)
+    shared = ("--model", str(data), "--dp", "4", "--sharding", "weights", *GRID)
     ran = run(tmp_path, "tune", lengths, *shared, "--output", "tune.json")
     assert "─ recommended ─" in ran.stdout, ran.stderr
     ran = run(tmp_path, "build", lengths, "--auto", "--from", "tune.json")
@@ -181,7 +181,7 @@ def test_ranks_that_share_weights_get_a_plan_that_the_trainer_runs(data: Path, t
 
 
 def test_what_was_tuned_last_is_what_auto_takes_unless_another_machine_is_given(data: Path, tmp_path: Path) -> None:
-    lengths, machine = str(data / "lengths.npy"), ("--model-config", str(data), "--dp", "2", *GRID[-2:])
+    lengths, machine = str(data / "lengths.npy"), ("--model", str(data), "--dp", "2", *GRID[-2:])
     ran = run(tmp_path, "tune", lengths, *machine)
     assert ran.stderr.endswith(f"tuning in chunkplan-out/tuning.json\nnext: chunkplan build {lengths} --auto\n")
     chosen = json.loads((tmp_path / "chunkplan-out" / "tuning.json").read_text())["chosen"]
@@ -208,7 +208,7 @@ def test_what_was_tuned_last_is_what_auto_takes_unless_another_machine_is_given(
 def test_where_there_is_nothing_to_gain_the_box_says_so(data: Path, tmp_path: Path) -> None:
     """Of data without a long tail; what an epoch costs, of 8 steps with a short last one, is said for a price."""
     np.save(tmp_path / "short.npy", np.full(500, 8192))
-    grid = ("--model-config", str(data), "--gpus", "8", "--chunk-sizes", "8192", "--ks", "1", "--global-batch", "64")
+    grid = ("--model", str(data), "--gpus", "8", "--chunk-sizes", "8192", "--ks", "1", "--global-batch", "64")
     ran = run(tmp_path, "tune", "short.npy", *grid, "--gpu-hour-price", "2.5")
     shown = text_of(ran.stdout)
     assert "gain nothing to gain: " in shown
@@ -233,7 +233,7 @@ def test_the_fewest_gpus_are_enough_and_half_of_them_are_not(data: Path, tmp_pat
 
 def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
     lengths = str(data / "lengths.npy")
-    ran = run(tmp_path, "build", lengths, "--auto", "--model-config", str(data), "--chunk-size", "3000", "--k", "3")
+    ran = run(tmp_path, "build", lengths, "--auto", "--model", str(data), "--chunk-size", "3000", "--k", "3")
     assert ran.returncode == 0, ran.stderr
     config = load_plan(tmp_path / "chunkplan-out" / "plan").config
     assert (config.chunk_size, config.k) == (3000, 3)
@@ -241,7 +241,7 @@ def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
 
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
     tuned = run(
-        data, "tune", "lengths.npy", "--model-config", ".", "--gpu-memory", "80GiB", *GRID,
+        data, "tune", "lengths.npy", "--model", ".", "--gpu-memory", "80GiB", *GRID,
         "--output", str(tmp_path / "tune.json"),
     )  # fmt: skip
     assert tuned.returncode == 0, tuned.stderr
@@ -262,7 +262,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "no memory": (("tune", "lengths.npy", "--gpu-memory", "6GiB", "--dp", "8", *GRID), "nothing fits 6.0 GiB a GPU"),
     "no size": (("tune", "lengths.npy", "--gpu-memory", "80"), "--gpu-memory is '80', expected a size of memory"),
     "no hardware": (("tune", "lengths.npy", "--hardware", "h900"), "h900"),
-    "no model": (("tune", "lengths.npy", "--model-config", "none.json"), "none.json"),
+    "no model": (("tune", "lengths.npy", "--model", "none.json"), "none.json"),
     "no lengths": (("tune", "none.npy"), "none.npy"),
     "no workspace": (("tune",), "there is no analysis in the workspace"),
     "no numbers": (("tune", "lengths.npy", "--ks", "1,x"), "--ks is '1,x'"),

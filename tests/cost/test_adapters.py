@@ -9,12 +9,12 @@ import pytest
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, work_ns
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import activation_bytes_per_token, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.optimizers import GRADIENT_BYTES
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.cost.states import reduction_ns, stage_parameters
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.tuning.plan_only import why_plan_only
@@ -51,7 +51,7 @@ def test_gradients_and_optimizer_states_are_those_of_adapters_alone() -> None:
             plain_cost(lora_rank=16, precision=precision),
             dp=1,
             layers=(28,),
-            held=[Held(8192)],
+            held=[ResidentTokens(8192)],
             chunk_size=8192,
         )
         assert (memory.gradients, memory.optimizer) == (4 * trained, optimizer * trained)
@@ -67,7 +67,7 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales() -> None:
         cost,
         dp=1,
         layers=(28,),
-        held=[Held(8192)],
+        held=[ResidentTokens(8192)],
         chunk_size=8192,
     )
     rest = 2 * 2 * QWEN2_5_7B.embedding_parameters + 2 * 3584 * 18944
@@ -83,7 +83,7 @@ def test_sharding_divides_adapters_and_frozen_weights_among_the_ranks() -> None:
             replace(RANK_16, sharding=sharding),
             dp=dp,
             layers=(28,),
-            held=[Held()],
+            held=[ResidentTokens()],
             chunk_size=8192,
         )
         return found.weights, found.gradients, found.optimizer

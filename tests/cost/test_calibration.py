@@ -120,7 +120,7 @@ def test_the_hardware_that_times_were_made_from_is_found_again(precision: Precis
     others = {name: getattr(BASE, name) for name in vars(BASE) if name not in ours}
     assert {name: getattr(found.hardware, name) for name in others} == others
     assert found.held_out_errors.max() < 1e-6
-    assert found.untold == ()
+    assert found.unidentifiable == ()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -160,7 +160,7 @@ def test_what_takes_no_time_stays_at_a_bound_and_is_named() -> None:
         for chunk in synthetic("bf16", 0.0)
     ]
     found = fitted("bf16", chunks)
-    assert {"forward_blocks", "backward_blocks", "attention_flops"} <= {*found.untold}
+    assert {"forward_blocks", "backward_blocks", "attention_flops"} <= {*found.unidentifiable}
     assert found.hardware.attention[0].forward_blocks == pytest.approx(10 * TRUE.attention[0].forward_blocks)
     assert "# at its bound" in profile_text(found, torch_version="2", on=date(2026, 1, 1))
 

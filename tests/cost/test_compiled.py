@@ -10,11 +10,11 @@ import pytest
 
 from chunkplan.cost.durations import attention_pairs_of, durations
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.rates import LayerTime
 from chunkplan.cost.shape import QWEN2_5_7B, ModelShape
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.operations import OPS
 from chunkplan.tuning.document import _options_entry
 from chunkplan.tuning.options import LADDER
@@ -50,7 +50,7 @@ def test_compiled_layers_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     held = []
     for compiled, measured in ((False, 38.68), (True, 31.73)):
         cost = PLANS["1.5b-8k"].cost(optimizer="sgd", compile=compiled)
-        [memory] = stage_memory(cost, dp=1, layers=(28,), held=[Held(activations=8192)], chunk_size=8192)
+        [memory] = stage_memory(cost, dp=1, layers=(28,), held=[ResidentTokens(activations=8192)], chunk_size=8192)
         held.append((memory.total - memory.reserved) / 2**30)
         assert held[-1] == pytest.approx(measured, rel=0.04)
     assert held[0] - held[1] > 6

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import chunkplan
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory, exchange_bytes, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.planning.memory import longest_sequences
 from chunkplan.reporting.plan_memory import PlanMemory
 from tests.support.places import ROOT
@@ -106,7 +106,7 @@ def test_ranks_that_share_sequences_have_room_for_the_pages_of_a_layer_with_thei
             CostModel(),
             dp=8,
             layers=(28,),
-            held=[Held(4096, kv=kv_tokens, kv_gradients=kv_tokens)],
+            held=[ResidentTokens(4096, kv=kv_tokens, kv_gradients=kv_tokens)],
             chunk_size=4096,
             **options,
         )

@@ -18,11 +18,11 @@ from chunkplan.cost.activations import (
     pending_bytes_per_token,
 )
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.cost.states import reduction_ns, stage_parameters
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import UsageError
 from chunkplan.layers import FAMILIES, STRAIGHT, split_layers
 from chunkplan.planning.memory import memory_of_stages
@@ -36,7 +36,7 @@ V = FAMILIES["zero-bubble-v"].placement
 def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
     """Of one stage and one rank that holds nothing but a chunk of 8K tokens, unless `options` say more."""
     pp = options.pop("pp", 1)
-    held = options.pop("held", Held(8192))
+    held = options.pop("held", ResidentTokens(8192))
     defaults: dict[str, Any] = {
         "dp": 1,
         "layers": split_layers(cost.shape.num_layers, pp),
@@ -83,13 +83,13 @@ def test_where_activations_are_few_a_step_that_shares_optimizer_states_alone_is_
     layers, head = QWEN2_5_7B.num_layers * QWEN2_5_7B.layer_parameters, QWEN2_5_7B.embedding_parameters
     for checkpointing, retained, at_end in (("full", 512, True), ("none", 1 << 17, False)):
         cost = CostModel(checkpointing=checkpointing)
-        options = {"dp": dp, "chunk_size": 512, "held": Held(retained)}
+        options = {"dp": dp, "chunk_size": 512, "held": ResidentTokens(retained)}
         [none], [optimizer] = (memory_of(replace(cost, sharding=each), **options) for each in SHARDINGS[:2])
         assert (optimizer.gradients > none.gradients) is at_end
         assert replace(optimizer, gradients=0, optimizer=0) == replace(none, gradients=0, optimizer=0)
         if at_end:
             sums = 4 * (layers + 2 * head + layers / dp + head)
-            [working] = memory_of(cost, **{**options, "held": Held()})
+            [working] = memory_of(cost, **{**options, "held": ResidentTokens()})
             kept = 512 * activation_bytes_per_token(cost, LAYER)
             assert optimizer.gradients + none.activations + none.logits == pytest.approx(
                 sums + working.activations + kept, abs=8
@@ -100,7 +100,7 @@ def test_where_a_backward_takes_little_a_forward_that_gathers_is_fuller() -> Non
     """By two layers as they come, in place of what the backward takes; or by one where only two are whole at a time."""
     for sharding, gathered in (("optimizer", 2), ("gradients", 2), ("weights", 1)):
         cost = CostModel(sharding=sharding, lora_rank=1)
-        [few], [many] = (memory_of(cost, dp=8, chunk_size=size, held=Held()) for size in (64, 1 << 16))
+        [few], [many] = (memory_of(cost, dp=8, chunk_size=size, held=ResidentTokens()) for size in (64, 1 << 16))
         layer = cost.adapters.weight_bytes(LAYER)
         at_work = few.gradients if sharding == "optimizer" else 2 * 4 * cost.adapters.trained_parameters(LAYER)
         assert few.weights - many.weights == pytest.approx(
@@ -147,7 +147,7 @@ def test_logits_are_those_of_a_block_of_tokens_and_the_gradient_of_the_head_coun
 def test_parts_of_a_stage_are_summed_and_the_largest_counts_for_what_is_retained() -> None:
     cost = CostModel()
     layers = (5, 4, 5, 4, 5, 5)
-    stages = memory_of(cost, pp=2, layers=layers, held=Held(8192, kv=1000, kv_gradients=1000))
+    stages = memory_of(cost, pp=2, layers=layers, held=ResidentTokens(8192, kv=1000, kv_gradients=1000))
     assert [m.kv for m in stages] == [n * 1000 * 2 * 512 * 2 for n in (15, 13)]
     uneven = memory_of(cost, pp=2, layers=(5, 4, 6, 4, 4, 5))
     assert uneven[0].weights == stages[0].weights
@@ -158,7 +158,7 @@ def test_parts_of_a_stage_are_summed_and_the_largest_counts_for_what_is_retained
 
 def test_tensor_parallelism_divides_everything_but_what_is_reserved() -> None:
     """And but for the tokens that are gathered for a projection."""
-    options = {"held": Held(1 << 20, 1 << 15, kv=1 << 18, kv_gradients=1 << 18)}
+    options = {"held": ResidentTokens(1 << 20, 1 << 15, kv=1 << 18, kv_gradients=1 << 18)}
     [one], [four] = (memory_of(CostModel(tp=tp), **options) for tp in (1, 4))
     for name in ("weights", "gradients", "optimizer", "stage_inputs", "kv", "kv_gradients", "logits"):
         assert getattr(four, name) * 4 == pytest.approx(getattr(one, name), abs=4)
@@ -171,7 +171,7 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
     slope = {}
     for checkpointing in ("none", "full"):
         cost = CostModel(checkpointing=checkpointing)
-        [less], [more] = (memory_of(cost, held=Held(tokens)) for tokens in (8192, 16384))
+        [less], [more] = (memory_of(cost, held=ResidentTokens(tokens)) for tokens in (8192, 16384))
         of_token = (more.activations - less.activations) / 8192
         slope[checkpointing] = (of_token - around_of_stages(cost, [28])[0]) / 28
         assert slope[checkpointing] == pytest.approx(activation_bytes_per_token(cost, LAYER), rel=1e-6)
@@ -182,7 +182,7 @@ def test_activations_grow_with_what_is_retained_and_checkpointing_keeps_little_o
 
 def test_checkpointing_needs_room_for_one_layer_of_a_chunk() -> None:
     none, full = CostModel(), CostModel(checkpointing="full")
-    [without], [with_it] = (memory_of(cost, held=Held()) for cost in (none, full))
+    [without], [with_it] = (memory_of(cost, held=ResidentTokens()) for cost in (none, full))
     assert with_it.activations - without.activations == pytest.approx(
         8192 * activation_bytes_per_token(none, LAYER), abs=2
     )
@@ -204,13 +204,13 @@ def test_between_halves_of_a_backward_more_is_held_than_checkpoints_keep_and_no_
 
 
 def test_keys_and_values_of_a_token_of_qwen2_5_7b_take_56_kib_and_their_gradients_twice_that() -> None:
-    [memory] = memory_of(CostModel(), held=Held(kv=1000, kv_gradients=1000))
+    [memory] = memory_of(CostModel(), held=ResidentTokens(kv=1000, kv_gradients=1000))
     assert (memory.kv, memory.kv_gradients) == (1000 * 56 * 1024, 1000 * 112 * 1024)
 
 
 def test_of_the_layers_but_one_gradients_of_keys_and_values_come_with_the_first_backward() -> None:
     """And of that one for all tokens whose keys and values are held."""
-    [memory] = memory_of(CostModel(), held=Held(kv=1000, kv_gradients=400))
+    [memory] = memory_of(CostModel(), held=ResidentTokens(kv=1000, kv_gradients=400))
     assert (memory.kv, memory.kv_gradients) == (1000 * 56 * 1024, 400 * 112 * 1024 + 600 * 4 * 1024)
 
 
@@ -218,7 +218,7 @@ def test_offloaded_keys_and_values_take_two_pages_of_a_layer_whatever_the_sequen
     """Of four chunks each, for as long as a process runs."""
     cost = CostModel(kv_offload=True)
     for tokens in (0, 100, 1 << 14, 1 << 20):
-        [memory] = memory_of(cost, held=Held(kv=tokens, kv_gradients=tokens), chunk_size=8192)
+        [memory] = memory_of(cost, held=ResidentTokens(kv=tokens, kv_gradients=tokens), chunk_size=8192)
         assert (memory.kv, memory.kv_gradients) == (8 * 8192 * 2 * 1024, 8 * 8192 * 4 * 1024)
 
 
@@ -234,9 +234,9 @@ def test_kernels_give_gradients_of_a_page_for_each_head_of_queries() -> None:
     widths = {"query_width": 4096, "output_width": 4096, "key_width": 1024, "value_width": 1024, "mlp_width": 12288}
     cost = CostModel(shape=replace(QWEN2_5_7B, hidden_size=4096, kinds=(replace(LAYER, **widths),)))
     assert page_line(cost, cost.shape.kinds[0], 2048) == (2048 * (of_query - of_mlp), of_key)
-    [memory] = memory_of(cost, held=Held(kv=100, kv_gradients=100), chunk_size=2048)
+    [memory] = memory_of(cost, held=ResidentTokens(kv=100, kv_gradients=100), chunk_size=2048)
     assert memory.kv_gradients == 100 * 4 * 28 * 2048
-    [memory] = memory_of(cost, held=Held(kv=1 << 20, kv_gradients=1 << 20), chunk_size=2048)
+    [memory] = memory_of(cost, held=ResidentTokens(kv=1 << 20, kv_gradients=1 << 20), chunk_size=2048)
     assert memory.kv_gradients - (1 << 20) * 4 * 28 * 2048 == 2048 * (of_query - of_mlp) + 8192 * of_key
 
 
@@ -250,7 +250,7 @@ PAPER = CostModel(hardware=A100, tp=4)
 
 
 def kv_gib(context: int) -> float:
-    [memory] = memory_of(PAPER, held=Held(kv=context, kv_gradients=context), kv_gradient_bytes=2)
+    [memory] = memory_of(PAPER, held=ResidentTokens(kv=context, kv_gradients=context), kv_gradient_bytes=2)
     return (memory.kv + memory.kv_gradients) / GIB
 
 
@@ -269,7 +269,7 @@ def test_table_5_predicted_without_a_fit_has_the_base_and_part_of_the_slope() ->
     slope, base = np.polyfit(SIZES, PEAK_32K, 1)
     kv = {"kv": 32 << 10, "kv_gradients": 32 << 10}
     totals = [
-        memory_of(PAPER, held=Held(size, **kv), chunk_size=size, kv_gradient_bytes=2)[0].total
+        memory_of(PAPER, held=ResidentTokens(size, **kv), chunk_size=size, kv_gradient_bytes=2)[0].total
         for size in SIZES.tolist()
     ]
     assert all(less < more for less, more in pairwise(totals))

@@ -10,9 +10,9 @@ import pytest
 from chunkplan.cost.activations import around_of_stages
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, checkpointing_words, levels_of, shown_levels
 from chunkplan.cost.durations import attention_pairs_of, durations, work_ns
-from chunkplan.cost.held import Held
-from chunkplan.cost.memory import held_bytes, stage_memory
+from chunkplan.cost.memory import memory_rates, stage_memory
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import options_of
@@ -92,7 +92,7 @@ def test_a_stage_holds_what_its_own_layers_hold():
 
     def held(checkpointing):
         cost = replace(COST, checkpointing=checkpointing)
-        found = held_bytes(cost, 4, LAYERS, 8192).tokens.copy()
+        found = memory_rates(cost, 4, LAYERS, 8192).tokens.copy()
         found[:, 0] -= around_of_stages(cost, LAYERS)
         return found
 
@@ -105,10 +105,10 @@ def test_a_stage_holds_what_its_own_layers_hold():
 def test_what_waits_between_halves_counts_at_its_most():
     """The half for inputs comes to the last layers first: where these held little, it holds more before less."""
     weak_last, strong_last = (
-        held_bytes(plain_cost(checkpointing=levels), 1, (28,), 8192).tokens[0, 3]
+        memory_rates(plain_cost(checkpointing=levels), 1, (28,), 8192).tokens[0, 3]
         for levels in ("full:4,none:24", "none:24,full:4")
     )
-    full = held_bytes(plain_cost(checkpointing="full"), 1, (28,), 8192).tokens[0, 3]
+    full = memory_rates(plain_cost(checkpointing="full"), 1, (28,), 8192).tokens[0, 3]
     assert weak_last == 0
     assert strong_last == pytest.approx(full * 4 / 28)
 
@@ -120,7 +120,7 @@ def test_the_backward_of_any_layer_that_runs_again_has_room():
             cost,
             dp=1,
             layers=LAYERS,
-            held=[Held()] * 4,
+            held=[ResidentTokens()] * 4,
             chunk_size=8192,
         )
         return [stage.activations for stage in stages]

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkplan.cost.durations import attention_pairs_of, balance_layers, durations, recompute_ns, work_ns
-from chunkplan.cost.hardware import KERNELS, AttentionRates, Hardware, load_hardware
+from chunkplan.cost.hardware import KERNELS, SHIPPED, AttentionRates, Hardware, load_hardware
 from chunkplan.cost.model import SHARDINGS, CostModel
 from chunkplan.cost.optimizers import tokens_at_once
-from chunkplan.cost.rates import Sums
+from chunkplan.cost.rates import GradientSumTime
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
 from chunkplan.layers import split_layers
@@ -25,8 +25,8 @@ from chunkplan.operations import OPS
 from tests.support.places import GOLDEN
 from tests.support.plain import PLAIN, plain_cost
 
-PROFILES = ("a100", "b200", "h100", "h200", "l40s", "mi300x", "rtx4090", "rtx5090")
-ON_PCIE = ("l40s", "rtx4090", "rtx5090")
+PROFILES = SHIPPED
+ON_PCIE = ("a6000", "l4", "l40s", "rtx4090", "rtx5090")
 LAYER_FLOPS = 2 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
 [_DENSE] = QWEN2_5_7B.kinds
 MIXTURE = replace(QWEN2_5_7B, name="mixture", kinds=(replace(_DENSE, all_mlp_width=8 * 18944, experts_per_token=1),))
@@ -58,7 +58,8 @@ def test_a_profile_of_ones_own_is_a_file_like_the_shipped_ones(tmp_path: Path) -
 
 
 def test_an_unknown_profile_is_a_usage_error_that_names_the_known_ones() -> None:
-    for name in ("b300", "profiles/none.toml", "", "bad\0name"):
+    assert load_hardware("H100") == load_hardware("h100")
+    for name in ("b301", "profiles/none.toml", "", "bad\0name"):
         with pytest.raises(UsageError) as caught:
             load_hardware(name)
         assert all(known in caught.value.hint for known in PROFILES)
@@ -248,7 +249,7 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
     cost = plain_cost()
     ns = 6e9 / cost.hardware.copy_bytes
     of_layer, of_ends = ns * cost.shape.layer_parameters, ns * cost.shape.embedding_parameters
-    without = cost.rates._replace(sums=Sums())
+    without = cost.rates._replace(sums=GradientSumTime())
     for tokens in (np.array([100]), np.array([8192])):
         pairs = attention_pairs_of(tokens, np.zeros_like(tokens))
         longer = np.subtract(*(durations(tokens, pairs, rates, (15, 13)) for rates in (cost.rates, without)))[..., 0]
@@ -263,7 +264,7 @@ def test_every_backward_adds_the_gradients_of_its_weights_to_their_sums_however_
     assert in_fp32.embeddings == pytest.approx(16 / 6 * of_ends)
     assert on_four.head.chunk == pytest.approx(of_ends / 8)
     adapters = plain_cost(lora_rank=8).rates.sums
-    assert 0 < adapters.layer < of_layer / 50 and adapters == Sums(layer=adapters.layer)
+    assert 0 < adapters.layer < of_layer / 50 and adapters == GradientSumTime(layer=adapters.layer)
 
 
 def test_gradients_of_experts_are_stacks_which_no_product_adds_to_a_sum() -> None:

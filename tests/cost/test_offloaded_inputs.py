@@ -10,7 +10,7 @@ import pytest
 from chunkplan.cost.activations import activation_bytes_per_token, working_bytes_per_token
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.durations import attention_pairs_of, durations
-from chunkplan.cost.memory import held_bytes
+from chunkplan.cost.memory import memory_rates
 from chunkplan.operations import OPS
 from chunkplan.planning.memory import stage_host_bytes
 from tests.support.plain import PLAIN, plain_cost
@@ -79,12 +79,12 @@ def test_layers_hold_nothing_and_a_chunk_two_inputs():
 def test_a_token_in_flight_takes_what_lies_around_the_layers():
     """What came from the stage before, positions and rotary embeddings, and the final norm."""
     rotary, norm = 2 * 128 * 2, 3584 * 8 + 4
-    first, *middle, last = held_bytes(OFFLOAD, 4, LAYERS, 8192).tokens[:, 0]
+    first, *middle, last = memory_rates(OFFLOAD, 4, LAYERS, 8192).tokens[:, 0]
     assert (first, last) == (8 + rotary, INPUT + 4 + rotary + norm)
     assert middle == [INPUT + 4 + rotary] * 2
-    with_adapters = held_bytes(replace(OFFLOAD, lora_rank=8), 4, LAYERS, 8192).tokens
+    with_adapters = memory_rates(replace(OFFLOAD, lora_rank=8), 4, LAYERS, 8192).tokens
     assert last - with_adapters[3, 0] == INPUT
-    mixed = held_bytes(plain_cost(checkpointing="full:14,offload:14"), 4, LAYERS, 8192).tokens[:, 0]
+    mixed = memory_rates(plain_cost(checkpointing="full:14,offload:14"), 4, LAYERS, 8192).tokens[:, 0]
     kept = 7 * INPUT + 4 + rotary  # the first layer of a stage keeps what came
     np.testing.assert_array_equal(mixed, [kept + 4, kept, middle[1], last])
 

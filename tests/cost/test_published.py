@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from chunkplan.cost.activations import page_line, runs_of
 from chunkplan.cost.durations import attention_pairs_of, whole_pairs, work_ns
-from chunkplan.cost.held import Held, token_bytes
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import KNOWN_TYPES, shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B, AttentionPattern, Layer, ModelShape, kinds_and_order
+from chunkplan.cost.token_bytes import ResidentTokens, token_bytes
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.layers import split_layers
 from chunkplan.planning.sharing import head_degrees
@@ -314,7 +314,7 @@ def memory_of(cost: CostModel, pp: int, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "dp": 1,
         "layers": split_layers(cost.shape.num_layers, pp),
-        "held": [Held(kv=65536, kv_gradients=65536)] * pp,
+        "held": [ResidentTokens(kv=65536, kv_gradients=65536)] * pp,
         "chunk_size": 8192,
     }
     return stage_memory(cost, **{**values, **changes})

@@ -19,9 +19,9 @@ import pytest
 
 import chunkplan
 from chunkplan.cost.hardware import Hardware
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.shape import Layer, ModelShape
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.errors import UsageError
 from chunkplan.operations import OPS
 from chunkplan.options import options_of as declared_by
@@ -302,7 +302,7 @@ def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> Non
                 cost,
                 dp=1,
                 layers=(28,),
-                held=[Held(chunk_size, kv=int(context) << 10, kv_gradients=int(context) << 10)],
+                held=[ResidentTokens(chunk_size, kv=int(context) << 10, kv_gradients=int(context) << 10)],
                 chunk_size=chunk_size,
                 kv_gradient_bytes=2,
             )

@@ -221,7 +221,7 @@ WRONG = [
         "of a step",
     ),
     ("tune lengths.npy --hardware none", 2, "… is no hardware profile, and no file that can be read"),
-    ("tune lengths.npy --model-config none", 2, "…: no config.json that can be read"),
+    ("tune lengths.npy --model ./none", 2, "…: no config.json that can be read"),
     ("simulate --step 99", 2, "there is no step …"),
     ("simulate --rank 9", 2, "there is no rank …"),
     ("inspect --step 0 --rank 0 --chunk 9", 2, "there is no chunk … in step … on rank …"),

@@ -33,16 +33,16 @@ COMMANDS = {
     "a tuning": "inspect plan --html tuning.json --tuning tuning.json",
     "lengths of a tuning": "tune lengths.npy --output lengths.npy",
     "an analysis that is tuned for": "tune analysis --output analysis/tuning.json",
-    "a model": "tune lengths.npy --model-config model --output model/config.json",
+    "a model": "tune lengths.npy --model model --output model/config.json",
     "a profile": "tune lengths.npy --hardware mine.toml --output mine.toml",
     "a plan that is simulated": "simulate plan --trace plan/steps.parquet",
     "a model that is simulated": (
-        "simulate --lengths 9 --chunk-size 9 --k 1 --model-config model/config.json --trace model/config.json"
+        "simulate --lengths 9 --chunk-size 9 --k 1 --model model/config.json --trace model/config.json"
     ),
     "a plan that is exported": "export --to jsonl plan --allow-split --output plan",
     "an analysis that is exported": "export --to jsonl analysis --chunk-size 99 --allow-split --output analysis",
-    "the base of a calibration": "calibrate --model-config model --base mine.toml --output mine.toml",
-    "a model that is calibrated for": "calibrate --model-config model --output model/config.json",
+    "the base of a calibration": "calibrate --model model --base mine.toml --output mine.toml",
+    "a model that is calibrated for": "calibrate --model model --output model/config.json",
 }
 
 

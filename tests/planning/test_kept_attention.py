@@ -62,7 +62,7 @@ def with_memory(cost: CostModel, num_bytes: int) -> CostModel:
 
 
 def total(found: Planned, config: PlanConfig, cost: CostModel) -> int:
-    return max(stage.total for stage in memory_of_stages(config, cost, found.moments))
+    return max(stage.total for stage in memory_of_stages(config, cost, found.peaks))
 
 
 LENGTHS = st.lists(st.integers(1, 150_000), min_size=1, max_size=4)

@@ -135,7 +135,7 @@ def test_the_command_refuses_what_would_change_samples_and_takes_what_is_the_sam
     assert ran.code == 0, ran.err
     ran = command("build", "--like", "whole", "--holdout", 2, "--output", "new")
     assert ran.code == 2 and "error: --holdout is 2, for the plan it was not given: --like keeps" in ran.err
-    for entry in ("like", "output", "model-config"):
+    for entry in ("like", "output", "model"):
         (tmp_path / "entry.toml").write_text(f'{entry} = "plan"\n')
         ran = command("build", "--config", "entry.toml")
         assert ran.code == 2 and f"unknown entry `{entry}`\nhint: it is one of " in ran.err
@@ -181,7 +181,7 @@ def test_a_mix_is_the_same_by_the_name_of_its_source(tmp_path: Path, command: Ru
         ({"pp": 2, "stage_layers": "13,15"}, {"pp": 4}, "--stage-layers 13,15"),
         ({"pp": 2, "stage_layers": "13,15"}, {"pp": 1}, "--stage-layers 13,15"),
         ({"pp": 2, "stage_layers": "13,15"}, {"dp": 2}, None),
-        ({"pp": 2, "stage_layers": "13,15"}, {"model_config": "model"}, "--stage-layers 13,15"),
+        ({"pp": 2, "stage_layers": "13,15"}, {"model": "model"}, "--stage-layers 13,15"),
         ({"dp": 4, "cp": 2}, {"dp": 1}, "--cp 2"),
         ({"dp": 4, "cp": 2}, {"dp": 3}, "--cp 2"),
         ({"dp": 4, "cp": 2}, {"dp": 6}, None),

@@ -18,7 +18,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planning.batches import StepBlock
 from chunkplan.planning.chunks import ChunkedBlock, slice_of
 from chunkplan.planning.method import Dataset, chunk_block, schedule_block
-from chunkplan.planning.sharing import Step, choose_groups, share_sequences
+from chunkplan.planning.sharing import SharingProblem, choose_groups, share_sequences
 from chunkplan.planning.splitting import cut_sequences
 from tests.support.plain import PLAIN, plain_cost
 
@@ -161,7 +161,7 @@ def test_groups_of_small_steps_are_within_one_per_cent_of_the_best_on_average(dp
         bound = max(int((times * sizes[:, None]).min(axis=0).sum()) // dp, int(times.min(axis=0).max()))
         chosen, first = np.zeros(lengths.size, np.int64), np.zeros(lengths.size, np.int64)
         none = np.zeros(lengths.size, bool)
-        choose_groups(Step(times, none, sizes, 0, 1, 0, bound, dp), chosen, first)
+        choose_groups(SharingProblem(times, none, sizes, 0, 1, 0, bound, dp), chosen, first)
         loads = np.zeros(dp, np.int64)
         for job, index in enumerate(chosen):
             if index > 0:

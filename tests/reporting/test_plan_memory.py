@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import QWEN2_5_7B, plain_layer
+from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import split_layers
 from chunkplan.planfile.plan import Plan, PlanStep
 from chunkplan.planning.memory import memory_of_stages
@@ -49,7 +49,7 @@ def test_memory_is_that_of_the_fullest_stage_with_what_it_holds(tmp_path: Path) 
         cost,
         dp=1,
         layers=split_layers(cost.shape.num_layers, 1),
-        held=[Held(64, kv=640, kv_gradients=640)],
+        held=[ResidentTokens(64, kv=640, kv_gradients=640)],
         chunk_size=64,
     )
     assert memory.memory == expected
@@ -75,7 +75,7 @@ def totals_of(plan: Plan, step: PlanStep, rank: int, stage: int) -> Iterator[int
     begun: list[int] = []
 
     def total(last_layer: int) -> int:
-        moment = Held(**held, last_layer=last_layer)
+        moment = ResidentTokens(**held, last_layer=last_layer)
         return memory_of_stages(plan.config, cost, np.array([moment] * pp))[stage].total
 
     for action in step.actions[rank, stage]:

@@ -221,7 +221,7 @@ def test_any_lengths_are_exact(lengths, chunk_size, k, seed):
 def test_parity_takes_a_model_config(tmp_path, tiny_config):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("qwen3", torch_dtype="bfloat16")))
-    report = parity([20, 4], 6, 2, model_config=path)
+    report = parity([20, 4], 6, 2, model=path)
     assert_exact(report)
     assert any("q_norm" in name for name in report.relative_errors)
 
@@ -338,7 +338,7 @@ def test_gradients_that_are_not_finite_are_no_success(tmp_path, tiny_config):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("qwen2", initializer_range=1e200)))
     with pytest.raises(ChunkplanError, match="not finite"):
-        parity([20, 4], 6, 2, model_config=path)
+        parity([20, 4], 6, 2, model=path)
 
 
 def test_parity_refuses_layers_that_a_model_does_not_go_by(tmp_path, tiny_config):
@@ -349,7 +349,7 @@ def test_parity_refuses_layers_that_a_model_does_not_go_by(tmp_path, tiny_config
     with pytest.raises(
         UsageError, match="layer_types has full_attention and sliding_attention, which a qwen3_moe"
     ) as raised:
-        parity([20, 4], 6, 2, model_config=path)
+        parity([20, 4], 6, 2, model=path)
     assert raised.value.where == str(path)
 
 

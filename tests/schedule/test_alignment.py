@@ -19,11 +19,11 @@ from chunkplan.cost.model import Sharding
 from chunkplan.layers import FAMILIES, STRAIGHT, StagePlacement, model_stage_of
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
-from chunkplan.schedule import alignment
+from chunkplan.schedule import slots as slots_module
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.alignment import align_steps, meeting_of
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.simulate import beginning, step_of
+from chunkplan.schedule.simulate import initial_state, step_graph
+from chunkplan.schedule.slots import assign_slots, slot_ops_of
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import simulate_ranks
 from tests.support.plain import PLAIN, plain_cost
@@ -58,8 +58,8 @@ def align(
     pp: int,
     placement: StagePlacement = STRAIGHT,
 ) -> Slots:
-    """The slots of a step; the arguments are those of `align_steps`."""
-    ends, before = align_steps(chunks, actions, times, meeting, dp, pp, placement)
+    """The slots of a step; the arguments are those of `assign_slots`."""
+    ends, before = assign_slots(chunks, actions, times, meeting, dp, pp, placement)
     stage = np.repeat(np.arange(dp * pp) % pp, np.diff(actions.stages))
     met = np.flatnonzero((meeting[actions.ops] >= 0) & (ends >= 0))
     # Every slot has an action at least, and all of one say the same of it.
@@ -85,7 +85,7 @@ class Step(NamedTuple):
     placement: StagePlacement
 
     def aligned(self, sharding: Sharding) -> Slots:
-        return align(self.chunks, self.actions, self.times, meeting_of(sharding), self.dp, self.pp, self.placement)
+        return align(self.chunks, self.actions, self.times, slot_ops_of(sharding), self.dp, self.pp, self.placement)
 
     def row(self, rank: int, stage: int) -> range:
         return range(*self.actions.stages[rank * self.pp + stage : rank * self.pp + stage + 2])
@@ -135,7 +135,7 @@ def random_step(seed: int, *, alike: bool = False) -> Step:
 
 def check(step: Step, sharding: Sharding) -> tuple[int, int]:
     """Every action has a slot of its op, and what processes wait for has no circle; returns how much is padding."""
-    slots, meeting = step.aligned(sharding), meeting_of(sharding)
+    slots, meeting = step.aligned(sharding), slot_ops_of(sharding)
     ops, meets = step.actions.ops, meeting[step.actions.ops] >= 0
     assert (slots.ends >= 0).all()
     model_stage = model_stages_of(step.actions, step.pp, step.placement)
@@ -214,7 +214,7 @@ def test_a_rank_with_most_left_to_do_is_not_kept_waiting_for_others() -> None:
     durations = np.where(np.arange(long + short) < long, 100, 10) * np.ones((len(OPS), 1, 1), np.int64)
     times = ChunkTimes(durations, np.zeros(long + short, np.int64))
     found = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 2)
-    slots = align(chunks, found.actions, times, meeting_of("weights"), 2, 1)
+    slots = align(chunks, found.actions, times, slot_ops_of("weights"), 2, 1)
     assert slots.ends.max() == found.stage_end.max() == 100 * (6 + 6 + 5)
 
 
@@ -225,12 +225,12 @@ def test_actions_that_wait_for_each_other_for_ever_are_never_done() -> None:
     ops = np.array([backward, forward, forward, backward], np.int8)
     actions = Actions(ops, np.zeros(4, np.int32), np.zeros(4, np.int32), np.array([0, 2, 4]))
     times = ChunkTimes(np.ones((len(OPS), 2, 1), np.int64), np.zeros(1, np.int64))
-    assert (align(chunks, actions, times, meeting_of("weights"), 1, 2).ends < 0).any()
+    assert (align(chunks, actions, times, slot_ops_of("weights"), 1, 2).ends < 0).any()
 
 
 def played(step: Step, sharding: Sharding) -> list[int]:
     """When each action ends, by the slots alone: an event is done once all that its ranks and stages wait for is."""
-    slots, meeting = step.aligned(sharding), meeting_of(sharding)
+    slots, meeting = step.aligned(sharding), slot_ops_of(sharding)
     ops, chunk_ids = step.actions.ops, step.actions.chunk_ids
     stages = model_stages_of(step.actions, step.pp, step.placement)
     queues: dict[tuple[int, int], list[tuple[object, int]]] = {}  # of each rank and stage: events with actions, or -1
@@ -384,10 +384,10 @@ def test_ranks_that_go_through_the_same_slots_have_those_of_any_rule(group: int,
         chunks = chunks_without_segments(np.cumsum([0, *group * sizes]), 1, group_id, [True] * n)
         times = ChunkTimes(draw.integers(0, 9, (len(OPS), 1, n)), np.zeros(n, np.int64))
         actions = schedule_ranks(chunks, times, 1, "algorithm2", None, str, 4).actions
-        found = align(chunks, actions, times, meeting_of(sharding), 4, 1)
-        step = step_of(chunks, actions, times, 0, 4, 1, STRAIGHT)
-        slots = meeting_of(sharding)[actions.ops].astype(np.int64)
-        assert alignment._are_alike(step, slots)
+        found = align(chunks, actions, times, slot_ops_of(sharding), 4, 1)
+        step = step_graph(chunks, actions, times, 0, 4, 1, STRAIGHT)
+        slots = slot_ops_of(sharding)[actions.ops].astype(np.int64)
+        assert slots_module._same_slots(step, slots)
         for rule, patience in product((0, 1), (0, 1)):
-            alignment.play_by_rule(step, now := beginning(step, 1), 1, slots, rule, patience)
-            assert np.array_equal(now.ends, found.ends) and np.array_equal(now.before, found.before)
+            slots_module.run_greedy(step, state := initial_state(step, 1), 1, slots, rule, patience)
+            assert np.array_equal(state.ends, found.ends) and np.array_equal(state.slots_before, found.before)

@@ -16,7 +16,7 @@ from chunkplan.errors import UsageError
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule import families
 from chunkplan.schedule.actions import Actions, empty_actions
-from chunkplan.schedule.auto import AS_TEMPLATE, auto, auto_step, order_bound, write_tails
+from chunkplan.schedule.auto import BASELINE_MEMORY, auto, auto_step, order_bound, write_tails
 from chunkplan.schedule.bounds import jobs_of, least_memory, makespan_bound
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.holdings import KV, kv_tokens, stage_holdings
@@ -27,7 +27,7 @@ from tests.support.schedule_checks import Rank, look, make_rank, ranks, template
 from tests.support.small_plans import built
 
 
-def ordered(rank: Rank, pp: int, memory: int = AS_TEMPLATE) -> Actions:
+def ordered(rank: Rank, pp: int, memory: int = BASELINE_MEMORY) -> Actions:
     actions, end = auto(*rank, pp, memory, 0, False)
     assert end == look(rank, pp, actions)[0]
     return actions
@@ -183,9 +183,9 @@ def test_what_was_asked_before_is_answered_without_a_search_and_anything_else_is
 ) -> None:
     rank, pp = drawn
     slower = rank.times._replace(durations=2 * rank.times.durations)
-    families._kept.clear()
+    families._cache.clear()
     before = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
-    assert len(families._kept) == len({times.durations.tobytes() for times in (rank.times, slower)})
+    assert len(families._cache) == len({times.durations.tobytes() for times in (rank.times, slower)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chunkplan.schedule.auto.auto_step", None)
         again = [schedule_ranks(rank.chunks, times, pp, schedule, None, str) for times in (rank.times, slower)]
@@ -195,22 +195,22 @@ def test_what_was_asked_before_is_answered_without_a_search_and_anything_else_is
 
 
 def test_no_more_answers_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_KEPT", 3)
-    families._kept.clear()
+    monkeypatch.setattr(families, "_CACHE_STEPS", 3)
+    families._cache.clear()
     for length in range(1, 9):
         rank = make_rank([length], [-1], [1], [1, 1], UNIT)
         schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
-        assert 1 <= len(families._kept) <= 3
+        assert 1 <= len(families._cache) <= 3
 
 
 def test_an_answer_of_many_chunks_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of a few thousand such ranks would hold them all."""
-    monkeypatch.setattr(families, "_KEPT_EACH", 6)
-    families._kept.clear()
+    monkeypatch.setattr(families, "_CACHE_STEP_SIZE", 6)
+    families._cache.clear()
     for num_chunks, is_kept in ((4, False), (3, True)):
         rank = make_rank([5] * num_chunks, [-1] * num_chunks, [1] * num_chunks, [1, 1], UNIT)
         schedule_ranks(rank.chunks, rank.times, 2, "auto", None, str)
-        assert bool(families._kept) == is_kept
+        assert bool(families._cache) == is_kept
 
 
 def step_of(*units: list[int]) -> Rank:
@@ -233,7 +233,7 @@ def test_a_step_whose_1f1b_is_near_its_bound_is_not_searched_and_any_other_is(dr
     bound = order_bound(*rank, pp, False)
     plain = template(rank, pp)
     plain_end = look(rank, pp, plain)[0]
-    found = auto_step(*rank, pp, AS_TEMPLATE, False)
+    found = auto_step(*rank, pp, BASELINE_MEMORY, False)
     if plain_end <= 1.02 * bound:
         assert rank_actions(found, 0, pp) == rank_actions(plain, 0, pp)
     else:
@@ -246,7 +246,7 @@ def test_ranks_that_are_done_before_the_slowest_keep_their_order_and_those_alike
     ends = [look(step_of(units), 4, ordered(step_of(units), 4))[0] for units in (slow, light)]
     plain_ends = [look(step_of(units), 4, template(step_of(units), 4))[0] for units in (slow, light)]
     assert ends[0] < plain_ends[0] and plain_ends[1] < ends[0]
-    found = auto_step(*rank, 4, AS_TEMPLATE, False)
+    found = auto_step(*rank, 4, BASELINE_MEMORY, False)
     assert rank_actions(found, 0, 4) == rank_actions(found, 4, 4) == rank_actions(template(step_of(light), 4), 0, 4)
     assert rank_actions(found, 1, 4) == rank_actions(found, 2, 4)
     assert rank_actions(found, 1, 4) != rank_actions(template(step_of(slow), 4), 0, 4)
@@ -259,7 +259,7 @@ def test_the_same_step_of_other_sequences_is_searched_once_whatever_else_is_plan
         one.chunks._replace(sequence_id=np.arange(first, first + size), segments=np.full(7, size))
         for first, size in ((0, 3), (7, 5))
     ]
-    families._kept.clear()
+    families._cache.clear()
     for chunks in filled:
         schedule_ranks(chunks, one.times, 4, "auto", None, str)
-    assert len(families._kept) == 1
+    assert len(families._cache) == 1

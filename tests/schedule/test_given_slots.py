@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
-from chunkplan.schedule.alignment import ends_in_slots, meeting_of, quick_slots
 from chunkplan.schedule.simulate import simulate
+from chunkplan.schedule.slots import ends_in_slots, greedy_slots, slot_ops_of
 from tests.schedule.test_alignment import Step, _needed, model_stages_of, random_step
 
 
@@ -18,10 +18,10 @@ def test_given_slots_take_what_they_took_when_they_were_chosen() -> None:
         step = random_step(seed)
         chosen = step.aligned("weights")
         given = step.chunks, step.actions, step.times
-        ends = ends_in_slots(*given, meeting_of("weights"), chosen.before, step.dp, step.pp, step.placement)
+        ends = ends_in_slots(*given, slot_ops_of("weights"), chosen.before, step.dp, step.pp, step.placement)
         assert np.array_equal(ends, chosen.ends)
-        sums = ends_in_slots(*given, meeting_of("gradients"), chosen.before, step.dp, step.pp, step.placement)
-        alone = ends_in_slots(*given, meeting_of("optimizer"), chosen.before, step.dp, step.pp, step.placement)
+        sums = ends_in_slots(*given, slot_ops_of("gradients"), chosen.before, step.dp, step.pp, step.placement)
+        alone = ends_in_slots(*given, slot_ops_of("optimizer"), chosen.before, step.dp, step.pp, step.placement)
         assert (alone >= 0).all() and (alone <= sums).all() and (sums <= ends).all()
         assert np.array_equal(alone, simulate(*given, step.pp, step.placement, step.dp))
         assert [sums[action] for action in range(sums.size)] == list(_sums_in_slots(step, chosen.before))
@@ -32,8 +32,8 @@ def test_slots_that_cost_nothing_are_those_of_the_simple_rule() -> None:
     for seed in range(60):
         step = random_step(seed)
         given = step.chunks, step.actions, step.times
-        slots = quick_slots(*given, meeting_of("weights"), step.dp, step.pp, step.placement)
-        ends = ends_in_slots(*given, meeting_of("weights"), slots, step.dp, step.pp, step.placement)
+        slots = greedy_slots(*given, slot_ops_of("weights"), step.dp, step.pp, step.placement)
+        ends = ends_in_slots(*given, slot_ops_of("weights"), slots, step.dp, step.pp, step.placement)
         assert (ends >= 0).all()
         stage = np.repeat(np.arange(step.dp * step.pp) % step.pp, np.diff(step.actions.stages))
         for number in range(step.pp):
@@ -55,7 +55,7 @@ def _most_left_first(step: Step) -> list[int]:
         for rank, queue in enumerate(queues)
         for each in queue
     ]
-    meeting, slots, over = meeting_of("weights"), [-1] * len(lasts), 0
+    meeting, slots, over = slot_ops_of("weights"), [-1] * len(lasts), 0
     while any(queues):
         longest = max((queue for queue in queues if queue), key=lambda queue: sum(lasts[each] for each in queue))
         op = meeting[step.actions.ops[longest[0]]]
@@ -73,7 +73,7 @@ def _sums_in_slots(step: Step, slots: np.ndarray) -> Iterator[int]:
     row = np.repeat(np.arange(step.dp * step.pp), np.diff(step.actions.stages))
     chunk = step.chunks.rank_chunks[row // step.pp] + step.actions.chunk_ids
     lasts = step.times.durations[ops, stages, chunk]
-    meets = meeting_of("gradients")[ops] >= 0
+    meets = slot_ops_of("gradients")[ops] >= 0
     together: dict[object, list[int]] = {}
     for action in range(ops.size):
         shares = step.chunks.cp_size[chunk[action]] > 1 and OPS[ops[action]] != "backward_weight"

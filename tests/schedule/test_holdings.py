@@ -21,9 +21,9 @@ from chunkplan.schedule.holdings import (
     LAST_LAYER,
     PENDING,
     START,
-    fullest_moments,
     kv_tokens,
     peak_retained,
+    peak_snapshots,
     stage_holdings,
 )
 from tests.support.small_plans import built, by_tokens
@@ -62,7 +62,7 @@ def test_a_group_is_held_as_its_actions_say() -> None:
     assert not held[-1, 1].any()
     assert peak_retained(chunks, actions).tolist() == [0, 8]
     for kind, most in ((ACTIVATIONS, 8), (INPUTS, 8), (KV, 13), (LAST_LAYER, 5), (KV_GRADIENTS, 13)):
-        assert fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (2, 1))))[0, 1, kind] == most
+        assert peak_snapshots(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (2, 1))))[0, 1, kind] == most
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_gradients_of_keys_come_as_the_activations_of_the_last_chunk_go(gradient
     )
     chunks = chunks_without_segments([0, 6], [5] * 6, [-1, *[0] * 5], [True, False, False, False, True, True])
     token_bytes = np.array([[10.0, 0, 1, 0, 0, 0, 1, gradient_bytes]])
-    assert fullest_moments(chunks, actions, by_tokens(token_bytes))[0, 0].tolist() == moment
+    assert peak_snapshots(chunks, actions, by_tokens(token_bytes))[0, 0].tolist() == moment
 
 
 WAYS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (6, 2)]

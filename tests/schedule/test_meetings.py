@@ -16,7 +16,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import NOT_KEPT
 from chunkplan.planfile.plan import Action, Plan, PlanStep
 from chunkplan.schedule.actions import RECOMPUTE
-from chunkplan.schedule.simulated import Simulation, waiting_of
+from chunkplan.schedule.timeline import Simulation, waiting_of
 from chunkplan.schedule.trace import trace_events
 from chunkplan.simulation import compare_schedules, simulate_plan, simulate_ranks
 from tests.support.small_plans import built, with_late_rank

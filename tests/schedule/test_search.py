@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.errors import UsageError
 from chunkplan.schedule.families import schedule_ranks
-from chunkplan.schedule.search import Found, search
+from chunkplan.schedule.search import SearchResult, search
 from tests.support.schedule_checks import Rank, example, look, make_rank, ranks, template
 
 
@@ -23,7 +23,7 @@ def least_memory(rank: Rank) -> int:
     return max(kept + rank.chunks.num_tokens.tolist())
 
 
-def look_at(rank: Rank, pp: int, found: Found) -> list[int]:
+def look_at(rank: Rank, pp: int, found: SearchResult) -> list[int]:
     end, peaks = look(rank, pp, found.actions)
     assert found.lower_bound <= found.makespan == end
     return peaks

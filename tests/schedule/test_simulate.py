@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from chunkplan.cost.model import Sharding
-from chunkplan.schedule.alignment import meeting_of
 from chunkplan.schedule.simulate import simulate, simulate_slots
+from chunkplan.schedule.slots import slot_ops_of
 from tests.schedule.test_alignment import Step, played, random_step
 
 
 def in_slots(step: Step, sharding: Sharding, before: np.ndarray) -> list[int]:
-    meeting = meeting_of(sharding)
+    meeting = slot_ops_of(sharding)
     ends = simulate_slots(step.chunks, step.actions, step.times, step.pp, step.placement, step.dp, meeting, before)
     return ends.tolist()
 

@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.layers import FAMILIES
 from chunkplan.planfile.plan import Action
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.simulation import reschedule, simulate_lengths, simulate_plan
 
 #: The example that every description of ChunkFlow agrees on, in tokens; times are in units of 1024.

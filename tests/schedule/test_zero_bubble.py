@@ -10,14 +10,14 @@ from chunkplan.cost.durations import ChunkTimes
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.auto import AS_TEMPLATE, auto
+from chunkplan.schedule.auto import BASELINE_MEMORY, auto
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
 from tests.support.schedule_checks import Rank, example, look, ranks, template
 
 
 def scheduled(rank: Rank, pp: int) -> Actions:
-    return auto(*rank, pp, AS_TEMPLATE, 0, True)[0]
+    return auto(*rank, pp, BASELINE_MEMORY, 0, True)[0]
 
 
 def split_at_once(rank: Rank, pp: int) -> Actions:

@@ -15,7 +15,7 @@ from chunkplan.cost.rates import UNIT, Rates
 from chunkplan.layers import FAMILIES
 from chunkplan.operations import OPS
 from chunkplan.schedule.actions import Actions, empty_actions
-from chunkplan.schedule.auto import AS_TEMPLATE, auto
+from chunkplan.schedule.auto import BASELINE_MEMORY, auto
 from chunkplan.schedule.bounds import unit_bound
 from chunkplan.schedule.holdings import peak_retained
 from chunkplan.schedule.simulate import simulate
@@ -126,7 +126,7 @@ def test_on_the_published_example_it_is_faster_than_zero_bubble_on_the_same_memo
     rank = make_rank(*EXAMPLES[name], [1] * 8, UNIT)
     assert look_at_v(rank, 4, scheduled(rank, 4))[0] == halves
     whole = make_rank(*EXAMPLES[name], [2] * 4, UNIT)
-    assert halves < auto(*whole, 4, AS_TEMPLATE, 0, True)[1]
+    assert halves < auto(*whole, 4, BASELINE_MEMORY, 0, True)[1]
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])

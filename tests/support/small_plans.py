@@ -10,8 +10,8 @@ import numpy as np
 
 import chunkplan
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.held import HeldBytes
 from chunkplan.cost.model import CostModel
+from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.planfile.plan import Plan, PlanStep
 from tests.support.plain import plain_cost
 
@@ -33,11 +33,11 @@ def built(folder: Path, lengths: Any, cost: CostModel | None = None, **config: A
     return chunkplan.build(folder / "lengths.npy", folder / "plan", PlanConfig(**settings), cost=cost, workers=1)
 
 
-def by_tokens(tokens: Any) -> HeldBytes:
+def by_tokens(tokens: Any) -> MemoryRates:
     """What stages hold, if each token of a kind takes as much: `tokens` [pp, 8]."""
     each = np.asarray(tokens, np.float64)
     gradients = np.stack([each[:, 7], np.zeros(len(each)), np.full(len(each), np.inf)], axis=1)[:, None]
-    return HeldBytes(each[:, :7].copy(), gradients, np.zeros((len(each), 1, 2)), 1, np.zeros(3), 1)
+    return MemoryRates(each[:, :7].copy(), gradients, np.zeros((len(each), 1, 2)), 1, np.zeros(3), 1)
 
 
 def with_late_rank(plan: Plan) -> PlanStep:

@@ -72,7 +72,7 @@ def sample() -> Sample:
 
 
 def moments_of(sample: Sample, config: PlanConfig, cost: CostModel) -> np.ndarray:
-    return try_out(sample, config, cost).moments[0]
+    return try_out(sample, config, cost).peaks[0]
 
 
 def strength(levels: tuple[str, ...]) -> int:
@@ -105,7 +105,7 @@ def test_layers_of_several_kinds_each_have_a_level(sample: Sample) -> None:
     config = replace(SMALL, chunk_size=2048)
     outcomes = [try_out(sample, config, replace(cost, checkpointing=level)) for level in ("none", "full")]
     most, least = (outcome.memory(outcome.cost).total for outcome in outcomes)
-    found = mixture(config, cost, outcomes[0].moments[0], (most + 2 * least) // 3, sample)
+    found = mixture(config, cost, outcomes[0].peaks[0], (most + 2 * least) // 3, sample)
     assert found is not None and len(set(levels_of(found, shape.num_layers))) > 1
 
 

@@ -54,7 +54,7 @@ def test_a_sample_of_all_steps_takes_what_the_plan_is_predicted_to_take(lengths:
         predicted = plan.steps().column("predicted_us").to_numpy().mean() + reduction_us_of(plan.manifest)
         assert outcome.step_ns / 1e3 == pytest.approx(predicted, rel=1e-5)
         retained = plan.steps().column("peak_retained_tokens").to_numpy()
-        assert outcome.moments[1, :, :, 0].max() <= retained.max() * (config.virtual_stages or 1)
+        assert outcome.peaks[1, :, :, 0].max() <= retained.max() * (config.virtual_stages or 1)
 
 
 def test_strata_of_equal_work_estimate_the_mean_step_closely(lengths: Path) -> None:

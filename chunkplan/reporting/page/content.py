@@ -145,7 +145,7 @@ def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
     gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
     why = "the tuning is not for this plan; " if is_other else ""
     command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"
-    return [("gain", f"not known: {why}{command} finds it, with `--model-config` and `--hardware` of the plan")]
+    return [("gain", f"not known: {why}{command} finds it, with `--model` and `--hardware` of the plan")]
 
 
 def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:

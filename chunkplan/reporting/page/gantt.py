@@ -16,7 +16,7 @@ from chunkplan.quantities import kept_words, percent, seconds
 from chunkplan.reporting.gantt import Bar, bars_of, gaps_of
 from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
 from chunkplan.reporting.tables import Table
-from chunkplan.schedule.simulated import Simulation
+from chunkplan.schedule.timeline import Simulation
 from chunkplan.simulation import simulate_ranks
 
 # Which steps of a plan a page draws, and which of their ranks: enough to see what there is, few enough to look at.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkplan.cost.hardware import SHIPPED
-from chunkplan.cost.model import Precision
-from chunkplan.domains import one_of, path, several, text, tokens, whole
+from chunkplan.cost.model import MODEL_SOURCE, Precision
+from chunkplan.domains import one_of, several, text, tokens, whole
 from chunkplan.options import Options, option
 from chunkplan_runtime.training.config import DEVICE, KERNEL
 
@@ -18,16 +18,18 @@ _WHAT, _HOW = "What is measured", "How it is measured"
 class CalibrationOptions(Options):
     """What to measure; None: what suits the device.
 
-    `model_config`: weights are random. `name` is the profile's, to which the device's is added. `layers`: measure the
-    model's first ones only, as the profile is that of any number. `base`: the profile of what one device cannot tell,
-    by name or file.
+    `model`: a name, a config.json or its folder; weights are random. `name` is the profile's, to which the device's is
+    added. `layers`: measure the model's first ones only, as the profile is that of any number. `base`: the profile of
+    what one device cannot tell, by name or file.
 
     Raises:
         UsageError: an option is not what it may be; the message names its flag.
     """
 
-    model_config: Path = option(
-        path("FILE"), "The model's config.json, or its folder. Its weights are not needed.", group=_WHAT
+    model: Path | str = option(
+        MODEL_SOURCE,
+        "The model: its name on the Hugging Face Hub, or its config.json or folder. Its weights are not needed.",
+        group=_WHAT,
     )
     name: str = option(text("NAME"), "Name of the profile.", group=_WHAT, flag="")
     device: str = option(DEVICE, "The device: auto, cpu, cuda or cuda:N.", group=_WHAT, default="auto")

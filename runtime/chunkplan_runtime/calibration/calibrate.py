@@ -36,7 +36,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import entry_of, kv_shapes
-from chunkplan_runtime.models.model import CausalLM, new_model, read_config
+from chunkplan_runtime.models.model import CausalLM, new_model, planned_config
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 
@@ -129,8 +129,8 @@ def calibrate(
     )
     base_name = options.base or shipped_profile(device_name(device))
     base = load_hardware(base_name or "h100")
-    shape = read_model_config(options.model_config)
-    config = read_config(options.model_config)
+    shape = read_model_config(options.model)
+    config = planned_config(options.model)
     num_layers = options.layers
     if num_layers is None:
         fitting = layers_that_fit(

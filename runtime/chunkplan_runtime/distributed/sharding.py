@@ -9,7 +9,7 @@ head and embeddings. The loss is divided by the step's target tokens already: gr
 Where gradients are shared (ZeRO-2), a layer's are reduced in every backward, or half of one that has those of weights.
 Where weights are too (ZeRO-3), a layer's are gathered when it is at work, the next one's of a backward ahead of it, and
 sharded again after; embeddings and head stay gathered for a step. A plan then says in which slot of its stage each
-action is done (docs/plan-format.md, `chunkplan/schedule/alignment.py`). A process that has nothing to do in a slot
+action is done (docs/plan-format.md, `chunkplan/schedule/slots.py`). A process that has nothing to do in a slot
 gathers and reduces as the others do, and runs no layer. One that runs several data-parallel ranks walks through the
 slots once for each, all processes their first ranks first.
 """

@@ -208,7 +208,7 @@ def check_plan(config: Any, plan: Plan, router_loss: str | None = None) -> None:
     for name, heads in (("key and value heads", kv_heads), ("heads", getattr(config, "num_attention_heads", kv_heads))):
         if uneven := [num for num in shared if heads % num]:
             what = f"{uneven[0]} processes cannot share the model's {heads} {name} evenly"
-            raise UsageError(what, where=where, hint="build the plan with the --model-config of this model")
+            raise UsageError(what, where=where, hint="build the plan with the --model of this model")
     groups = plan.chunks().column("group_id") if is_bidirectional(config) else None
     if groups is not None and groups.null_count < len(groups):
         what = "the plan splits sequences, and in this model tokens see those that come after them"

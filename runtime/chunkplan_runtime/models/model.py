@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from chunkplan.cost.model_config import config_file
+from chunkplan.cost.model_config import config_file, find_config
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.attention.context import ChunkContext, Current
 from chunkplan_runtime.attention.interface import ATTENTION, borders_from_plan, register_attention
@@ -237,6 +237,14 @@ def read_config(source: Path | str, *, router_loss: bool = False) -> Any:
             raise DataError(f"not the config of a model: {_words(error)}", where=name, hint=_CONFIG_HINT) from error
         hint = "give the folder of a saved model; a name needs the Hugging Face Hub or its cache"
         raise UsageError(f"cannot get model {name!r}: {_words(error)}", hint=hint) from error
+
+
+def planned_config(source: Path | str, *, router_loss: bool = False) -> Any:
+    """The config of the model that `find_config` finds, as `read_config` gives it."""
+    document, where, _ = find_config(source)
+    if Path(where).is_file():
+        return read_config(Path(where), router_loss=router_loss)
+    return checked_text_config(AutoConfig.for_model(**document), where, router_loss=router_loss)
 
 
 def checked_text_config(config: Any, where: str, *, router_loss: bool = False) -> Any:

@@ -102,7 +102,7 @@ def _differences(
     else:
         if replace(shape, name=planned.name, max_positions=planned.max_positions) != planned:
             here = shape.name if shape.name != planned.name else f"{shape.name} of other sizes"
-            found.append((planned.name, here, f"--model-config {shlex.quote(_config_file(config))}"))
+            found.append((planned.name, here, f"--model {shlex.quote(_config_file(config))}"))
     found += device
     precision = "bf16" if config.precision == "bf16-pure" else str(config.precision)
     if precision != cost.precision:
@@ -133,7 +133,7 @@ def _what_helps(options: list[str], config: TrainConfig) -> list[str]:
     build = f"`chunkplan build` with `{' '.join(options)}`"
     if not any(_PROFILE in each for each in options):
         return [f"          to have them: {build}"]
-    words = ["chunkplan", "calibrate", "--model-config", _config_file(config), "--output", _PROFILE]
+    words = ["chunkplan", "calibrate", "--model", _config_file(config), "--output", _PROFILE]
     on_cpu = config.device == "cpu"
     if on_cpu and torch.cuda.is_available():
         words += ["--device", "cpu"]

@@ -10,7 +10,7 @@ from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_of_rows
 from chunkplan.planfile.load import load_plan
 from chunkplan.schedule.actions import Actions
-from chunkplan.schedule.holdings import fullest_moments, peak_retained
+from chunkplan.schedule.holdings import peak_retained, peak_snapshots
 from chunkplan_runtime.parity import TOLERANCE
 from tests.runtime.test_parity import MODELS
 from tests.support.distributed_cases import compare_master_weights, compare_steps, four_layers, gradients_with_dropout
@@ -326,7 +326,7 @@ def predicted_tokens(step, pp):
     )
     chunks = chunks_of_rows(step.chunks[0])
     by_kind = [
-        fullest_moments(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (pp, 1))))[0, :, kind].tolist()
+        peak_snapshots(chunks, actions, by_tokens(np.tile(np.eye(8)[kind], (pp, 1))))[0, :, kind].tolist()
         for kind in range(4)
     ]
     assert by_kind[0] == peak_retained(chunks, actions).tolist()

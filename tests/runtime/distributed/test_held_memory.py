@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan import CostModel, PlanConfig, build, plan_report
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
-from chunkplan.cost.held import Held
 from chunkplan.cost.memory import stage_memory
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.token_bytes import ResidentTokens
 from tests.support.analyses import write_analysis
 from tests.support.training_cases import run_main_and_count, together
 
@@ -58,7 +58,7 @@ def run(trainers, plan, output, size, *more):
 def counted(config, dp, chunk_size, **cost):
     """What the planner counts of a stage with all layers that holds a chunk."""
     shape = shape_of_config(json.loads(config.read_text()), "a test")
-    held = [Held(chunk_size)]
+    held = [ResidentTokens(chunk_size)]
     [found] = stage_memory(CostModel(shape=shape, **cost), dp=dp, layers=(8,), chunk_size=chunk_size, held=held)
     return found
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from chunkplan.cost.held import key_gradients
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
+from chunkplan.cost.token_bytes import key_gradients
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.store import StateStore

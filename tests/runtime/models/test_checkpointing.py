@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from chunkplan.cost.activations import activation_bytes_per_token
 from chunkplan.cost.checkpointing import CHECKPOINTINGS
-from chunkplan.cost.memory import held_bytes as bytes_of_stages
+from chunkplan.cost.memory import memory_rates as bytes_of_stages
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from chunkplan.cost.activations import working_bytes_per_token
-from chunkplan.cost.memory import held_bytes
+from chunkplan.cost.memory import memory_rates
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.model_config import shape_of_config
 from chunkplan.planning.memory import stage_host_bytes
@@ -111,7 +111,7 @@ def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(tiny_con
             gc.collect()
             held.append(alive.num_bytes() - model.current.host_inputs.num_bytes)
     cost = CostModel(shape=shape_of_config(config, "a test"), lora_rank=rank, checkpointing="offload")
-    of_chunk = num_tokens * held_bytes(cost, 1, (4,), num_tokens).tokens[0, 0]
+    of_chunk = num_tokens * memory_rates(cost, 1, (4,), num_tokens).tokens[0, 0]
     leaving = 2 * num_tokens * SIZES["hidden_size"] * 2
     for count, measured in enumerate(held, 1):
         predicted = count * of_chunk + leaving

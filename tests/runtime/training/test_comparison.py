@@ -55,12 +55,12 @@ DIFFERENCES = {
     "all": (
         lambda cost: CostModel(),
         "Qwen2.5-7B, h100, bf16; this run has qwen2 0.0B, %s, fp32",
-        "--model-config {config} --hardware here.toml --precision fp32",
+        "--model {config} --hardware here.toml --precision fp32",
     ),
     "model": (
         lambda cost: replace(cost, shape=replace(QWEN2_5_7B, name=cost.shape.name)),
         "qwen2 0.0B; this run has qwen2 0.0B of other sizes",
-        "--model-config {config}",
+        "--model {config}",
     ),
     "device": (
         lambda cost: replace(cost, hardware=load_hardware("h100")),
@@ -89,7 +89,7 @@ def test_a_plan_for_another_model_or_device_is_not_and_the_run_says_why(made, tm
     assert f"\npredicts  {nothing}: the plan's times are for {why.replace('%s', HERE)}\n" in said
     config = made / "config.json"
     assert f"`chunkplan build` with `{build_options.format(config=config)}`\n" in said
-    calibrate = f"`OMP_NUM_THREADS=3 chunkplan calibrate --model-config {config} --output here.toml`, then\n"
+    calibrate = f"`OMP_NUM_THREADS=3 chunkplan calibrate --model {config} --output here.toml`, then\n"
     assert (calibrate in said) == (not is_device)
     assert ("MFU is a share" in said) == is_device
     assert re.search(r"^step 0 \(1/.* s" + (r"  MFU \d+\.\d%$" if is_device else "$"), said, re.M)
@@ -211,7 +211,7 @@ NAMES = {
     "NVIDIA H100 NVL": None,
     "NVIDIA H200 NVL": None,
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GH200 480GB": None,
+    "NVIDIA GH200 480GB": "gh200",
     "NVIDIA A10": None,
     HERE: None,
 }
@@ -234,7 +234,10 @@ def test_a_profile_is_of_the_device_it_was_measured_on_or_is_called_after():
         "NVIDIA B200": "b200",
         "NVIDIA L40S": "l40s",
         "NVIDIA L40": None,
-        "NVIDIA GH200 480GB": None,
+        "NVIDIA L4": "l4",
+        "NVIDIA RTX A6000": "a6000",
+        "NVIDIA RTX 6000 Ada Generation": None,
+        "NVIDIA B300 SXM6 AC": "b300",
     }.items():
         assert shipped_profile(device) == profile, device
     assert is_profile_of("h100 pcie", "NVIDIA H100 PCIe")

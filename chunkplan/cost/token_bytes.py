@@ -1,4 +1,4 @@
-"""What a stage holds of tokens at a moment, and what a token of each kind takes, in bytes."""
+"""Resident tokens of a stage by kind, and the bytes of a token of each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE_CHUNKS = 4
 _STATE_BYTES = 4
 
 
-class Held(NamedTuple):
+class ResidentTokens(NamedTuple):
     """Tokens that a stage holds something of, in the order of `schedule.holdings`.
 
     `activations`: whose activations are there, counted once for each virtual stage that has them. `inputs`: of chunks
@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token on a GPU of a stage, by what is held of it, in the order of `Held`, but for gradients of keys.
+    """Bytes of a token on a GPU of a stage, by the kinds of `ResidentTokens`, but for gradients of keys.
 
     `activations`: for each virtual stage that retains them. `inputs`: of a saved input, likewise. `kv`: of keys and
     values (0 where they are offloaded), and of the states that recurrent layers keep for each ChunkSize. `pending`:
@@ -63,8 +63,8 @@ class TokenBytes(NamedTuple):
     last_layer: float
 
 
-class HeldBytes(NamedTuple):
-    """By how much what stages hold differs between moments, in bytes on a GPU.
+class MemoryRates(NamedTuple):
+    """Coefficients of the part of a stage's memory that changes during a step, in bytes on a GPU.
 
     `tokens` [pp, 7]: of a token of each kind, see `TokenBytes`. `gradients` [pp, n, 3] of keys and values: of n kinds
     of layers `KeyGradients`, in bytes. What k tokens of keys and values bring with them in the layer at work: `pages`
@@ -110,14 +110,14 @@ def token_bytes(
 
 
 def kept_attention_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> list[float]:
-    """What keeping attention of a token takes on a GPU, of each virtual stage with the layers `own`."""
+    """Bytes on a GPU per token that keeps attention, for each virtual stage with the layers `own`."""
     sizes = ([count * attention_bytes(layer, cost.num_bytes) for layer, _, count in layers] for layers in own)
     return [sum(each) / cost.tp for each in sizes]
 
 
 class KeyGradients(NamedTuple):
-    """Of the keys and values of layers of a kind: elements of a token in all of them, and in one; and the most tokens
-    of which they have gradients at once, inf where that are all."""
+    """Elements per token of keys and values, in all layers of a kind and in one, and the most tokens with gradients at
+    once (inf: all)."""
 
     of_all: float
     of_one: float
@@ -125,7 +125,7 @@ class KeyGradients(NamedTuple):
 
 
 def key_gradients(cost: CostModel, layers: Layers, chunk_size: int, pp: int) -> list[KeyGradients]:
-    """See `KeyGradients`, of some layers of a stage of `pp`.
+    """The `KeyGradients` of the kinds of layers on one of `pp` stages.
 
     A page has gradients from when a backward first sees it until its own first chunk is done. With a window these are
     the page of the chunk at work, and those before it that the window reaches. On a pipeline several sequences may be
@@ -147,10 +147,10 @@ def without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
 
 
 def kv_elements_per_token(cost: CostModel, layers: Layers) -> float:
-    """What pages keep of some layers, on one GPU."""
+    """Elements per token in the pages of some layers, on one GPU."""
     return sum(count * layer.cached_width for layer, count in layers) / cost.tp
 
 
 def state_bytes(cost: CostModel, layers: Layers) -> float:
-    """Of the states of some layers where a part of a sequence ends, on one GPU."""
+    """Bytes of the states of some layers at the end of a part of a sequence, on one GPU."""
     return sum(count * layer.state_elements for layer, count in layers) * _STATE_BYTES / cost.tp

@@ -1,4 +1,4 @@
-"""What the stages of a rank do when, and what follows from it: bubbles, what is held, the critical path."""
+"""Timeline of the stages of a rank, and results derived from it: bubbles, memory, the critical path."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound, unit_bound
 from chunkplan.schedule.holdings import ACTIVATIONS, END, KV, START, kv_tokens, peak_retained, stage_holdings
-from chunkplan.schedule.simulate import step_of
+from chunkplan.schedule.simulate import step_graph
 
 
 class StepRanks(NamedTuple):
-    """What ranks that are played together do, all of a step or one alone, which follow one another in `chunks`.
+    """Ranks that are simulated together, all of a step or one alone, consecutive in `chunks`.
 
-    `ends` int64 [num_actions]: those of `simulate`, or where ranks meet in slots for what `meeting` says
-    (`alignment.meeting_of`), of `ends_in_slots`.
+    `ends` int64 [num_actions]: those of `simulate`, or where ranks meet in slots for what `slot_ops` says
+    (`slots.slot_ops_of`), of `ends_in_slots`.
     """
 
     chunks: Chunks
     times: ChunkTimes
     actions: Actions
     ends: Int64Array
-    meeting: Int8Array | None = None
+    slot_ops: Int8Array | None = None
 
 
 class Waiting(NamedTuple):
-    """What actions have waited for, [num_actions] each.
+    """Starts of actions and the dependencies that determined them, [num_actions] each.
 
     `starts`, `arrivals` int64: when each starts, and when its stage is free and what it waits for has arrived; it
     starts then, or later where it waits for other ranks. `came_from` int64: the place of the action that came just
-    then, -1 where there is none: of its stage, where both came at once. `meets` int64: see `PlayedStep`.
+    then, -1 where there is none: of its stage, where both came at once. `meets` int64: see `StepGraph`.
     """
 
     starts: Int64Array
@@ -51,18 +51,18 @@ class Waiting(NamedTuple):
 
 
 def waiting_of(ranks: StepRanks, pp: int, placement: StagePlacement = STRAIGHT) -> Waiting:
-    """What the actions of ranks of `pp` stages have waited for; `placement`: where model stages lie."""
-    played = step_of(ranks.chunks, ranks.actions, ranks.times, 0, ranks.chunks.rank_chunks.size - 1, pp, placement)
-    sent = np.where(played.needs < 0, 0, ranks.ends[played.needs] + played.links)
+    """The waits of the actions of ranks of `pp` stages; `placement`: that of model stages."""
+    played = step_graph(ranks.chunks, ranks.actions, ranks.times, 0, ranks.chunks.rank_chunks.size - 1, pp, placement)
+    sent = np.where(played.depends_on < 0, 0, ranks.ends[played.depends_on] + played.links)
     before = np.arange(ranks.ends.size) - 1
     before[ranks.actions.stages[:-1]] = -1
     free = np.where(before < 0, 0, ranks.ends[before])
-    came_from = np.where(free >= sent, before, played.needs)
-    return Waiting(ranks.ends - played.lasts, np.maximum(free, sent), came_from, played.meets)
+    came_from = np.where(free >= sent, before, played.depends_on)
+    return Waiting(ranks.ends - played.durations, np.maximum(free, sent), came_from, played.rendezvous)
 
 
 def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacement = STRAIGHT) -> list[int]:
-    """The places in `ranks.actions` of those on the critical path to the one at `last`, in order of time.
+    """Indices into `ranks.actions` of the critical path to the action `last`, in order of time.
 
     Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
     just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
@@ -72,12 +72,12 @@ def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacemen
     a slot, it goes on with the longest, and from there with whatever that slot has waited for. What lies between two
     actions of the path is the way over a link, so their times and those of the links add up to the end of `last`.
     """
-    actions, ends, meeting = ranks.actions, ranks.ends, ranks.meeting
+    actions, ends, slot_ops = ranks.actions, ranks.ends, ranks.slot_ops
     starts, arrivals, came_from, meets = waiting_of(ranks, pp, placement)
     row = np.repeat(np.arange(actions.stages.size - 1), np.diff(actions.stages))
     slots = np.full(ends.size, -1, np.int64)
-    if meeting is not None:
-        met = meeting[actions.ops].astype(np.int64)
+    if slot_ops is not None:
+        met = slot_ops[actions.ops].astype(np.int64)
         slots = np.where(met < 0, -1, met * ranks.times.durations.shape[1] + actions.virtual_stages)
     own = np.flatnonzero((row // pp == row[last] // pp) & (meets >= 0))
     stand_in = dict(zip(meets[own].tolist(), own.tolist(), strict=True))
@@ -97,7 +97,7 @@ def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacemen
             return path[::-1]
         if arrivals[action] == start:
             before = int(came_from[action])
-        elif meeting is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
+        elif slot_ops is not None and (over := np.flatnonzero(on_stage & (ends == start))).size:
             before = int(over[0])  # the slot before it, or what somebody else has done before theirs
         else:
             if slots[action] < 0:  # all that share the chunk
@@ -114,7 +114,7 @@ _FEW = 1 << 12
 
 
 class PathAction(NamedTuple):
-    """An action on a critical path: `place` is that among the actions of its rank, `op` in `OPS`, times are in ticks.
+    """An action on a critical path: `place` is its index among those of its rank, `op` that in `OPS`, times are ticks.
 
     `rank` is its place among those that are simulated together.
     """
@@ -129,7 +129,7 @@ class PathAction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `pp` stages do when with the chunks of `table`, and how long all of it takes.
+    """A simulated timeline of the chunks of `table` on `pp` stages.
 
     All times are in `unit`: "microseconds", or, where `cost` is None, "tokens": that of a token's forward through a
     stage, whose backward takes twice as long. Only `times`, `starts`, `ends` (int64 [num_actions]) and `proved_ticks`,
@@ -196,27 +196,27 @@ class Simulation:
 
     @property
     def unit(self) -> Literal["tokens", "microseconds"]:
-        """What a time of 1 stands for."""
+        """The unit of times."""
         return "tokens" if self.cost is None else "microseconds"
 
     @property
     def ticks(self) -> int:
-        """How many ticks there are in a unit of time."""
+        """Ticks in a unit of time."""
         return self.virtual_stages if self.cost is None else 1000
 
     def in_unit(self, ticks: int) -> float:
-        """A time of so many `ticks`, as a whole number where it is one."""
+        """Convert `ticks` to the unit, as a whole number where it is one."""
         whole, rest = divmod(int(ticks), self.ticks)
         return int(ticks) / self.ticks if rest else whole
 
     @property
     def makespan(self) -> float:
-        """When the last stage is done."""
+        """End of the last stage."""
         return self.in_unit(self._makespan)
 
     @property
     def reduction(self) -> float:
-        """What all ranks take when the last of them is done, to sum gradients and share what was updated."""
+        """Time after the last rank is done to reduce gradients and gather updated weights."""
         if self.cost is None:
             return 0
         layers = self.stage_layers or split_layers(self.cost.shape.num_layers, self.pp * self.virtual_stages)
@@ -224,22 +224,22 @@ class Simulation:
 
     @property
     def shares_chunks(self) -> bool:
-        """Whether the rank shares chunks with others."""
+        """True if the rank shares chunks with others."""
         return bool(np.any(self.table.cp_size > 1))
 
     @property
     def has_slots(self) -> bool:
-        """Whether ranks meet in slots, as they share gradients or weights."""
-        return self.step is not None and self.step.meeting is not None
+        """True if ranks meet in slots, as they share gradients or weights."""
+        return self.step is not None and self.step.slot_ops is not None
 
     @property
     def placement(self) -> StagePlacement:
-        """Where model stages lie."""
+        """Placement of model stages on pipeline stages."""
         return family_of(self.schedule).placement._replace(virtual_stages=self.virtual_stages)
 
     @property
     def lower_bound(self) -> float:
-        """No order of the same chunks, with backwards split or whole as here, is done sooner."""
+        """A lower bound on any order of the same chunks, with backwards split or whole as here."""
         jobs = jobs_of(self.table, self.times, self.pp)  # of virtual stages, on the first ones
         if self.virtual_stages == 1 and BACKWARD_INPUT not in self.actions.ops and self.table.num_tokens.size <= _FEW:
             bound = makespan_bound(self.table, self.times, jobs, _NO_LIMIT)
@@ -252,7 +252,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """What is not useful of the time of all stages, 0..1: waiting and recomputing, but for waiting for ranks."""
+        """Share of the time of all stages that is not useful, 0..1: idle or recomputing, but not waiting for ranks."""
         return 1 - float((self._useful + self._for_ranks).sum()) / (self.pp * max(self._makespan, 1))
 
     @property
@@ -262,17 +262,17 @@ class Simulation:
 
     @property
     def busy_per_stage(self) -> list[float]:
-        """The share of the time in which each stage does anything, 0..1."""
+        """Share of the time in which each stage is busy, 0..1."""
         return [float(busy) / max(self._makespan, 1) for busy in self._busy]
 
     @property
     def recompute_share(self) -> float:
-        """What is forwarded a second time, of all that is done, 0..1."""
+        """Share of recomputing in all work, 0..1."""
         return 1 - float(self._useful.sum()) / max(int(self._busy.sum()), 1)
 
     @property
     def waiting_per_stage(self) -> list[dict[str, float]]:
-        """The time in which each stage does nothing: before its first action, between actions, after its last one.
+        """Idle time of each stage: before its first action, between actions, after its last one.
 
         That in which it waits for other ranks is not in it: see `waiting_for_ranks_per_stage`.
         """
@@ -287,13 +287,13 @@ class Simulation:
 
     @property
     def waiting_for_ranks_per_stage(self) -> list[float]:
-        """The time in which each stage could do something, but waits until other ranks that share a chunk, or meet
-        in a slot, are there, or in a slot until those are done who take longer."""
+        """Time in which each stage could work but waits for other ranks: for those that share a chunk or a slot to
+        arrive, or for the slowest in a slot."""
         return [self.in_unit(ticks) for ticks in self._for_ranks]
 
     @property
     def exchange_per_stage(self) -> list[float]:
-        """The time, of what each stage does, in which it waits for what ranks exchange in the layers of shared chunks.
+        """Time of each stage's actions spent on exchange between ranks in the layers of shared chunks.
 
         It is part of the actions, so that stages are busy then.
         """
@@ -312,7 +312,7 @@ class Simulation:
 
     @property
     def critical_path(self) -> dict[str, float]:
-        """What the critical path is made of, in `unit`: time by op, and `link`, on the way from stage to stage."""
+        """Time on the critical path by op, in `unit`, and `link`, the time between stages."""
         by_op = dict.fromkeys(OPS, 0)
         for action in self.critical_actions:
             by_op[OPS[action.op]] += action.end - action.start
@@ -321,7 +321,7 @@ class Simulation:
 
     @property
     def critical_ranks(self) -> dict[int, float]:
-        """How long the critical path is on each rank that it is on, in `unit`, ascending; `link` belongs to none."""
+        """Time of the critical path on each rank that it is on, in `unit`, ascending; `link` belongs to none."""
         by_rank: dict[int, int] = {}
         for action in self.critical_actions:
             by_rank[action.rank] = by_rank.get(action.rank, 0) + action.end - action.start
@@ -329,7 +329,7 @@ class Simulation:
 
     @cached_property
     def critical_actions(self) -> list[PathAction]:
-        """Those on the critical path of the rank, in order of time; where ranks meet, also what others do on it."""
+        """Actions on the critical path of the rank, in order of time; where ranks meet, also those of other ranks."""
         ranks, first_rank = (self._alone, self.rank) if self.step is None else (self.step, 0)
         stages = ranks.actions.stages
         last = int(stages[(self.rank - first_rank) * self.pp]) + int(np.argmax(self.ends))
@@ -344,7 +344,7 @@ class Simulation:
 
     @cached_property
     def is_critical(self) -> frozenset[int]:
-        """The places in `actions` of those on the critical path that this rank does."""
+        """Indices into `actions` of those on the critical path that this rank runs."""
         return frozenset(action.place for action in self.critical_actions if action.rank == self.rank)
 
     @property
@@ -357,18 +357,18 @@ class Simulation:
 
     @property
     def starts(self) -> Int64Array:
-        """When each action starts, int64 [num_actions]."""
+        """Start of each action, int64 [num_actions]."""
         return self._waiting.starts
 
     @cached_property
     def waits(self) -> Int64Array:
-        """How long each action waits for other ranks, in ticks, int64 [num_actions]: until all that share its chunk are
-        there, or until its slot is due, and in this for those whose action takes longer."""
+        """Ticks each action waits for other ranks, int64 [num_actions]: for those that share its chunk, its slot, or
+        the slowest action in that."""
         return np.zeros_like(self.ends) if self.step is None else self.starts - self._waiting.arrivals
 
     @cached_property
     def exchange_of_actions(self) -> Int64Array:
-        """What of each action is exchange with other ranks, in ticks, int64 [num_actions]."""
+        """Part of each action that is exchange with other ranks, in ticks, int64 [num_actions]."""
         if self.exchange is None:
             return np.zeros_like(self.ends)
         exchange: Int64Array = self.exchange[self.actions.ops, self.model_stages, self.actions.chunk_ids]
@@ -386,7 +386,7 @@ class Simulation:
 
     @cached_property
     def held(self) -> list[list[tuple[int, int, int]]]:
-        """Of each stage, whenever it changes: (ticks, tokens whose activations, tokens whose keys and values it holds).
+        """Changes of each stage's memory: (ticks, tokens with activations, tokens with keys and values).
 
         Activations of a chunk are held from the start of its forward or recompute to the end of its backward. Keys and
         values of a group are held from the start of each chunk's forward to the end of the first chunk's backward; they
