@@ -19,7 +19,7 @@ from tests.support.places import ROOT
 from tests.support.tuning_cases import long_tail
 
 SAMPLE = ROOT / "sample_data"
-SMALL = ("--model-config", ".", "--chunk-sizes", "2048,8192", "--ks", "1", "--global-batch", "32", "--gpus", "4")
+SMALL = ("--model", ".", "--chunk-sizes", "2048,8192", "--ks", "1", "--global-batch", "32", "--gpus", "4")
 
 
 @pytest.fixture
