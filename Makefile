@@ -1,12 +1,15 @@
-# `make demo` and `make test` set up what they need: a virtual environment in .venv with the versions of constraints.txt.
+# `make demo` sets up .venv with the planner and its runtime, in the versions of constraints.txt; `make test`, `check` and
+# the others add what development needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
+RUNS := .venv/.runs
 INSTALLED := .venv/.installed
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
-.PHONY: demo test soak test-oldest test-gpu gpu-report check format docs clean
+.PHONY: demo test soak test-oldest test-gpu gpu-report check docs-check format docs clean
 
-demo: $(INSTALLED)
+demo: $(RUNS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ./demo.sh
 
 # One thread each: two processes share two cores better than four threads do. Each takes a file at a time, in the order
@@ -14,7 +17,7 @@ demo: $(INSTALLED)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not soak'
+	$(PYTEST) -m 'not soak and not docs'
 
 # The slow hardening that `make test` leaves out: sweeps of which it has a few cases.
 soak: $(INSTALLED)
@@ -47,6 +50,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The words of pages against the source: names, tables, figures and lengths of lines. Commands of pages run in `test`.
+docs-check: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'docs and not soak' tests/docs
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -59,10 +66,14 @@ clean:
 	rm -rf .venv .venv-oldest chunkplan-out dist
 
 # hatchling comes first, so that the build itself runs with the pinned version too.
-$(INSTALLED): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed; name it with: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[runtime,dev]'
+	$(INSTALL) --quiet hatchling
+	$(INSTALL) --no-build-isolation --editable '.[runtime]'
+	@touch $@
+
+$(INSTALLED): $(RUNS)
+	$(INSTALL) --no-build-isolation --editable '.[runtime,dev]'
 	@touch $@

@@ -46,7 +46,7 @@ def chunk_ns(cost: CostModel, tokens: Int64Array, pairs: Float64Array, size: int
     own = tokens / size
     seen = seen_pairs(rates, own, pairs / size)
     again = rates.again.token * own + rates.again.pair * seen
-    work = sum(rates.of_work(own, seen), again) + cost.passes * rates.chunk
+    work = sum(rates.of_work(own, seen), again) + cost.forward_equivalents * rates.chunk
     best = np.full(tokens.size, np.inf)
     for heads in head_degrees(size, cost):
         one = np.ones(tokens.size, np.int64)

@@ -29,7 +29,7 @@ from chunkplan_runtime.devices import wide
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
-from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.products import SummedWeight
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 WIDTH, LAYERS, VOCABULARY = 64, 28, 128
@@ -65,7 +65,7 @@ def main() -> None:
 
 def measure(weights: str, dtype: torch.dtype, devices: frozenset[str], rounds: int) -> None:
     """Measure all cases with weights of a dtype. `devices`: where sums are made in products."""
-    Summed.devices = devices
+    SummedWeight.devices = devices
     config = qwen2(WIDTH, LAYERS, VOCABULARY, 1024, num_attention_heads=4, num_key_value_heads=2)
     model = new_model(config, dtype, 0)
     TrainedWeights(model.model, master_weights=True)

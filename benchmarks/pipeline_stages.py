@@ -24,7 +24,7 @@ from chunkplan.planfile.measured import StepTimeline
 from chunkplan.planfile.plan import Action, Chunk
 from chunkplan.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FORWARD_KV
 from chunkplan.schedule.timeline import Simulation
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import ChunkContext, CurrentChunk
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernel import AttentionKernel, Form
 from chunkplan_runtime.attention.kernels import Kernels
@@ -32,7 +32,7 @@ from chunkplan_runtime.distributed.job import Groups, gradient_norm, make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork, shifted_labels
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import RankLayout, Span
 from chunkplan_runtime.models.model import CausalLM, Head, new_model
 
@@ -138,7 +138,7 @@ class Sleeper:
     head: Head = field(default_factory=lambda: Head(nn.Linear(1, 2), 2))
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
-    current: Current = field(default_factory=Current)
+    current: CurrentChunk = field(default_factory=CurrentChunk)
 
     @classmethod
     def of(cls, durations: Int64Array, scale: float, work: RankWork, layout: RankLayout) -> Sleeper:
@@ -148,7 +148,7 @@ class Sleeper:
         """
         splits = any(action.op == "backward_input" for action in work.actions)
         ops = [FORWARD, FORWARD_KV, BACKWARD_INPUT if splits else BACKWARD]
-        current, last, parts = Current(), layout.num_model_stages - 1, []
+        current, last, parts = CurrentChunk(), layout.num_model_stages - 1, []
         for model_stage in layout.model_stages():
             by_chunk = [tuple(each) for each in (durations[ops, model_stage] / 1e9 * scale).T.tolist()]
             seconds = {tensors.spans: by_chunk[chunk_id] for chunk_id, tensors in work.tensors.items()}
@@ -156,7 +156,7 @@ class Sleeper:
         return cls({}, layout.is_first, layout.is_last, parts, current=current)
 
     def hidden_states(
-        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+        self, tensors: ChunkTensors, store: KVStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
         """Sleep as long as a forward takes, and return a hidden state of one number a token, [num_tokens, 1]."""
         forward, forward_kv, backward = self.seconds[tensors.spans]
@@ -183,12 +183,12 @@ def weight_halves(inner: Around, durations: Int64Array, scale: float, layout: Ra
     return sleeping
 
 
-def _meet(hidden: Tensor, tensors: ChunkTensors, store: StateStore) -> Tensor:
+def _meet(hidden: Tensor, tensors: ChunkTensors, store: KVStore) -> Tensor:
     """Exchange what attention of one layer needs; in a backward too, before it sleeps."""
     assert tensors.shared is not None
     context = ChunkContext(tensors.spans, store, _NO_KERNELS, shared=tensors.shared)
     heads = hidden.T[None, :, :, None].expand(-1, len(tensors.shared.heads), -1, 1)  # [1, heads, num_tokens, 1]
-    _LAYER.chunkplan = Current(context)
+    _LAYER.chunkplan = CurrentChunk(context)
     out, _ = chunk_attention(_LAYER, heads, heads, heads, None)  # [1, num_tokens, heads, 1]
     return out[0].sum(1)
 

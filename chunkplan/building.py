@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,10 +200,11 @@ def _build_one(
     if config.stage_layers == split_layers(cost.shape.num_layers, config.pp * config.virtual_stages):
         config = replace(config, stage_layers=None)  # the same plan, so that it has the same manifest
     check_selection(analysis, config)
-    num_steps, num_occurrences, longest = _check_sizes(analysis, config, cost)
+    copies = lru_cache(maxsize=1)(partial(expected_copies, analysis, config))
+    num_steps, num_occurrences, longest = _check_sizes(analysis, copies, config, cost)
     blocks = plan_steps(
         Dataset(analysis.num_tokens, analysis.num_target_tokens, _target_masks(analysis)),
-        lambda epoch: expected_copies(analysis, config, epoch),
+        copies,
         config,
         cost,
         workers=workers,
@@ -250,14 +252,16 @@ def _build_one(
     return BuiltPlan(manifest, steps, chunks, most, np.stack(ranks)[blocks_of, np.arange(config.pp)])
 
 
-def _check_sizes(analysis: Analysis, config: PlanConfig, cost: CostModel) -> tuple[int, int, int]:
+def _check_sizes(
+    analysis: Analysis, copies_in: Callable[[int], Int32Array], config: PlanConfig, cost: CostModel
+) -> tuple[int, int, int]:
     """Refuse what cannot be planned; returns steps and occurrences of sequences over all epochs, and the longest."""
     is_long = analysis.num_tokens > config.chunk_size
     num_parts = count_parts(analysis.num_tokens[is_long].astype(np.int64), config.chunk_size, config.split, cost)
     num_steps = num_occurrences = num_segments = 0
     is_planned = np.zeros(analysis.num_sequences, bool)
     for epoch in range(config.epochs):
-        copies = expected_copies(analysis, config, epoch)
+        copies = copies_in(epoch)
         in_epoch = int(copies.sum(dtype=np.int64))
         if config.last_batch == "drop" and in_epoch < config.global_batch:
             raise UsageError(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy.typing as npt
+from numba.core.types import unliteral
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -17,26 +19,44 @@ def compiled(function: Function) -> Function:
 
     Machine code is kept on disk beside the source, so only the first run after an installation compiles. The GIL is
     released, so threads run such functions side by side. Integers stay exact and nothing is reordered (no fastmath):
-    results are the same on every machine. Call it with int64 arrays where there is a choice: each combination of types
-    is compiled for itself.
+    results are the same on every machine. Each combination of types is compiled for itself: call it with int64 arrays
+    where there is a choice, and give every argument.
     """
     return _compiled(function)
 
 
+def compiled_part(function: Function) -> Function:
+    """As `compiled`, of a function that only compiled functions call: Python must not, which ends the process.
+
+    What Python calls takes its arguments from objects, in code that for a table of columns is longer than a loop.
+    """
+    return _compiled(function, no_cpython_wrapper=True)
+
+
 def compiled_in_place(function: Function) -> Function:
-    """Compile like `compiled`, without reference counts, a function that creates no arrays, only views.
+    """Compile like `compiled_part`, without reference counts, a function that creates no arrays, only views.
 
     Counting takes most of the time of a loop that has many arrays and does little with each.
     """
-    return _compiled(function, _nrt=False)
+    return _compiled(function, no_cpython_wrapper=True, _nrt=False)
 
 
 def _compiled(function: Function, **options: Any) -> Function:
+    options |= {"nogil": True, "no_cfunc_wrapper": True}
     try:
-        dispatcher = numba.njit(cache=True, nogil=True, **options)(function)
+        dispatcher = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # nowhere to keep it: neither the installation nor the user's cache folder can be written
-        dispatcher = numba.njit(nogil=True, **options)(function)
+        dispatcher = numba.njit(**options)(function)
+    if cache_file := getattr(getattr(dispatcher, "_cache", None), "_cache_file", None):
+        # Compared before the rest of an index is read, which fails where an earlier source had other classes.
+        cache_file._version = f"{cache_file._version} {cache_file._source_stamp}"
     if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
+        of_types = dispatcher.get_call_template
+        plain: Callable[[Any], Any] = unliteral
+        # Or a constant would be a type of its own, and what is called with it be compiled once more.
+        dispatcher.get_call_template = lambda args, kws: of_types(
+            tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()}
+        )
         _dispatchers.append(dispatcher)
     return cast(Function, dispatcher)
 
@@ -49,6 +69,21 @@ def inlined(function: Function) -> Function:
     return cast(Function, numba.njit(inline="always", nogil=True)(function))
 
 
+@inlined
+def copy_to(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """As `target[:] = source` of arrays of one size, without what numba compiles to word an error about their shapes.
+
+    That takes longer to compile than most functions do.
+    """
+    for index in range(target.size):
+        target[index] = source[index]
+
+
 def has_compiled() -> bool:
     """True if this process has compiled anything so far, or is compiling."""
-    return any(dispatcher.stats.cache_misses for dispatcher in _dispatchers)
+    return num_compiled() > 0
+
+
+def num_compiled() -> int:
+    """How many functions this process had to compile so far, once for each combination of types."""
+    return sum(sum(dispatcher.stats.cache_misses.values()) for dispatcher in _dispatchers)

@@ -256,7 +256,7 @@ def reschedule(
         return _scheduled(simulation.title, simulation.table, simulation.cost, config)
     if schedule not in ORDERS_OF_GROUPS and np.any(simulation.step.chunks.cp_size > 1):
         raise UsageError(
-            f"schedule {schedule} orders every rank by itself: groups of ranks would wait for each other",
+            f"schedule {schedule} orders every rank by itself: groups of ranks would deadlock",
             where=simulation.title,
             hint=f"use {' or '.join(ORDERS_OF_GROUPS[1:])}, or a step without shared sequences",
         )

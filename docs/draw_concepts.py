@@ -5,6 +5,8 @@ The same chunks give the same bytes. Run it after a change of the planner: pytho
 
 from __future__ import annotations
 
+from itertools import chain
+
 from drawing import (
     ACTIONS,
     FAINT,
@@ -24,6 +26,7 @@ from drawing import (
 import chunkplan
 from chunkplan.operations import OPS
 from chunkplan.planfile.plan import Chunk
+from chunkplan.reporting.gantt import bars_of
 from chunkplan.schedule.timeline import Simulation
 
 LENGTHS = [20000, 5200, 3900, 3100, 2600, 2100, 1700, 1100, 700]
@@ -259,14 +262,13 @@ def draw_pipeline() -> str:
         y = top + 40 * stage
         drawing.text(LEFT, y + 19, f"stage {stage}")
         drawing.box(left, y, RIGHT - left, 30, fill=LANE, stroke="#cbd2d9")
-    for action, (op, chunk) in enumerate(zip(simulation.actions.ops, simulation.actions.chunk_ids, strict=True)):
-        name, fill, ink = ACTIONS[OPS[op]]
-        x, y = left + simulation.starts[action] * scale, top + 40 * simulation.stage_of[action]
-        wide = (simulation.ends[action] - simulation.starts[action]) * scale
+    for bar in chain.from_iterable(bars_of({simulation.rank: simulation})):
+        name, fill, ink = ACTIONS[OPS[bar.op]]
+        x, y, wide = left + bar.start * scale, top + 40 * bar.row, (bar.end - bar.start) * scale
         drawing.box(x + 0.5, y + 1, wide - 1, 22, fill=fill)
-        if simulation.chunks[chunk].group_id is not None:
+        if bar.chunk.group_id is not None:
             drawing.box(x + 0.5, y + 25, wide - 1, 3, fill=DARK)
-        drawing.text(x + wide / 2, y + 16, f"{name}{chunk}", size=11, fill=ink, bold=True, anchor="middle")
+        drawing.text(x + wide / 2, y + 16, f"{name}{bar.chunk.chunk_id}", size=11, fill=ink, bold=True, anchor="middle")
     end = top + 40 * STAGES + 12
     drawing.arrow(RIGHT - 14, end)
     drawing.text(RIGHT - 20, end + 4, "time", fill=FAINT, anchor="end")

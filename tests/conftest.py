@@ -44,14 +44,17 @@ with suppress(ModuleNotFoundError):
     # A command line in this process builds its parser anew for every call, which takes longer than most of the calls.
     typer.main.get_command = cache(typer.main.get_command)
 
-#: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end.
+#: What takes longest begins first, so that no process of pytest-xdist has one of them left at the end. While the first
+#: that builds plans compiles the planner's loops, those after it need none of them, and do not compile the same again.
 LONGEST = (
     "runtime/test_gpu",  # which is skipped at once, or of the tests of a GPU tells most
-    *("runtime/distributed/test_sharing", "runtime/distributed/test_train", "docs/test_docs"),
-    *("runtime/distributed/test_gradients", "runtime/training/test_resume", "runtime/distributed/test_train_sharing"),
-    *("runtime/failures/test_watchdog", "runtime/proof/test_prove", "reporting/page/test_browser"),
-    *("runtime/training/test_chunk_trainer", "runtime/test_parity"),
-    *("cli/test_tune", "tuning/test_tuning", "test_clean_environment"),
+    "runtime/distributed/test_sharing",
+    *("runtime/failures/test_watchdog", "runtime/models/test_compiled", "intake/test_left_over"),
+    *("intake/test_interrupts", "intake/test_loss_flags", "runtime/models/test_recurrent"),
+    *("runtime/distributed/test_train", "runtime/distributed/test_gradients", "runtime/distributed/test_held_memory"),
+    *("tuning/test_tuning", "cli/test_tune", "docs/test_distributed", "reporting/page/test_browser"),
+    *("runtime/distributed/test_train_sharing", "runtime/training/test_resume", "runtime/proof/test_prove"),
+    *("runtime/training/test_chunk_trainer", "runtime/test_parity", "test_clean_environment"),
 )
 
 #: (sequence_id, start, end)

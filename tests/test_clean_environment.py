@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from shutil import which
 
 import pytest
 
 from chunkplan.extras import pip_install
-from tests.support.packages import PROJECT, ROOT, build_copy
+from tests.support.packages import PROJECT, ROOT, build_copy, copy_sources
 
 pytestmark = pytest.mark.soak
 
@@ -59,6 +61,44 @@ print(*map(importlib.util.find_spec, ("torch", "transformers")))
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packages_are_reached(tmp_path_factory: pytest.TempPathFactory) -> None:
+    words = ["download", "--quiet", "--no-deps", "--dest", tmp_path_factory.mktemp("reached"), "shellingham"]
+    reached = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if reached.returncode:
+        pytest.skip(f"pip gets no packages here: {reached.stderr.strip().splitlines()[-1]}")
+
+
+def pip_install_into(scripts: Path, *words: str | Path) -> None:
+    subprocess.run([scripts / "python", "-m", "pip", "--quiet", "install", *words], check=True)
+
+
+def program_of(package: str | Path, program: str, folder: Path) -> list[str | Path]:
+    """How to start a program of a package that is not installed: by uvx; where there is none, by pip in `folder`."""
+    if uvx := which("uvx"):
+        return [uvx, "--python", sys.executable, "--from", package, program]
+    environment = folder / program
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pip_install_into(environment / "bin", package)
+    return [environment / "bin" / program]
+
+
+def test_what_is_published_is_checked_and_runs_from_its_file(tmp_path: Path) -> None:
+    """`build` makes sdist and wheel, twine finds nothing wrong, and the wheel is run with what pip resolves today."""
+    source, dist = tmp_path / "source", tmp_path / "dist"
+    source.mkdir()
+    copy_sources(source)
+    subprocess.run([*program_of("build", "pyproject-build", tmp_path), "--outdir", dist, source], check=True)
+    [wheel], [sdist] = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    subprocess.run([*program_of("twine", "twine", tmp_path), "check", "--strict", wheel, sdist], check=True)
+    chunkplan = program_of(wheel, "chunkplan", tmp_path)
+    data = ("--tokenizer", ROOT / "sample_data" / "tokenizer", "--workspace", tmp_path / "out")
+    subprocess.run([*chunkplan, "analyze", ROOT / "sample_data" / "math.jsonl", *data], check=True)
+    plan = ("--chunk-size", "512", "--k", "2", "--global-batch", "64", "--workspace", tmp_path / "out", "--json")
+    built = subprocess.run([*chunkplan, "build", *plan], check=True, capture_output=True, text=True)
+    assert json.loads(built.stdout)["manifest"]["totals"]["num_sequences"] == 300
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`run(program, *words)` in a folder with the sample data, by the environment that has the wheel."""
@@ -67,13 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     wheel = build_copy(folder / "source").wheel
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     scripts = folder / "venv" / "bin"
-    pip = [scripts / "python", "-m", "pip", "--quiet"]
-    reached = subprocess.run(
-        [*pip, "download", "--no-deps", "--dest", folder / "reached", "shellingham"], capture_output=True, text=True
-    )
-    if reached.returncode:
-        pytest.skip(f"pip gets no packages here: {reached.stderr.strip().splitlines()[-1]}")
-    subprocess.run([*pip, "install", "--constraint", ROOT / "constraints.txt", wheel], check=True)
+    pip_install_into(scripts, "--constraint", ROOT / "constraints.txt", wheel)
     work = folder / "work"
     work.mkdir()
     (work / "sample_data").symlink_to(ROOT / "sample_data")

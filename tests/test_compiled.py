@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from chunkplan import compiling
 from tests.support.places import ROOT
 
 #: Packs two items, then has the patience of commands end; says what came out, and whether something was compiled.
@@ -48,6 +52,29 @@ def test_code_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert "compiling the planner's loops" in said
     assert second == "[0, 1] 2 False"
     assert nothing == ""
+
+
+def test_code_kept_from_an_earlier_version_with_other_classes_is_compiled_anew(tmp_path: Path) -> None:
+    module = """
+from typing import NamedTuple
+from chunkplan.compiled import compiled
+class {name}(NamedTuple):
+    value: int
+@compiled
+def value_of(pair):
+    return pair.value + {added}
+print(value_of({name}(1)))
+"""
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "cli"))
+    for name, added in (("Before", 1), ("Renamed", 20)):
+        (tmp_path / "kept.py").write_text(module.format(name=name, added=added))
+        ran = subprocess.run(
+            [sys.executable, "-c", "import kept"],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{path}{os.pathsep}{tmp_path}"},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.stdout == f"{1 + added}\n", ran.stderr
 
 
 def test_the_loops_are_plain_python_too() -> None:
@@ -97,3 +124,72 @@ def test_a_long_compilation_is_explained(tmp_path: Path) -> None:
     ]
     assert "compiling the planner's loops" in said[0]
     assert "compiling" not in said[1]
+
+
+def test_parts_are_called_by_compiled_functions_alone() -> None:
+    """Python that calls one ends without a word: no function that is not compiled names it, in tests neither."""
+    trees = {path: ast.parse(path.read_text()) for folder in (".", "cli", "runtime") for path in python_files(folder)}
+    parts, callers = set(), []
+    for path, tree in trees.items():
+        for node in tree.body:
+            marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
+            if marks & {"compiled_part", "compiled_in_place"}:
+                parts.add((path, node.name))
+            elif not marks & {"compiled", "inlined"} and not isinstance(node, ast.Import | ast.ImportFrom):
+                callers.append((path, node))
+    assert len(parts) > 50
+    for path, node in callers:
+        known = {name for home, name in parts if home == path} | {
+            alias.asname or alias.name
+            for each in ast.walk(trees[path])
+            if isinstance(each, ast.ImportFrom)
+            for alias in each.names
+            if any(name == alias.name and home.stem == (each.module or "").split(".")[-1] for home, name in parts)
+        }
+        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        assert not used & known, f"{path}: {used & known}"
+
+
+def python_files(folder: str) -> Iterator[Path]:
+    for name in ("chunkplan", "tests", "benchmarks", "docs", "chunkplan_cli", "chunkplan_runtime"):
+        yield from (ROOT / folder / name).rglob("*.py")
+
+
+def test_compiling_ahead_ends_with_what_it_ran_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It begins only if that takes a while, is ended without a word, and says why it failed."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    with compiling.compiled_ahead(said.append, after=60):
+        assert children() == []
+    with compiling.compiled_ahead(said.append, after=0):
+        while not children():
+            time.sleep(0.01)
+    assert (children(), said) == ([], [])
+    monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
+    with compiling.compiled_ahead(said.append, after=0):
+        time.sleep(0.5)
+    assert said == ["compiling ahead failed: exit code 1"]
+    (tmp_path / "auto.auto_step-1.py311.nbi").touch()
+    with compiling.compiled_ahead(said.append, after=0):
+        time.sleep(0.5)
+    assert len(said) == 1, "all is there: nothing is begun"
+
+
+def children() -> list[str]:
+    """Processes of this one that compile."""
+    words = ("pgrep", "--parent", str(os.getpid()), "--full", "chunkplan.compiling")
+    return subprocess.run(words, capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.soak
+def test_what_was_compiled_ahead_needs_no_more_compiling(tmp_path: Path) -> None:
+    """A build on one stage and one on two find all their loops."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-m", "chunkplan.compiling"], env=environment, check=True, cwd=ROOT)
+    np.save(tmp_path / "lengths.npy", np.array([50, 6, 7, 8]))
+    plans = "build('lengths.npy', 'plan', PlanConfig(chunk_size=8, k=1, dp=2, pp=pp))"
+    code = f"from chunkplan import build, PlanConfig\nfor pp in (1, 2): {plans}\n"
+    code += "from chunkplan.compiled import num_compiled\nprint(num_compiled())"
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")

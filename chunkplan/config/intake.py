@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -52,13 +53,21 @@ class SourceOverrides(dict[str, str]):
         return self.places.get(entry) or f"{flag} {entry}={self[entry]}"
 
 
+#: What is said of the messages of a conversation: the key of who speaks, and of what is said; and who speaks where the
+#: data have another name, role.user=customer.
+SPEAKERS = ("system", "user", "assistant", "tool", "function_call")
+IN_MESSAGES = ("role", "content", *(f"role.{name}" for name in SPEAKERS))
+_NEXT = re.compile(rf",(?=(?:{'|'.join(map(re.escape, IN_MESSAGES))})=)")
+
+
 def _read_columns(typed: list[str]) -> dict[str, str]:
     """The key of each role, as typed: {"text": "body", "a.jsonl:text": "code"} for ["text=body", "a.jsonl:text=code"].
 
-    The first part of what stands before a colon names sources (see `source_columns`).
+    The first part of what stands before a colon names sources (see `source_columns`), also for what is said of messages
+    behind commas: {"role": "by", "content": "said"} for ["role=by,content=said"].
     """
     columns: dict[str, str] = {}
-    for words in typed:
+    for words in (part for entry in typed for part in _apart(entry)):
         entry, sign, key = words.partition("=")
         source, colon, role = entry.rpartition(":")
         if not (role and sign and key) or (colon and not source):
@@ -68,6 +77,13 @@ def _read_columns(typed: list[str]) -> dict[str, str]:
             raise UsageError(f"two columns for the role {role}{of_source}", hint="give every role at most once")
         columns[entry] = key
     return columns
+
+
+def _apart(typed: str) -> list[str]:
+    """What is typed after one --column, each part with the sources of the first."""
+    first, *others = _NEXT.split(typed)
+    source, colon, _ = first.partition("=")[0].rpartition(":")
+    return [first, *(f"{source}{colon}{other}" for other in others)]
 
 
 def _load_columns(value: Any) -> Any:
@@ -155,7 +171,8 @@ _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 class IntakeOptions(Options):
     """Options for reading data, as `analyze` does.
 
-    `columns`: role -> key of the records, for keys that are not named like the roles of a schema; SOURCE:role -> key
+    `columns`: role -> key of the records, for keys that are not named like the roles of a schema, or of messages
+    (`role`, `content`), or role.NAME -> what the data call this speaker; SOURCE:role -> key
     for the sources whose path ends in SOURCE or matches it as a pattern, which goes before what is for all; so may
     SOURCE -> {role -> key}. `ignore_columns` are keys that are as if they were not there, KEY or SOURCE:KEY, where
     `messages[].KEY` is one of each message. `formats`: SOURCE -> a schema, or how the name of the file would end if it
@@ -182,8 +199,8 @@ class IntakeOptions(Options):
     )
     columns: Mapping[str, str] = option(
         COLUMNS,
-        "The key of a role, where it has another name: text=body, or for some sources only: code.jsonl:text=body. "
-        "Repeatable.",
+        "The key of a role, where it has another name: text=body, or for some sources only: code.jsonl:text=body; of "
+        "messages role=from,content=value,role.user=me. Repeatable.",
         group=_TOKENS,
         default={},
         default_words="",

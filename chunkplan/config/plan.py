@@ -318,7 +318,7 @@ class PlanConfig(Options):
             )
         if self.schedule not in ORDERS_OF_GROUPS:
             raise UsageError(
-                f"schedule {self.schedule} orders every rank by itself: groups of ranks would wait for each other",
+                f"schedule {self.schedule} orders every rank by itself: groups of ranks would deadlock",
                 hint="use schedule auto with cp, or leave cp out",
             )
         if self.dp == 1:

@@ -134,7 +134,7 @@ def _shipped() -> dict[str, tuple[str, Config]]:
 
 def _file_on_hub(name: str) -> Path:
     """The config.json of a model in the cache of the Hugging Face Hub, or else fetched from there."""
-    why = "no such file or folder, and the name is not among those that come with chunkplan"
+    message = f"{name}: no such file or folder, and the name is not among those that come with chunkplan"
     if "/" in name:
         from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
 
@@ -145,12 +145,12 @@ def _file_on_hub(name: str) -> Path:
             get_session().head(constants.ENDPOINT, timeout=5)  # the download itself would try for half a minute
             return Path(hf_hub_download(name, "config.json"))
         except Exception as error:  # of the network, by whichever library it is reached: there is no common class
-            why += f"; the Hugging Face Hub says: {(str(error) or type(error).__name__).strip().splitlines()[0]}"
+            message += f"; the Hugging Face Hub says: {(str(error) or type(error).__name__).strip().splitlines()[0]}"
     names = [found[0] for found in _shipped().values()]
     by_end = {each.rpartition("/")[2].lower(): each for each in names}
     close = get_close_matches(name.rpartition("/")[2].lower(), by_end, n=3, cutoff=0.6)
     hint = f"did you mean {', '.join(by_end[each] for each in close)}? Or give" if close else "give"
-    raise UsageError(f"{name}: {why}", hint=f"{hint} the model's config.json, its folder, or its name on the Hub")
+    raise UsageError(message, hint=f"{hint} the model's config.json, its folder, or its name on the Hub")
 
 
 def config_file(path: Path) -> Path:

@@ -21,8 +21,8 @@ from chunkplan.intake.readers import cut, default_columns, first_records, is_str
 from chunkplan.intake.readers.streams import Taken, chunks, contents
 from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
-from chunkplan.intake.schemas.detection import is_null
-from chunkplan.intake.schemas.fields import TRY, LayoutError, without_ignored
+from chunkplan.intake.schemas.detection import columns_inside, is_null, refuse_missing
+from chunkplan.intake.schemas.fields import TRY, LayoutError
 from chunkplan.intake.schemas.tokens import marks_of
 from chunkplan.intake.signatures import kind_of
 from chunkplan.intake.source import Source
@@ -122,7 +122,9 @@ def cut_with_layout(source: Source, index: int, options: IntakeOptions, spool: P
 
 def _are_null(records: Sequence[JsonObject], source: Source) -> bool:
     """Return whether these records say nothing of how those of `source` are laid out, as they are null."""
-    return all(is_null(record, source.overrides.schema, source.overrides.columns) for record in records)
+    return all(
+        is_null(record, source.overrides.schema, columns_inside(source.overrides.columns)[0]) for record in records
+    )
 
 
 def _first_bad(piece: Piece, layout: RecordLayout, options: IntakeOptions) -> Rejected | None:
@@ -146,12 +148,15 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
     if not records:  # nothing to be found out, and nothing that a schema could be wrong for
         return _NO_RECORD
     columns, schema, ignored = source.overrides
-    columns = columns or default_columns(source.file)
+    said, inside = columns_inside(columns)
     try:
-        records = [without_ignored(record, ignored) for record in records]
-        found = detect(records, schema=schema, columns=columns)
+        before = _NO_RECORD if not ignored else replace(_NO_RECORD, ignored=ignored)
+        refuse_missing(inside, columns, map(before.as_read, records))
+        records = list(map(replace(before, inside=inside).as_read, records))
+        found = detect(records, schema=schema, columns=said or default_columns(source.file))
         marks = dict.fromkeys(key for record in records for key in marks_of(record, found.columns))
-        return replace(found, ignored=ignored, marks=tuple(marks) if found.schema == "input_ids" else None)
+        marks_of_all = tuple(marks) if found.schema == "input_ids" else None
+        return replace(found, ignored=ignored, marks=marks_of_all, inside=inside)
     except LayoutError as error:
         raise LayoutError(error.message, hint=error.hint, where=source.name, missing=error.missing) from error
     except DataError as error:

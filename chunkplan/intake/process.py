@@ -121,6 +121,7 @@ def piece_key(settings: IntakeSettings, layout: RecordLayout, found: str, reader
         "schema": layout.schema,
         "columns": layout.columns,
         "ignored": sorted(layout.ignored),
+        **({"inside": layout.inside} if layout.inside else {}),
         "marks": layout.marks and sorted(layout.marks),
         "tokenizer": settings.identity,
         "turns": options.turns,

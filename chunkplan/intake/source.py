@@ -103,7 +103,7 @@ class Source:
             "format": self.format,
             "compression": self.file.compression,
             "schema": None if self.layout is None else self.layout.schema,
-            "columns": None if self.layout is None else self.layout.columns,
+            "columns": None if self.layout is None else self.layout.columns | self.layout.inside,
             "evidence": self._evidence,
             "bytes": self.file.num_bytes,
             "records": total("num_records") + (self.broken is not None),

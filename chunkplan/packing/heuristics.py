@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.packing.histogram import starts
 
 # Lower bounds on the number of bins from counting alone: no packing needs fewer.
@@ -70,7 +70,7 @@ def best_fit(
     num_bins = rooms.size
     # Open bins by room, ascending: a bin moves towards the front as it fills.
     room = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
-    owner = np.empty(rooms.size + items.size, np.int64)  # [num_rooms + n], the most bins there can be
+    owner = np.empty(rooms.size + items.size, np.int64)  # the bin of each
     num_open = 0
     for index in np.argsort(rooms, kind="mergesort"):
         if rooms[index] > 0 and not second_choice[index]:
@@ -79,7 +79,7 @@ def best_fit(
     left = rooms.copy()
     for item in range(items.size):
         size = items[item]
-        place = np.searchsorted(room[:num_open], size)
+        place = np.searchsorted(room[:num_open], size - 1, side="right")  # the first with room enough
         if place == num_open:
             fallback = -1
             for index in range(rooms.size if size <= largest_second else 0):
@@ -189,7 +189,7 @@ def minimum_bin_slack_counted(distinct: Int64Array, counts: Int64Array, capacity
         num_bins += repeats
 
 
-@compiled
+@compiled_part
 def _fullest_set(
     distinct: Int64Array,
     left: Int64Array,
@@ -216,7 +216,7 @@ def _fullest_set(
         else:
             if room < least_room:
                 least_room, num_chosen = room, depth
-                chosen[:depth] = path[:depth]
+                copy_to(chosen[:depth], path[:depth])
             if least_room == 0 or depth == 1:
                 break
             depth -= 1
@@ -230,11 +230,11 @@ def _fullest_set(
         left[index] += 1
     if room < least_room:
         num_chosen = depth
-        chosen[:depth] = path[:depth]
+        copy_to(chosen[:depth], path[:depth])
     return num_chosen
 
 
-@compiled
+@compiled_part
 def _longest_left(link: Int64Array, left: Int64Array, index: int) -> int:
     """The longest length from `index` downwards that has items left; -1 if there is none."""
     place = index + 1

@@ -41,12 +41,6 @@ def pack_quickly(items: Histogram, capacity: int) -> Packing:
     return packing if packing.optimal else packing.better(heuristic("mbs", items, capacity))
 
 
-# The fewest bins, as far as a bounded effort finds and proves them: column generation on the lengths themselves.
-#
-# Where the capacity is over 10080, lengths are rounded up to 1 / 10080 of it. What is left to find or prove of few
-# items goes to a constraint solver, which looks at the lengths themselves.
-
-
 # Packing few items into a given number of bins as a constraint problem: finds a packing or proves there is none.
 
 
@@ -100,7 +94,10 @@ _EFFORT = 1.0
 
 
 def exact(items: Histogram, capacity: int) -> Packing:
-    """Pack `items`, each of length 1 to `capacity`."""
+    """The fewest bins that bounded effort finds and proves, by column generation and a constraint solver for few items.
+
+    Where the capacity is over 10080, lengths are rounded up to 1 / 10080 of it for column generation.
+    """
     best = pack_quickly(items, capacity)
     if not best.optimal:
         best = best.bounded(relaxed_bound(items, capacity))

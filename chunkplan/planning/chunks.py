@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chunkplan.arrays import Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel
@@ -100,13 +100,13 @@ def make_chunks(
     return chunks
 
 
-@compiled
+@compiled_part
 def _num_slices(size: np.int64, heads: np.int64) -> int:
     """Slices of a chunk that each of `size` ranks holds, of which `heads` share the heads."""
     return 1 if size == heads else SLICES
 
 
-@compiled
+@compiled_part
 def _number_shared(
     start: int, stop: int, step: int, dp: int, sequences: Sequences, chunks: Chunks, chunk_of: Int64Array
 ) -> int:
@@ -117,7 +117,9 @@ def _number_shared(
     """
     num_shared = np.zeros(dp, np.int64)  # [dp], chunks so far
     num_groups = 0
-    size = np.max(sequences.cp_size[start:stop])
+    size = np.int64(1)
+    for sequence in range(start, stop):
+        size = max(size, sequences.cp_size[sequence])
     while size > 1:
         narrower = np.int64(1)
         for sequence in range(start, stop):
@@ -147,7 +149,7 @@ def _number_shared(
     return num_groups
 
 
-@compiled
+@compiled_part
 def _number_chunks(
     start: int,
     stop: int,
@@ -191,7 +193,7 @@ def _number_chunks(
         parts_so_far[rank] += part_stop - part_start
 
 
-@compiled
+@compiled_in_place
 def _fill_shared(
     start: int,
     stop: int,
@@ -235,7 +237,7 @@ def slice_of(num_tokens: int, size: int, heads: int, member: int, half: int) -> 
     return begin + tokens * member_of_group // heads, begin + tokens * (member_of_group + 1) // heads
 
 
-@compiled
+@compiled_in_place
 def _fill(
     sequences: Sequences,
     chunks: Chunks,
@@ -261,7 +263,7 @@ def _fill(
             _add_segment(chunks, next_segment, chunk, ids[sequence], 0, sequences.tokens[sequence])
 
 
-@compiled
+@compiled_in_place
 def _add_segment(chunks: Chunks, next_segment: Int64Array, chunk: int, sequence_id: int, start: int, stop: int) -> None:
     segment = next_segment[chunk]
     next_segment[chunk] += 1

@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
 from chunkplan.balance.assign import assign, best_exchange, even_out, exchange, least_gain
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.packing.heuristics import best_fit, martello_toth
 
 #: A rank that shares a chunk holds at most so many slices of it, one from either half.
@@ -106,9 +106,9 @@ def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: Packi
         rank_of = assign(own.work, own.cp_first_rank < 0, loads)
         even_out(own.work, rank_of, loads)
         bin_of, num_standalone, _ = pack_and_rebalance(own, params, rank_of, loads, num_shared)
-        assignment.rank_of[start:stop] = rank_of
-        assignment.bin_of[start:stop] = bin_of
-        assignment.num_standalone[step] = num_standalone
+        copy_to(assignment.rank_of[start:stop], rank_of)
+        copy_to(assignment.bin_of[start:stop], bin_of)
+        copy_to(assignment.num_standalone[step], num_standalone)
         for rank in range(params.dp):
             assignment.rank_bound[step, rank] = fewest_chunks(own, params, rank_of == rank, num_shared[rank])
         anywhere = fewest_chunks(own, params, own.cp_first_rank < 0, num_shared.sum())
@@ -116,7 +116,7 @@ def assign_and_pack(step_starts: Int64Array, sequences: Sequences, params: Packi
     return assignment
 
 
-@compiled
+@compiled_part
 def _shared_loads(sequences: Sequences, num_shared: Int64Array) -> Int64Array:
     """Time of each rank for its shares of sequences, int64 [dp]; adds their chunks to `num_shared` [dp]."""
     loads = np.zeros(num_shared.size, np.int64)
@@ -186,11 +186,11 @@ def pack_and_rebalance(
                 searching = True
                 break
             exchange(rank_of, given, taken, other, slowest)
-            bin_of[:] = before
+            copy_to(bin_of, before)
     return bin_of, num_standalone, times
 
 
-@compiled
+@compiled_part
 def _pack_rank(
     sequences: Sequences,
     params: PackingParams,
@@ -262,4 +262,5 @@ def fewest_chunks(sequences: Sequences, params: PackingParams, chosen: BoolArray
             else:
                 items[num_items] = sequences.part_tokens[part]
                 num_items += 1
-    return num_shared + max(num_parts, num_full + martello_toth(np.sort(items[:num_items]), params.chunk_size))
+    by_size = np.argsort(items[:num_items], kind="mergesort")
+    return num_shared + max(num_parts, num_full + martello_toth(items[by_size], params.chunk_size))

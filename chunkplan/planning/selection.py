@@ -114,7 +114,8 @@ def _weights_of(
     for found, share, name in parts:
         number = sum(counts[path] for path in found)
         if share and not number:
-            raise UsageError(f"{name} has no sequence to train on", hint="leave it out of --mix")
+            message = f"the shares of --mix name {name}, which has no sequence to train on"
+            raise UsageError(message, hint="leave it out")
         weights |= dict.fromkeys(found, float(share * num_taken / number) if share else 0.0)
     return weights
 

@@ -2,7 +2,7 @@
 
 A sequence that is worth more than a rank's share of a step would keep the other ranks waiting. An aligned block of
 ranks takes it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks begin
-with what the widest block shares, so that nobody waits for a meeting: the ranks of a block have the same work until it
+with what the widest block shares, so that no rank waits for another: the ranks of a block have the same work until it
 is done. What is left is to choose how many ranks share each sequence, and which block: malleable jobs, widest first,
 then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the outcome of such a choice of two phases).
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array, offsets_of, sum_runs
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import attention_pairs_of, seen_pairs, whole_ns
 from chunkplan.cost.exchange import exchange_times
@@ -208,14 +208,14 @@ def choose_groups(problem: SharingProblem, chosen: Int64Array, first_rank: Int64
         slowest = _assign_blocks(problem, tried, first_rank, best)
         if slowest < best:
             best = slowest
-            chosen[:] = tried
+            copy_to(chosen, tried)
     _improve(problem, best, chosen, first_rank)
     slowest = _assign_blocks(problem, chosen, first_rank, 0)
     first_rank[chosen == 0] = -1
     return slowest
 
 
-@compiled
+@compiled_part
 def _near_enough(problem: SharingProblem) -> int:
     """The excess over the bound within which a solution is accepted without further search.
 
@@ -225,7 +225,7 @@ def _near_enough(problem: SharingProblem) -> int:
     return problem.bound // _GAP_PARTS + min(3 * problem.chunk_ns // 4, problem.bound // _CHUNK_SHARE)
 
 
-@compiled
+@compiled_part
 def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Array) -> None:
     """Choose for each sequence, longest first, the degree with least work that is done by `target`: writes `choice`.
 
@@ -251,7 +251,7 @@ def _degrees_for_target(problem: SharingProblem, target: float, choice: Int64Arr
         loads[first : first + sizes[found]] += problem.times[found, job]
 
 
-@compiled
+@compiled_part
 def _max_load(loads: Int64Array, first: int, size: int) -> int:
     """The largest of a few loads; numpy would be slower."""
     most = loads[first]
@@ -260,7 +260,7 @@ def _max_load(loads: Int64Array, first: int, size: int) -> int:
     return int(most)
 
 
-@compiled
+@compiled_part
 def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank: Int64Array) -> None:
     """Change the degree of one of the longest sequences at a time, as long as that helps.
 
@@ -293,7 +293,7 @@ def _improve(problem: SharingProblem, best: int, choice: Int64Array, first_rank:
         best = least
 
 
-@compiled
+@compiled_part
 def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int64Array, enough: int) -> int:
     """Assign sequences of given degrees to blocks of ranks, and fill up with the rest: returns the end of all ranks.
 
@@ -318,7 +318,7 @@ def _assign_blocks(problem: SharingProblem, choice: Int64Array, first_rank: Int6
     return level if level >= enough else _water_fill(problem, loads, packed, level, enough)
 
 
-@compiled
+@compiled_part
 def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, level: int, enough: int) -> int:
     """The end of all ranks with `loads` [dp] filled up with the rest, whose last chunks are not full.
 
@@ -336,7 +336,7 @@ def _water_fill(problem: SharingProblem, loads: Int64Array, packed: Int64Array, 
     return high
 
 
-@compiled
+@compiled_part
 def _fits(problem: SharingProblem, loads: Int64Array, packed: Int64Array, end: int) -> bool:
     """True if ranks filled up with the rest are done by `end`; see `_water_fill`."""
     linear = 1 - problem.chunk_ns / problem.full_chunk

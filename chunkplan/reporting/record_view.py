@@ -20,7 +20,6 @@ from chunkplan.intake.pieces import LEFT_OUT, SHARED, token_columns
 from chunkplan.intake.process import too_long
 from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Record, RecordError, TokensRecord
 from chunkplan.intake.schemas import SCHEMAS, count_unread
-from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.reporting.token_text import SequenceText, decode_sequence
@@ -227,7 +226,7 @@ def _view(
     rejected: RecordRejection | None = None,
 ) -> RecordView:
     layout, keys = found.layout, found.keys
-    own = {} if keys is None else without_ignored(keys, layout.ignored)
+    own = {} if keys is None else layout.as_read(keys)
     sequences = sequences or {}
     rejected = rejected or _first_rejected(sequences.get(options.turns, ()))
     columns = SCHEMAS[layout.schema].keys_of(own, layout.columns)

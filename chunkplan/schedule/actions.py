@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int8Array, Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_in_place
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import links_before, model_stage_of
 from chunkplan.operations import OPS
@@ -38,7 +38,7 @@ class Actions(NamedTuple):
     stages: Int64Array
 
 
-@compiled
+@compiled_in_place
 def unit_end(group_id: Int32Array, start: int) -> int:
     """The end of the unit at chunk `start`: a standalone chunk (-1 in `group_id`), or all chunks of a group."""
     stop = start + 1

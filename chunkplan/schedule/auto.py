@@ -31,7 +31,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import STRAIGHT
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
@@ -78,7 +78,8 @@ def write_tails(
     n, pp = order.forwards.size, forwards.shape[0]
     base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
     backward_place = np.empty(n, np.int64)
-    backward_place[order.backwards[base:end]] = np.arange(base, end)
+    for place in range(base, end):
+        backward_place[order.backwards[place]] = place
     # The places in both orders that are next, from the last one down.
     forward, backward = np.full(pp, end - 1), np.full(pp, end - 1)
     longest, moving = np.int64(0), True
@@ -123,7 +124,7 @@ def write_tails(
     return int(longest)
 
 
-@compiled
+@compiled_part
 def _from_arrival(chunks: Chunks, times: ChunkTimes, tails: Int64Array, stage: int, chunk: int) -> int:
     """The time from the arrival of a chunk's gradient at `stage`, which has recomputed it by then, to the end."""
     tail = tails[stage, chunks.keeps_activations.size + chunk]
@@ -159,16 +160,18 @@ def auto_step(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, sp
         to = slice(actions.stages[rank * pp], actions.stages[(rank + 1) * pp])
         if twin >= 0:
             of = slice(actions.stages[twin * pp], actions.stages[(twin + 1) * pp])
-            actions.ops[to], actions.chunk_ids[to] = actions.ops[of], actions.chunk_ids[of]
+            copy_to(actions.ops[to], actions.ops[of])
+            copy_to(actions.chunk_ids[to], actions.chunk_ids[of])
             continue
         rank_chunks, rank_times = chunks_of_rank(chunks, rank), times_of_rank(chunks, times, rank)
         found, end = auto(rank_chunks, rank_times, pp, memory_tokens, target, splits_backward)
-        actions.ops[to], actions.chunk_ids[to] = found.ops, found.chunk_ids
+        copy_to(actions.ops[to], found.ops)
+        copy_to(actions.chunk_ids[to], found.chunk_ids)
         target = max(target, end)
     return actions
 
 
-@compiled
+@compiled_part
 def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64Array) -> int:
     """The first of some ranks whose chunks have the same kinds and times as those of `rank`, or -1."""
     start, stop = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
@@ -257,7 +260,7 @@ def auto(
                     return actions, best
                 ahead = np.minimum(warm_ups * (pp - np.arange(num_rows) % pp) - 1, n)
                 new = SearchPoint(units_by_work(chunks, times, direction), ahead, np.ones(num_rows, np.bool_))
-                limits.idle[:] = now - 1 - work - after
+                copy_to(limits.idle, now - 1 - work - after)
                 new_overrun = OVERRUNS[index] if splits_backward else WHOLE
                 end = _evaluate(chunks, times, jobs, kv, kv_limit, new, now - 1, new_overrun, limits, trial)
                 num_tried += 1
@@ -265,7 +268,8 @@ def auto(
                     now, point, overrun = end, new, new_overrun
                     if end < best:
                         best = end
-                        actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
+                        copy_to(actions.ops, trial.ops)
+                        copy_to(actions.chunk_ids, trial.chunk_ids)
     history = np.full(HISTORY, now)
     state, num_futile = 1, 0 if n > 1 else _MAX_FUTILE  # of one chunk there is one order
     while best > good and num_futile < _MAX_FUTILE and num_tried * actions.ops.size < _ACTIONS:
@@ -275,14 +279,15 @@ def auto(
         new, is_other, state = _neighbour(chunks, point, pp, state)
         if not is_other:
             continue
-        limits.idle[:] = most_end - work - after
+        copy_to(limits.idle, most_end - work - after)
         end = _evaluate(chunks, times, jobs, kv, kv_limit, new, most_end, overrun, limits, trial)
         num_tried += 1
         if end >= 0:
             now, point = end, new
             if end < best:
                 best, num_futile = end, 0
-                actions.ops[:], actions.chunk_ids[:] = trial.ops, trial.chunk_ids
+                copy_to(actions.ops, trial.ops)
+                copy_to(actions.chunk_ids, trial.chunk_ids)
         history[turn] = min(history[turn], now)
     return actions, best
 
@@ -294,7 +299,7 @@ def order_bound(chunks: Chunks, times: ChunkTimes, pp: int, splits_backward: boo
     return _row_bounds(chunks, times, jobs, pp, splits_backward)[2]
 
 
-@compiled
+@compiled_part
 def baseline_1f1b(
     chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int, splits_backward: bool
 ) -> tuple[Actions, int, int, Int64Array]:
@@ -322,23 +327,24 @@ def baseline_1f1b(
     return actions, int(memory), int(kv_limit), rank_ends
 
 
-@compiled
+@compiled_part
 def _split(whole: Actions) -> Actions:
     """The same actions with both halves of a backward one after the other."""
     is_backward = whole.ops == BACKWARD
     before = np.zeros(whole.ops.size + 1, np.int64)  # how many backwards come before each action
-    before[1:] = np.cumsum(is_backward)
+    copy_to(before[1:], np.cumsum(is_backward))
     place = np.arange(whole.ops.size) + before[:-1]
     size = whole.ops.size + before[-1]
     ops, chunk_ids = np.empty(size, np.int8), np.empty(size, np.int32)
-    ops[place], chunk_ids[place] = whole.ops, whole.chunk_ids
+    for old, new in enumerate(place):
+        ops[new], chunk_ids[new] = whole.ops[old], whole.chunk_ids[old]
     for action in np.flatnonzero(is_backward):
         ops[place[action]], ops[place[action] + 1] = BACKWARD_INPUT, BACKWARD_WEIGHT
         chunk_ids[place[action] + 1] = whole.chunk_ids[action]
     return Actions(ops, chunk_ids, np.zeros(size, np.int32), whole.stages + before[whole.stages])
 
 
-@compiled
+@compiled_part
 def _row_bounds(
     chunks: Chunks, times: ChunkTimes, jobs: Jobs, pp: int, splits_backward: bool
 ) -> tuple[Int64Array, Int64Array, int]:
@@ -361,7 +367,7 @@ def _row_bounds(
     return work, after, bound
 
 
-@compiled
+@compiled_part
 def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple[SearchPoint, bool, int]:
     """A search point with one random change on one rank, whether it differs, and the state of the random numbers.
 
@@ -392,7 +398,7 @@ def _neighbour(chunks: Chunks, point: SearchPoint, pp: int, state: int) -> tuple
     return new, bool(is_other), state
 
 
-@compiled
+@compiled_part
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,
@@ -406,7 +412,7 @@ def _evaluate(
     actions: Actions,
 ) -> int:
     """End of the schedule of a search point; -1 if later than `most_end`, or if it needs more memory."""
-    limits.forward_first[:] = point.forward_first
+    copy_to(limits.forward_first, point.forward_first)
     pp = limits.forwards.shape[0]
     for rank in range(chunks.rank_chunks.size - 1):
         base, end = chunks.rank_chunks[rank], chunks.rank_chunks[rank + 1]
@@ -419,7 +425,8 @@ def _evaluate(
         if np.any(most < least):
             return -1
         for stage in range(pp):
-            limits.forwards[stage, base:end] = limit_forwards(least, most, point.ahead[rank * pp + stage])
+            own = limits.forwards[stage, base:end]
+            copy_to(own, limit_forwards(least, most, point.ahead[rank * pp + stage]))
         if write_tails(chunks, times, jobs, point.order, rank, limits.forwards, limits.tails) > most_end:
             return -1
     return list_schedule(chunks, times, point.order, limits, overrun, actions)

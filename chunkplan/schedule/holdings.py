@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.token_bytes import MemoryRates
 from chunkplan.operations import ON_GPU, ON_HOST, OPS
@@ -54,7 +54,7 @@ def kv_tokens(chunks: Chunks) -> Int64Array:
         while start < end:
             stop = min(unit_end(chunks.group_id, start), end)
             if chunks.group_id[start] >= 0:
-                tokens[START, start:stop] = chunks.num_tokens[start:stop]
+                copy_to(tokens[START, start:stop], chunks.num_tokens[start:stop])
                 tokens[END, start] = np.sum(tokens[START, start:stop])
             start = stop
     return tokens
@@ -84,7 +84,7 @@ def stage_holdings(
             comes[KV] = kv[when, chunk] if virtual_stage == 0 else 0
             for kind in range(6):
                 now[kind] += CHANGES[op, when, min(kind, ATTENTION)] * comes[kind]
-            held[action - start, when] = now
+            copy_to(held[action - start, when], now)
     return held
 
 
@@ -125,7 +125,7 @@ def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) 
                 op, chunk = actions.ops[first_action + action], actions.chunk_ids[first_action + action]
                 is_backward = op in (BACKWARD, BACKWARD_INPUT)
                 is_first = is_backward and kv[START, first_chunk + chunk] > 0 and not has_gradients[chunk]
-                snapshot[:LAST_LAYER] = held[action, START]
+                copy_to(snapshot[:LAST_LAYER], held[action, START])
                 on_host = max(on_host, held[action, START, ATTENTION_ON_HOST])
                 for is_end in range(1 + is_first):
                     if is_end:
@@ -138,14 +138,14 @@ def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) 
                     num_bytes = _bytes_of_snapshot(snapshot, memory_rates, stage)
                     if num_bytes > most:
                         most = num_bytes
-                        snapshots[rank, stage] = snapshot
+                        copy_to(snapshots[rank, stage], snapshot)
                 snapshot[LAST_LAYER] = 0
                 num_gradients -= held[action, START, KV] - held[action, END, KV]
             snapshots[rank, stage, ATTENTION_ON_HOST] = on_host
     return snapshots
 
 
-@compiled
+@compiled_in_place
 def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     """Mark the chunks of the group whose last one is `last`; returns their tokens. `kv`: see `kv_tokens`."""
     first = last
@@ -155,7 +155,7 @@ def _mark_group(kv: Int64Array, last: int, is_marked: BoolArray) -> int:
     return int(kv[END, first])
 
 
-@compiled
+@compiled_part
 def _working_kv_bytes(num_keys: int, memory_rates: MemoryRates, stage: int) -> float:
     """Bytes of pages and exchange at work with `num_keys` tokens of keys and values, see `MemoryRates`."""
     of_page = 0.0
@@ -190,7 +190,7 @@ def snapshot_bytes(snapshots: Int64Array, memory_rates: MemoryRates) -> Float64A
     return found
 
 
-@compiled
+@compiled_part
 def _bytes_of_snapshot(snapshot: Int64Array, memory_rates: MemoryRates, stage: int) -> float:
     """Bytes of `snapshot` [8] on a stage, see `snapshot_bytes`."""
     num_bytes = _working_kv_bytes(snapshot[KV], memory_rates, stage)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import Actions
@@ -87,7 +87,7 @@ def local_search(chunks: Chunks, times: ChunkTimes, pp: int, memory: int, effort
     return best
 
 
-@compiled
+@compiled_part
 def _evaluate(
     chunks: Chunks,
     times: ChunkTimes,
@@ -101,14 +101,14 @@ def _evaluate(
     least, most = least_forwards(point.order), most_forwards(chunks, point.order, limits.memory[0])
     if np.any(most < least):
         return -1
-    limits.forward_first[:] = point.forward_first
+    copy_to(limits.forward_first, point.forward_first)
     for stage in range(limits.memory.size):
         limits.forwards[stage] = limit_forwards(least, most, point.ahead[stage])
         limits.idle[stage] = most_end - np.sum(jobs.work[stage]) - np.min(jobs.after[stage])
     return list_schedule(chunks, times, point.order, limits, WHOLE, actions)
 
 
-@compiled
+@compiled_part
 def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
     """Apply one random change to `point`; returns the state of the random numbers."""
     n, pp = group_id.size, point.ahead.size
@@ -138,7 +138,7 @@ def mutate(group_id: Int32Array, point: SearchPoint, state: int) -> int:
     return state
 
 
-@compiled
+@compiled_part
 def _shift(order: Int64Array, chunk: int, step: int, distance: int, group_id: Int32Array) -> None:
     """Move `chunk` on, `distance` times by `step` places, but not past its own group."""
     place = 0
@@ -152,7 +152,7 @@ def _shift(order: Int64Array, chunk: int, step: int, distance: int, group_id: In
         place = neighbour
 
 
-@compiled
+@compiled_part
 def _some_units(group_id: Int32Array, forwards: Int64Array, chunk: int, number: int) -> BoolArray:
     """The group of `chunk`, or as many as `number` standalone chunks that are forwarded from `chunk` on: bool [n]."""
     if group_id[chunk] >= 0:
@@ -170,19 +170,19 @@ def _some_units(group_id: Int32Array, forwards: Int64Array, chunk: int, number: 
     return chosen
 
 
-@compiled
+@compiled_part
 def _move(order: Int64Array, moved: BoolArray, before: int) -> None:
     """Move these chunks, in their order, to before the chunk `before`; to the end where there is none such."""
     chosen, rest = order[moved[order]], order[~moved[order]]
     place = 0
     while place < rest.size and rest[place] != before:
         place += 1
-    order[:place] = rest[:place]
-    order[place : place + chosen.size] = chosen
-    order[place + chosen.size :] = rest[place:]
+    copy_to(order[:place], rest[:place])
+    copy_to(order[place : place + chosen.size], chosen)
+    copy_to(order[place + chosen.size :], rest[place:])
 
 
-@compiled
+@compiled_part
 def draw(state: int, bound: int) -> tuple[int, int]:
     """The next state of the minimal standard generator (Park and Miller 1988), and a number below `bound`."""
     state = state * 48271 % 2147483647

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_part
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, unit_end
@@ -61,7 +61,8 @@ def units_by_work(chunks: Chunks, times: ChunkTimes, direction: int) -> Order:
 def least_forwards(order: Order) -> Int64Array:
     """The fewest forwards before each backward in order, int64 [n]: its own and those of earlier ones."""
     place = np.empty(order.forwards.size, np.int64)  # [n]
-    place[order.forwards] = np.arange(place.size)
+    for index in range(place.size):
+        place[order.forwards[index]] = index
     least = place[order.backwards] + 1
     for index in range(1, least.size):
         least[index] = max(least[index], least[index - 1])
@@ -75,17 +76,17 @@ def most_forwards(chunks: Chunks, order: Order, memory: int) -> Int64Array:
     Below `least_forwards` where this order of chunks does not fit `memory` tokens, however it is scheduled. Weight
     halves are taken as done: they wait for nothing, so they can always make their room.
     """
-    kept = np.where(chunks.keeps_activations, chunks.num_tokens, 0).astype(np.int64)
+    kept = (chunks.keeps_activations * chunks.num_tokens).astype(np.int64)
     return _most_within(order, kept, kept, chunks.num_tokens - kept, memory)
 
 
-@compiled
+@compiled_part
 def most_forwards_by_kv(order: Order, kv: Int64Array, limit: int) -> Int64Array:
     """The same for a limit on tokens with keys and values; `kv`: see `kv_tokens`."""
     return _most_within(order, kv[0], kv[1], np.zeros(kv.shape[1], np.int64), limit)
 
 
-@compiled
+@compiled_part
 def _most_within(order: Order, comes: Int64Array, goes: Int64Array, again: Int64Array, limit: int) -> Int64Array:
     """The most forwards before each backward in order, int64 [n], with at most `limit` tokens held.
 

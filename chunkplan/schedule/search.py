@@ -22,6 +22,7 @@ import numpy as np
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import BACKWARD, FORWARD, FORWARD_KV, RECOMPUTE, Actions, empty_actions
 from chunkplan.schedule.bounds import jobs_of, makespan_bound
@@ -54,13 +55,13 @@ def search_small(
     """
     from ortools.sat.python import cp_model
 
-    makespan = int(simulate(chunks, hint, times, pp).max())
+    makespan = int(simulate(chunks, hint, times, pp, STRAIGHT, 1).max())
     # Rounded down, so that what is proved for the rounded times holds for the true ones.
     unit = max(makespan >> _TIME_BITS, 1)
     rounded = ChunkTimes(times.durations // unit, times.link // unit)
     n = chunks.keeps_activations.size
     work = jobs_of(chunks, rounded, pp).work
-    hint_start = _starts(hint, simulate(chunks, hint, rounded, pp), work)
+    hint_start = _starts(hint, simulate(chunks, hint, rounded, pp, STRAIGHT, 1), work)
     horizon = makespan // unit + 1
 
     model = cp_model.CpModel()
@@ -96,7 +97,7 @@ def search_small(
     lower_bound = max(lower_bound, unit * int(np.ceil(solver.best_objective_bound - 1e-6)))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found = _actions(chunks, times, np.array([[solver.value(time) for time in each] for each in start]), hint)
-        ends = simulate(chunks, found, times, pp)
+        ends = simulate(chunks, found, times, pp, STRAIGHT, 1)
         if ends.min() >= 0 and ends.max() < makespan and peak_retained(chunks, found).max() <= memory:
             return found, int(ends.max()), lower_bound
     return hint, makespan, lower_bound
@@ -206,7 +207,7 @@ def search(chunks: Chunks, times: ChunkTimes, pp: int, memory_tokens: int | None
     is_small = chunks.keeps_activations.size * pp <= _PAIRS
     makespan = int(local_search(chunks, times, pp, memory, _FEWER_ACTIONS if is_small else _ACTIONS, actions))
     state_aware_1f1b(chunks, times, pp, 1, 1, template)
-    template_end = int(simulate(chunks, template, times, pp).max())
+    template_end = int(simulate(chunks, template, times, pp, STRAIGHT, 1).max())
     if template_end < makespan and peak_retained(chunks, template).max() <= memory:
         actions, makespan = template, template_end
     lower_bound = int(makespan_bound(chunks, times, jobs_of(chunks, times, pp), memory))

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int8Array, Int64Array
-from chunkplan.compiled import compiled, compiled_in_place, inlined
+from chunkplan.compiled import compiled, compiled_in_place, copy_to, inlined
 from chunkplan.cost.durations import ChunkTimes
-from chunkplan.layers import STRAIGHT, StagePlacement
+from chunkplan.layers import StagePlacement
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks
 from chunkplan.schedule.actions import (
@@ -74,7 +74,7 @@ class SimulationState(NamedTuple):
 
 @compiled
 def simulate(
-    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement = STRAIGHT, dp: int = 1
+    chunks: Chunks, actions: Actions, times: ChunkTimes, pp: int, placement: StagePlacement, dp: int
 ) -> Int64Array:
     """Simulate without slots: the end of each action of all ranks, int64 [num_actions], in the unit of `times`.
 
@@ -109,7 +109,7 @@ def simulate_slots(
         step = step_graph(chunks, actions, times, first, dp, pp, placement)
         state = initial_state(step, pp)
         run_events(step, state, pp, slot_ops, before[own] if before.size else before)
-        ends[own] = state.ends
+        copy_to(ends[own], state.ends)
     return ends
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int8Array, Int32Array, Int64Array, offsets_of
-from chunkplan.compiled import compiled, compiled_in_place
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import STRAIGHT, StagePlacement
@@ -82,11 +82,12 @@ def assign_slots(
         step = step_graph(chunks, actions, times, first, dp, pp, placement)
         slots = slot_kinds(step, actions.virtual_stages[own], slot_ops, times.durations.shape[1] // pp)
         state = _best_of_rules(step, slots, slot_ops, pp)
-        ends[own], before[own] = state.ends, state.slots_before
+        copy_to(ends[own], state.ends)
+        copy_to(before[own], state.slots_before)
     return ends, before
 
 
-@compiled
+@compiled_part
 def slot_kinds(step: StepGraph, virtual_stages: Int32Array, slot_ops: Int8Array, num_virtual_stages: int) -> Int64Array:
     """The op and virtual stage of the slot of each action that needs one, as one number, else -1, by action."""
     kinds = np.empty(step.ops.size, np.int64)
@@ -96,7 +97,7 @@ def slot_kinds(step: StepGraph, virtual_stages: Int32Array, slot_ops: Int8Array,
     return kinds
 
 
-@compiled
+@compiled_part
 def _best_of_rules(step: StepGraph, slots: Int64Array, slot_ops: Int8Array, pp: int) -> SimulationState:
     """Simulate a step by each rule and return the state of the fastest."""
     best = initial_state(step, pp)
@@ -142,7 +143,7 @@ def run_greedy(step: StepGraph, state: SimulationState, pp: int, slots: Int64Arr
     left = np.empty(step.ops.size, np.int64)  # of each action, what it and all after it on its row last
     for row in range(num_rows):
         own = slice(step.rows[row], step.rows[row + 1])
-        left[own] = np.cumsum(step.durations[own][::-1])[::-1]
+        copy_to(left[own], np.cumsum(step.durations[own][::-1])[::-1])
     stage = -1
     while True:
         for row in range(num_rows):
@@ -248,11 +249,11 @@ def greedy_slots(
         kinds = slot_kinds(step, actions.virtual_stages[own], slot_ops, num_model_stages // pp)
         state = initial_state(step, pp)
         run_greedy(step, state, pp, kinds, LONGEST, 0)
-        slots[own] = state.slots_before
+        copy_to(slots[own], state.slots_before)
     return slots
 
 
-@compiled
+@compiled_part
 def _most_left_first(
     chunks: Chunks, actions: Actions, times: ChunkTimes, slot_ops: Int8Array, first: int, dp: int, slots: Int64Array
 ) -> None:

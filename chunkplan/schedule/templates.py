@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int64Array
-from chunkplan.compiled import compiled
+from chunkplan.compiled import compiled, compiled_in_place, compiled_part, copy_to
 from chunkplan.cost.durations import ChunkTimes
 from chunkplan.layers import StagePlacement
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank
@@ -62,7 +62,7 @@ def state_aware_1f1b(
 
     Chunks go through in rounds of pp: a round through the first virtual stages of all stages, then through the second
     ones, and so on. Backwards take them the other way around. The last stage warms up with (virtual stages - 1) pp + 1
-    forwards. Groups that cross rounds can need more: where stages would wait for each other in a deadlock, all warm up
+    forwards. Groups that cross rounds can need more: where stages would deadlock, all warm up
     with another round.
     """
     keeps = chunks.keeps_activations
@@ -76,12 +76,12 @@ def state_aware_1f1b(
             _alternate(order, _forwards_before(order, warm_up, ahead * (pp - stage - 1)), keeps, stage, actions)
         if num_virtual == 1 or warm_up >= order.forwards.size:
             break
-        if np.all(simulate(chunks, actions, times, pp, StagePlacement(num_virtual, False)) >= 0):
+        if np.all(simulate(chunks, actions, times, pp, StagePlacement(num_virtual, False), 1) >= 0):
             break
         warm_up += pp
 
 
-@compiled
+@compiled_part
 def _backward_order(chunks: Chunks) -> Int64Array:
     """Chunks in order, those of a group descending: int64 [n]."""
     order = np.empty(chunks.group_id.size, np.int64)  # [n]
@@ -94,7 +94,7 @@ def _backward_order(chunks: Chunks) -> Int64Array:
     return order
 
 
-@compiled
+@compiled_part
 def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) -> Int64Array:
     """pp `chunks` at a time, on one virtual stage after the other: [n x num_virtual], as virtual stage x n + chunk."""
     order = np.empty(chunks.size * num_virtual, np.int64)  # [n x num_virtual]
@@ -108,7 +108,7 @@ def _in_rounds(chunks: Int64Array, pp: int, num_virtual: int, descending: bool) 
     return order
 
 
-@compiled
+@compiled_part
 def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
     """Number of forwards of a stage before each backward in order, int64 [n].
 
@@ -123,7 +123,7 @@ def _forwards_before(order: Order, warm_up: int, ahead: int) -> Int64Array:
     return least
 
 
-@compiled
+@compiled_in_place
 def _alternate(order: Order, before: Int64Array, keeps: BoolArray, stage: int, actions: Actions) -> None:
     """Write the actions of a stage that does so many forwards `before` each backward in order.
 
@@ -159,8 +159,9 @@ def follow_template(chunks: Chunks, times: ChunkTimes, pp: int, ahead: int) -> A
         actions = empty_actions(rank_chunks.keeps_activations, pp, num_model_stages, False)
         state_aware_1f1b(rank_chunks, rank_times, pp, num_model_stages // pp, ahead, actions)
         own = slice(start, start + actions.ops.size)
-        whole.ops[own], whole.chunk_ids[own] = actions.ops, actions.chunk_ids
-        whole.virtual_stages[own] = actions.virtual_stages
-        stages[rank * pp + 1 : (rank + 1) * pp + 1] = start + actions.stages[1:]
+        copy_to(whole.ops[own], actions.ops)
+        copy_to(whole.chunk_ids[own], actions.chunk_ids)
+        copy_to(whole.virtual_stages[own], actions.virtual_stages)
+        copy_to(stages[rank * pp + 1 : (rank + 1) * pp + 1], start + actions.stages[1:])
         start += actions.ops.size
     return Actions(whole.ops, whole.chunk_ids, whole.virtual_stages, stages)

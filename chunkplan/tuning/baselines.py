@@ -27,7 +27,7 @@ from chunkplan.planning.memory import memory_of_stages
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.slots import slot_ops_on
 from chunkplan.tuning.grid import Progress
-from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
+from chunkplan.tuning.options import GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.sampling import Sample
 
 #: Full activation checkpointing, as it is switched on without a choice of layers.
@@ -221,27 +221,40 @@ def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> 
     config = options.plan_config(layout, -(-largest // way.cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)
     rows: list[Baseline] = []
+    moments: Int64Array | None = None  # what stages hold: 1F1B has the same order whatever actions take
 
-    def run(checkpointing: str, sharding: Sharding) -> tuple[Baseline, Int64Array]:
-        cost = options.cost(layout, MemorySaving(checkpointing, False), sharding)
+    def run(cost: CostModel) -> tuple[Baseline, Int64Array]:
         step_ns, moments = _simulate(way.steps, sample.weights, config, cost, way.cp)
         step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
         needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
-        fits = needed.total <= options.gpu_memory
-        about = way.key, way.name, layout, step_ns, needed, checkpointing, fits, largest, way.lost, way.cp, sharding
-        rate = sample.tokens_per_step * (1 - way.lost) / (step_ns / 1e9)
-        rows.append(Baseline(*about, rate))
-        return rows[-1], moments
+        row = Baseline(
+            way.key,
+            way.name,
+            layout,
+            step_ns,
+            needed,
+            str(cost.checkpointing),
+            needed.total <= options.gpu_memory,
+            largest,
+            way.lost,
+            way.cp,
+            cost.sharding,
+            sample.tokens_per_step * (1 - way.lost) / (step_ns / 1e9),
+        )
+        rows.append(row)
+        return row, moments
 
     for sharding in options.shardings_of(layout) if way.sharding is None else (way.sharding,):
         for place, level in enumerate(way.levels):
-            row, moments = run(level, sharding)
+            cost = options.cost(layout, MemorySaving(level, False), sharding)
+            if moments is not None and level != way.levels[-1] and not _fits(config, cost, moments, options):
+                continue
+            row, moments = run(cost)
             if row.fits:
                 if place and way.levels is CHECKPOINTINGS:
-                    cost = options.cost(layout, LADDER[0], sharding)
                     fewest = _fewest_layers(way.levels[place - 1 : place + 1], config, cost, moments)
                     if fewest != level:
-                        run(fewest, sharding)
+                        run(replace(cost, checkpointing=fewest))
                 break
     return _fastest(rows)
 
@@ -262,6 +275,11 @@ def _fewest_layers(levels: Sequence[Checkpointing], config: PlanConfig, cost: Co
         return max(stage.total for stage in memory_of_stages(config, mixed, moments)) <= cost.hardware.memory_bytes
 
     return with_first(1 + bisect_left(range(1, max(layers)), True, key=fits))
+
+
+def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: TuneOptions) -> bool:
+    """Whether stages that hold `moments` int64 [pp, 8] fit."""
+    return max(stage.total for stage in memory_of_stages(config, cost, moments)) <= options.gpu_memory
 
 
 def _simulate(

@@ -13,13 +13,16 @@ import numpy as np
 from chunkplan.arrays import Int32Array, Int64Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.durations import Float64Array, attention_pairs_of
-from chunkplan.cost.memory import stage_memory
+from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import AttentionPattern
 from chunkplan.cost.states import reduction_ns
 from chunkplan.cost.token_bytes import ResidentTokens
 from chunkplan.layers import stage_parts
 from chunkplan.tuning.sampling import Sample
+
+#: Tokens whose activations take more than gradients take at the end of a step.
+_NEVER_AT_END = 1 << 40
 
 
 class WorkOfSteps(NamedTuple):
@@ -42,9 +45,18 @@ def work_of_steps(sample: Sample, patterns: tuple[AttentionPattern, ...]) -> Wor
     """Sum up the steps of a sample for a model with `patterns` of attention."""
     first, lengths = sample.first_of_step[:-1], sample.num_tokens.astype(np.int64)
     pairs = attention_pairs_of(lengths, 0 * lengths, patterns)
-    sums = (np.add.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
-    longest = (np.maximum.reduceat(each.astype(np.float64), first) for each in (lengths, pairs))
-    return WorkOfSteps(*sums, *longest, sample.weights, sample.num_tokens, first)
+    of_tokens, of_pairs = (
+        (np.add.reduceat(each, first), np.maximum.reduceat(each, first)) for each in (lengths.astype(np.float64), pairs)
+    )
+    return WorkOfSteps(
+        tokens=of_tokens[0],
+        pairs=of_pairs[0],
+        longest=of_tokens[1],
+        longest_pairs=of_pairs[1],
+        weights=sample.weights,
+        num_tokens=sample.num_tokens,
+        first=first,
+    )
 
 
 def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> float:
@@ -63,7 +75,7 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
     again = np.add.reduceat(of_sequences, work.first)  # tokens that are forwarded twice
     stops = list(accumulate(layers))
     fixed = 3 * rates.chunk - rates.frozen.chunk + rates.sums.layer
-    sent = max(rates.gather, rates.launch) + max(rates.gather + rates.reduce, 2 * rates.launch)
+    sent, launched = 2 * rates.gather + rates.reduce, 3 * rates.launch
 
     def spent(stage: tuple[int, ...], tokens: Float64Array, pairs: Float64Array, again: Float64Array) -> Float64Array:
         """What a stage of these model stages takes for one or more chunks of so many tokens, [num_steps]."""
@@ -75,7 +87,8 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
             repeated = (run_again.token - rates.frozen.token) * tokens + run_again.pair * pairs
             own = forward + backward + repeated + rates.token * again + (fixed + run_again.chunk) * num_chunks
             head = rates.trained_head * tokens if each == len(layers) - 1 else 0.0
-            total = total + count * np.maximum(own, sent * num_chunks) + head
+            own = np.maximum(count * np.maximum(own, sent * num_chunks) + head, count * launched * num_chunks)
+            total = total + own
         return total
 
     parts = [tuple(part) for part in stage_parts(range(len(layers)), pp, config.placement)]
@@ -95,17 +108,25 @@ def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
     """
     own = longest // config.cp_sizes[-1]
     k = [config.k, *(k for _, k in config.k_by_length or ())][-1]
-    kept, kv = 0, 0
+    kept = kv = 0
     if own > config.chunk_size:
         first = max(0, -(-own // config.chunk_size) - k) * config.chunk_size  # what K leaves to be run again
         kept, kv = own - first, own
-    held = ResidentTokens(activations=kept, kv=kv)
-    stages = stage_memory(
-        cost,
-        dp=config.dp,
-        layers=config.layers(cost.shape.num_layers),
-        held=[held] * config.pp,
-        chunk_size=config.chunk_size,
-        placement=config.placement,
+    layers = config.layers(cost.shape.num_layers)
+
+    def stages(held: ResidentTokens) -> tuple[StageMemory, ...]:
+        all_alike, chunk_size, placement = [held] * config.pp, config.chunk_size, config.placement
+        return stage_memory(
+            cost, dp=config.dp, layers=layers, held=all_alike, chunk_size=chunk_size, placement=placement
+        )
+
+    # Where the end of a step is the fullest, gradients take what activations have given back.
+    now, at_end, never = (
+        stages(ResidentTokens(kept, kv=kv)),
+        stages(ResidentTokens()),
+        stages(ResidentTokens(_NEVER_AT_END)),
     )
-    return max(stage.total for stage in stages)
+    return max(
+        max(one.total - one.gradients + full.gradients, end.total)
+        for one, end, full in zip(now, at_end, never, strict=True)
+    )

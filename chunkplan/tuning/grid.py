@@ -1,4 +1,4 @@
-"""All configurations of a layout, tried on a sample; the integer program's choice among them, and by length."""
+"""All configurations of a layout that are worth it, tried on a sample, and what is made of the best of them."""
 
 from __future__ import annotations
 
@@ -6,117 +6,40 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from chunkplan.building import result_of
 from chunkplan.config.plan import VIRTUAL, PlanConfig
-from chunkplan.cost.checkpointing import CHECKPOINTINGS, checkpointing_words
+from chunkplan.cost.checkpointing import CHECKPOINTINGS
 from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
-from chunkplan.quantities import ZERO
-from chunkplan.solver import deterministic_solver
+from chunkplan.tuning.bound import fewest_bytes
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.plan_only import why_plan_only
+from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
-from chunkplan.tuning.trial import Outcome, try_out
-
-#: Deterministic seconds of CP-SAT; the programs have some hundred variables.
-_EFFORT = 10.0
-
-#: Times are counted in so many nanoseconds, and these in parts: what is below decides ties.
-_TIME, _TIES = 1000, 128
+from chunkplan.tuning.search import CLOSE, Search
+from chunkplan.tuning.trial import Outcome
 
 #: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4
 
+#: Ways that are tried before the best of them rules others out.
+_BATCH = 4
+
 _LAST_LEVEL = len(CHECKPOINTINGS) - 1
 
-#: Called with (what is done, runs done, runs to do), as each was; a run is a ChunkSize and schedule, with all Ks.
+#: Called with (what is done, parts done, parts to do), as each was.
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A ChunkSize with a schedule, and a way to run the model, its `rung` of the ladder.
-
-    `family` is the same for candidates that differ in their rung alone. `base_ns`: a step's time where nothing is
-    recomputed more than the largest K leaves. By length class and K, both ascending: `extra_ns`, what a step takes
-    longer with it; `stage_bytes`, what each stage then holds in the step with the longest sequence of the class.
-    """
-
-    family: int
-    rung: int
-    base_ns: float
-    extra_ns: tuple[tuple[float, ...], ...]
-    stage_bytes: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-def choose(candidates: list[Candidate], gpu_memory: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Choose the `most` best candidates of different families: (its place, each length class's place of K).
-
-    The fastest comes first. Minimises predicted time under the memory of each stage, as an integer program that
-    CP-SAT solves to the optimum; longer sequences, whose keys and values take more room, never get a larger K. Of
-    solutions that take the same time it is the one of the lower rung with the smaller Ks. Fewer are returned where
-    no more fit.
-    """
-    from ortools.sat.python import cp_model
-
-    hopeful = _hopeful(candidates, gpu_memory, most)
-    candidates = [candidates[place] for place in hopeful]
-    found: list[tuple[int, tuple[int, ...]]] = []
-    model = cp_model.CpModel()
-    takes = [model.new_bool_var("") for _ in candidates]
-    model.add_exactly_one(takes)
-    terms, costs, choices = [], [], []
-    for candidate, taken in zip(candidates, takes, strict=True):
-        terms.append(taken)
-        costs.append(round(candidate.base_ns / _TIME) * _TIES + candidate.rung)
-        of_class = [[model.new_bool_var("") for _ in extra_ns] for extra_ns in candidate.extra_ns]
-        for ks, extra_ns, stage_bytes in zip(of_class, candidate.extra_ns, candidate.stage_bytes, strict=True):
-            model.add_exactly_one([*ks, ~taken])
-            terms += ks
-            costs += [round(extra / _TIME) * _TIES + place for place, extra in enumerate(extra_ns)]
-            for k, of_stages in zip(ks, stage_bytes, strict=True):
-                if max(of_stages) > gpu_memory:
-                    model.add(k == 0)
-        for shorter, longer in pairwise(of_class):
-            for place, k in enumerate(longer):
-                model.add_bool_or([~k, *shorter[place:]])
-        choices.append(of_class)
-    model.minimize(cp_model.LinearExpr.weighted_sum(terms, costs))
-    solver = deterministic_solver(_EFFORT)
-    while len(found) < min(most, len({candidate.family for candidate in candidates})):
-        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            break
-        chosen = next(place for place, taken in enumerate(takes) if solver.boolean_value(taken))
-        ks_of_class = [next(place for place, k in enumerate(ks) if solver.boolean_value(k)) for ks in choices[chosen]]
-        found.append((hopeful[chosen], tuple(ks_of_class)))
-        for candidate, taken in zip(candidates, takes, strict=True):
-            if candidate.family == candidates[chosen].family:
-                model.add(taken == 0)
-    return found
-
-
-def _hopeful(candidates: list[Candidate], gpu_memory: int, most: int) -> list[int]:
-    """Return places of those that can be among the `most` best: at best no slower than so many families with one K."""
-    best: dict[int, float] = {}
-    for candidate in candidates:
-        for place in range(len(candidate.extra_ns[0]) if candidate.extra_ns else 0):
-            if all(max(stages[place]) <= gpu_memory for stages in candidate.stage_bytes):
-                time = candidate.base_ns + sum(extra[place] for extra in candidate.extra_ns)
-                best[candidate.family] = min(time, best.get(candidate.family, time))
-    times = sorted(best.values())
-    slowest = times[most - 1] if len(times) >= most else float("inf")
-    return [place for place, candidate in enumerate(candidates) if candidate.base_ns <= slowest]
 
 
 @dataclass(frozen=True)
@@ -145,14 +68,13 @@ class Choice:
         return GpuLayout(self.config.dp, self.cost.tp, self.config.pp)
 
 
-def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample, *, kv_offload: bool | None = None) -> Choice:
+def choice_of(outcome: Outcome, search: Search, *, kv_offload: bool | None = None) -> Choice:
     """What was tried, as a choice of what it was tried with, but for `kv_offload` where that is not None."""
+    options, sample = search.options, search.sample
     cost = outcome.cost if kv_offload is None else replace(outcome.cost, kv_offload=kv_offload)
     needed = outcome.memory(cost)
-    shares_link = "offload" in cost.levels or not cost.rates.hides_attention
-    if needed.total <= options.gpu_memory and cost.rates != outcome.cost.rates and shares_link:
-        # Keys and values share the link to the host with inputs of layers, and with attention.
-        outcome = try_out(sample, outcome.config, cost)
+    if needed.total <= options.gpu_memory and not _takes_as_long(outcome, cost):
+        outcome = search.try_out(outcome.config, cost)
         needed = outcome.memory(cost)
     seconds = outcome.step_ns / 1e9
     gpus = outcome.config.dp * cost.tp * outcome.config.pp
@@ -172,9 +94,18 @@ def choice_of(outcome: Outcome, options: TuneOptions, sample: Sample, *, kv_offl
     )
 
 
-def evaluate(config: PlanConfig, cost: CostModel, options: TuneOptions, sample: Sample) -> Choice:
+def _takes_as_long(outcome: Outcome, cost: CostModel) -> bool:
+    """Whether what was tried takes as long with `cost`, which may offload keys and values besides.
+
+    These share the link to the host with inputs of layers, and with attention.
+    """
+    shares_link = "offload" in cost.levels or not cost.rates.hides_attention
+    return not shares_link or cost.rates == outcome.cost.rates
+
+
+def evaluate(config: PlanConfig, cost: CostModel, search: Search) -> Choice:
     """Try one configuration: what all choices but those of the grid come from."""
-    return choice_of(try_out(sample, config, cost), options, sample)
+    return choice_of(search.try_out(config, cost), search)
 
 
 class Way(NamedTuple):
@@ -193,12 +124,7 @@ Ladder = list[tuple[MemorySaving, list[Outcome]]]
 
 
 def try_grid(
-    sample: Sample,
-    options: TuneOptions,
-    layout: GpuLayout,
-    chunk_sizes: Sequence[int],
-    ks: Sequence[int],
-    progress: Progress,
+    search: Search, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], progress: Progress
 ) -> list[Choice]:
     """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; where
     memory is short, what may be fastest with levels of activation checkpointing layer by layer; of the fastest of all,
@@ -207,10 +133,12 @@ def try_grid(
     A choice is of the first rung of the ladder that fits; where none does, of the last. Which one it
     is, what stages hold without checkpointing tells; where it does not fit, those after it are tried. Where ranks may
     share more than one thing, each that spares recomputing, or fits what otherwise does not, makes a choice of its own.
+    Of all this only what is worth it in `search` is tried, best bounds first.
     """
+    sample, options = search.sample, search.options
     cancelled = threading.Event()
     with ThreadPoolExecutor(os.cpu_count()) as pool, _cancelling(pool, cancelled):
-        grid = _Grid(sample, options, layout, progress, pool, cancelled)
+        grid = _Grid(search, layout, progress, pool, cancelled)
         tried = grid.try_all(chunk_sizes, ks)
     choices: list[Choice] = []
     for of_levels in tried:
@@ -218,18 +146,24 @@ def try_grid(
         for ladder in ladders:
             for k in dict.fromkeys(outcome.config.k for _, outcomes in ladder for outcome in outcomes):
                 made = [
-                    choice_of(outcome, options, sample, kv_offload=saving.kv_offload)
+                    choice_of(outcome, search, kv_offload=saving.kv_offload)
                     for saving, outcomes in ladder
                     for outcome in outcomes
                     if outcome.config.k == k
                 ]
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
-        choices += _mixed_ks(sample, options, ladders)
-    fastest_ns = min((choice.step_ns for choice in choices if choice.fits), default=math.inf)
+        choices += _mixed_ks(search, ladders)
     outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
-    choices += [choice_of(outcome, options, sample) for outcome in mixed(sample, options, outcomes, fastest_ns)]
-    choices += _shared_otherwise(sample, options, choices)
-    return choices + _cut_by_cost(sample, options, choices)
+    fastest = [choice.step_ns for choice in choices if choice.fits]
+    fastest += [search.least_ns] if outcomes and not options.thorough else []
+    found = mixed(sample, options, outcomes, min(fastest, default=math.inf))
+    choices += [choice_of(outcome, search) for outcome in found]
+    choices += _shared_otherwise(search, choices)
+    choices += _cut_by_cost(search, choices)
+    for choice in choices:
+        if choice.fits:
+            search.note(choice.config, choice.cost, choice.step_ns)
+    return choices
 
 
 @contextmanager
@@ -247,19 +181,77 @@ def _cancelling(pool: ThreadPoolExecutor, cancelled: threading.Event) -> Iterato
 class _Grid:
     """The ways of a layout, each tried with the levels of activation checkpointing that it needs to fit."""
 
-    sample: Sample
-    options: TuneOptions
+    search: Search
     layout: GpuLayout
     progress: Progress
     pool: ThreadPoolExecutor
     cancelled: threading.Event
 
+    @property
+    def options(self) -> TuneOptions:
+        """What is tuned for."""
+        return self.search.options
+
     def try_all(self, chunk_sizes: Sequence[int], ks: Sequence[int]) -> list[list[Tried]]:
         """What was tried, by what ranks share, and by the place of the last so many levels."""
+        wanted = {way: self._sensible_ks(ks, way) for way in self._ways(chunk_sizes)}
         first, *others = self.options.shardings_of(self.layout)
-        plain = self._try(0, {way: self._sensible_ks(ks, way) for way in self._ways(chunk_sizes)}, first)
-        tried = [[plain, *self._climb(self._first_levels(plain, first), first)]]
-        return tried + [self._climb(self._worth_sharding(sharding, plain), sharding) for sharding in others]
+        tried: list[list[Tried]] = [[{} for _ in CHECKPOINTINGS] for _ in (first, *others)]
+        for batch in self._batches(wanted):
+            plain = self._try(0, batch, first)
+            found = [[plain, *self._climb(self._first_levels(plain, first), first)]]
+            found += [self._climb(self._worth_sharding(sharding, plain), sharding) for sharding in others]
+            for of_sharding, new in zip(tried, found, strict=True):
+                for of_level, outcomes in zip(of_sharding, new, strict=True):
+                    of_level |= outcomes
+        return tried
+
+    def _batches(self, wanted: Wanted) -> Iterator[Wanted]:
+        """What is wanted, those with the best bounds first, and of later ones what is still hopeful then.
+
+        Where nothing may fit and nothing did, it is what takes least memory.
+        """
+        search, total = self.search, len(wanted)
+        if self.options.thorough:
+            yield wanted
+            return
+        shardings = self.options.shardings_of(self.layout)
+        levels = range(len(CHECKPOINTINGS))
+        bounds = {
+            (way, k): min(
+                search.bound_ns(self._config(way, k), self._costs(way, sharding, *levels)) for sharding in shardings
+            )
+            for way, ks in wanted.items()
+            for k in ks
+        }
+        some = self._config(*next(iter(bounds))), self.options.cost(self.layout, LADDER[0])
+        if min(bounds.values()) == math.inf == search.best_ns(*some):
+            yield {way: wanted[way][:1] for way in [min(wanted, key=self._fewest_bytes)]}
+            return
+        order = sorted(wanted, key=lambda way: min(bounds[way, k] for k in wanted[way]))
+        for start in range(0, total, _BATCH):
+            most = CLOSE * search.best_ns(*some)
+            hopeful = {
+                way: [k for k in wanted[way] if bounds[way, k] <= most and bounds[way, k] < math.inf]
+                for way in order[start : start + _BATCH]
+            }
+            yield {way: ks for way, ks in hopeful.items() if ks}
+            self.progress("layouts", min(start + _BATCH, total), total)
+
+    def _fewest_bytes(self, way: Way) -> int:
+        """The least memory of a way with the smallest K and all that saves memory."""
+        sharding, config = self.options.shardings_of(self.layout)[-1], self._config(way, min(self.options.ks))
+        return min(fewest_bytes(self.search.longest, config, cost) for cost in self._costs(way, sharding, _LAST_LEVEL))
+
+    def _config(self, way: Way, k: int) -> PlanConfig:
+        """The configuration of a way and a K."""
+        config = self.options.plan_config(self.layout, way.chunk_size, k, way.schedule, way.cp)
+        return replace(config, stage_layers=way.stage_layers)
+
+    def _costs(self, way: Way, sharding: Sharding, *levels: int) -> list[CostModel]:
+        """The cost models of the rungs of `levels` that a way may take, from the fastest on."""
+        rungs = (saving for level in levels for saving in self._rungs(level, way))
+        return [self.options.cost(self.layout, saving, sharding) for saving in rungs]
 
     def ladders(self, of_levels: list[Tried]) -> list[Ladder]:
         """The rungs that each way may take, with what was tried on each, from the fastest on."""
@@ -280,7 +272,7 @@ class _Grid:
         ChunkSizes above the first one that holds all that a rank has in the largest step, and any sequence, are left
         out.
         """
-        sample, options, layout = self.sample, self.options, self.layout
+        sample, options, layout = self.search.sample, self.options, self.layout
         cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
         pairs_per_token = sample.attention_pairs_per_step(cost) / sample.tokens_per_step
         layers = balance_layers(cost, layout.pp, pairs_per_token)
@@ -297,26 +289,28 @@ class _Grid:
 
     def _sensible_ks(self, ks: Sequence[int], way: Way) -> list[int]:
         """Leave out Ks larger than the first one that keeps all chunks of the longest sequence."""
-        return _up_to_enough(ks, -(-int(self.sample.num_tokens.max()) // way.chunk_size))
+        return _up_to_enough(ks, -(-int(self.search.sample.num_tokens.max()) // way.chunk_size))
 
     def _try(self, level: int, wanted: Wanted, sharding: Sharding) -> Tried:
         """Try the Ks that are wanted of each way with a level, by its place; keys and values are on the GPU."""
-        saving = LADDER[2 * level]
-        cost = self.options.cost(self.layout, saving, sharding)
-        words = [f"dp {self.layout.dp}, tp {self.layout.tp}, pp {self.layout.pp}"]
-        words += checkpointing_words(saving.checkpointing, "full checkpointing")
-        words += [ZERO[sharding]] if self.layout.dp > 1 else []
-        started = {}
+        search, cost = self.search, self.options.cost(self.layout, LADDER[2 * level], sharding)
+        started: dict[Way, list[Future[Outcome]]] = {}
         for way, ks in wanted.items():
-            config = self.options.plan_config(self.layout, way.chunk_size, ks[0], way.schedule, way.cp)
-            configs = [replace(config, stage_layers=way.stage_layers, k=k) for k in ks]
-            started[way] = [
-                self.pool.submit(try_out, self.sample, config, cost, self.cancelled.is_set) for config in configs
-            ]
+            # Trials without any level and sharding tell what stages hold, whatever fits.
+            is_first = level == 0 and sharding == self.options.shardings_of(self.layout)[0]
+            rungs, configs = self._costs(way, sharding, level), [self._config(way, k) for k in ks]
+            configs = [config for config in configs if is_first or search.is_hopeful(config, *rungs)]
+            futures = [self.pool.submit(search.try_out, config, cost, self.cancelled.is_set) for config in configs]
+            started |= {way: futures} if futures else {}
         outcomes: Tried = {}
         for way, futures in started.items():
             outcomes[way] = [result_of(future) for future in futures]
-            self.progress(f"simulating {', '.join(words)}", len(outcomes), len(started))
+            if self.options.thorough:
+                self.progress("layouts", len(outcomes), len(started))
+            for outcome in outcomes[way]:
+                alike = [each for each in self._costs(way, sharding, level) if _takes_as_long(outcome, each)]
+                if any(outcome.fits(each, self.options.gpu_memory) for each in alike):
+                    search.note(outcome.config, cost, outcome.step_ns)
         return outcomes
 
     def _rungs(self, level: int, way: Way) -> list[MemorySaving]:
@@ -327,8 +321,7 @@ class _Grid:
 
     def _fits(self, outcome: Outcome, level: int, way: Way, sharding: Sharding) -> bool:
         """Whether what was tried fits with a level."""
-        costs = (self.options.cost(self.layout, saving, sharding) for saving in self._rungs(level, way))
-        return any(outcome.fits(cost, self.options.gpu_memory) for cost in costs)
+        return any(outcome.fits(cost, self.options.gpu_memory) for cost in self._costs(way, sharding, level))
 
     def _first_level(self, outcome: Outcome, way: Way, sharding: Sharding) -> int:
         """The place of the first level that fits what was tried without any, or one more than there are."""
@@ -389,21 +382,20 @@ def _up_to_enough(sizes: Sequence[int], enough: int) -> list[int]:
     return [size for size in sizes if size <= largest]
 
 
-def mixed_again(
-    choice: Choice, on_heaviest: Outcome, sample: Sample, heaviest: Sample, options: TuneOptions
-) -> Choice | None:
+def mixed_again(choice: Choice, on_heaviest: Outcome, heaviest: Sample, search: Search) -> Choice | None:
     """A choice with levels layer by layer that do not fit the `heaviest` steps, with levels that do; None: none do."""
     moments = on_heaviest.peaks[int(choice.cost.kv_offload)]
-    found = fitted((sample, heaviest), choice.config, choice.cost, moments, options.gpu_memory)
+    found = fitted((search.sample, heaviest), choice.config, choice.cost, moments, search.options.gpu_memory)
     if found is None:
         return None
     memory = max((each.memory(each.cost) for each in found), key=lambda each: each.total)
     host_bytes = max(each.host_bytes(each.cost) for each in found)
-    return replace(choice_of(found[0], options, sample), memory=memory, host_bytes=host_bytes)
+    return replace(choice_of(found[0], search), memory=memory, host_bytes=host_bytes)
 
 
-def _mixed_ks(sample: Sample, options: TuneOptions, ladders: list[Ladder]) -> list[Choice]:
+def _mixed_ks(search: Search, ladders: list[Ladder]) -> list[Choice]:
     """Simulate the winners of the integer program; those with one K for all lengths are among the others already."""
+    sample, options = search.sample, search.options
     rungs = [(family, *rung) for family, ladder in enumerate(ladders) for rung in ladder]
     candidates = [_candidate(*rung, sample) for rung in rungs]
     choices: list[Choice] = []
@@ -420,8 +412,8 @@ def _mixed_ks(sample: Sample, options: TuneOptions, ladders: list[Ladder]) -> li
             if k != before
         )
         config = replace(outcomes[0].config, k=ks[0], k_by_length=by_length)
-        outcome = try_out(sample, config, outcomes[0].cost)
-        choices.append(choice_of(outcome, options, sample, kv_offload=saving.kv_offload))
+        outcome = search.try_out(config, outcomes[0].cost)
+        choices.append(choice_of(outcome, search, kv_offload=saving.kv_offload))
     return choices
 
 
@@ -456,31 +448,33 @@ def _fastest(choices: list[Choice]) -> list[Choice]:
     return list({id(each): each for each in (*fitting[:_WINNERS], *runnable[:_WINNERS])}.values())
 
 
-def _shared_otherwise(sample: Sample, options: TuneOptions, choices: list[Choice]) -> list[Choice]:
+def _shared_otherwise(search: Search, choices: list[Choice]) -> list[Choice]:
     """Try the fastest choices with whatever else ranks may share: return what is faster so.
 
     Where ranks share gradients or weights, these are on their way while chunks are at work.
     """
     found, known = [], {(each.config, each.cost) for each in choices}
     for choice in _fastest(choices):
-        for sharding in options.shardings_of(choice.layout):
+        for sharding in search.options.shardings_of(choice.layout):
             cost = replace(choice.cost, sharding=sharding)
-            if (choice.config, cost) not in known:
-                made = evaluate(choice.config, cost, options, sample)
+            if (choice.config, cost) not in known and search.is_hopeful(choice.config, cost):
+                made = evaluate(choice.config, cost, search)
                 found += [made] if made.fits and made.step_ns < choice.step_ns else []
     return found
 
 
-def _cut_by_cost(sample: Sample, options: TuneOptions, choices: list[Choice]) -> list[Choice]:
+def _cut_by_cost(search: Search, choices: list[Choice]) -> list[Choice]:
     """Try the fastest choices on a pipeline, and the fastest that the runtime can run, with parts of equal time: return
     what is faster so.
 
     Parts of equal length take longer the more is before them, and stages wait for each other between them. On one stage
     nothing waits.
     """
-    longest = int(sample.num_tokens.max())
+    longest = int(search.sample.num_tokens.max())
     found = []
     for choice in _fastest([each for each in choices if each.config.pp > 1 and longest > each.config.chunk_size]):
-        made = evaluate(replace(choice.config, split="cost"), choice.cost, options, sample)
-        found += [made] if made.step_ns < choice.step_ns else []
+        config = replace(choice.config, split="cost")
+        if search.is_hopeful(config, choice.cost):
+            made = evaluate(config, choice.cost, search)
+            found += [made] if made.step_ns < choice.step_ns else []
     return found

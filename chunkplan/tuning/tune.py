@@ -6,6 +6,7 @@ planned and simulated as a plan's are, and an integer program chooses a K for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,10 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
 from chunkplan.quantities import ZERO
 from chunkplan.tuning.baselines import Baseline, baselines
-from chunkplan.tuning.grid import Choice, Progress, mixed_again, try_grid
+from chunkplan.tuning.grid import Choice, Progress, evaluate, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps, token_histogram
+from chunkplan.tuning.search import Search
 from chunkplan.tuning.trial import try_out
 
 #: Strata of the sample that layouts are compared on, and of the one that configurations are; and the sequences of a
@@ -39,6 +41,12 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 
 #: Times this close are the same: of these the choice is the one that takes least memory.
 _SAME = 1.005
+
+#: What is no slower than this many times the best is tried on more steps, of the fastest so many.
+_CLOSE, _CLOSEST = 1.03, 8
+
+#: What takes more than this many times the best is no trade for less memory.
+_SLOWEST = 1.5
 
 #: How many GPUs are looked at for the fewest that fit, and the smallest ChunkSize that is tried for it; smaller ones
 #: spare next to no memory.
@@ -136,29 +144,31 @@ def tune(
         analysis = load_analysis(analysis)
     num_tokens = analysis.num_tokens
     layouts = options.layouts()
-    report = progress or _ignore
-    sample = _sample(num_tokens, options, _STRATA)
+    few, search = (Search(_sample(num_tokens, options, strata), options) for strata in (_COARSE, _STRATA))
+    overall = _Overall(progress or _ignore, few, search)
+    sample = search.sample
     rows = []
-    for row in baselines(sample, options, options.baseline_layouts(), report):
+    for row in baselines(sample, options, options.baseline_layouts(), overall.part(0, 20)):
         rows.append(row)
         if found is not None:
             found(row)
-    compared = _compare(_sample(num_tokens, options, _COARSE), options, layouts, report) if len(layouts) > 1 else []
+    compared = _compare(few, layouts, overall.part(20, 25)) if len(layouts) > 1 else []
     if compared:
         layouts = _worth_a_closer_look(compared)
-    choices = [
-        choice
-        for layout in layouts
-        for choice in try_grid(sample, options, layout, options.chunk_sizes, options.ks, report)
-    ]
+    choices = _tried(search if options.thorough else few, layouts, overall)
+    if not options.thorough:
+        fitting = [choice for choice in choices if choice.fits]
+        choices = _on_more_steps(choices, search, overall.part(80, 15))
+        if fitting and not any(choice.fits for choice in choices):  # what fits few steps may fit no others
+            choices = _tried(search, layouts, overall)
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
-    chosen = recommended = _verified(choices, sample, heaviest, options)
+    chosen = recommended = _verified(choices, heaviest, search)
     if chosen is not None and chosen.plan_only is not None:
-        recommended = _verified(choices, sample, heaviest, options, runnable=True)
+        recommended = _verified(choices, heaviest, search, runnable=True)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
-        raise _nothing_fits(choices[0], options, _fewest_gpus(sample, options, report, above=gpus))
+        raise _nothing_fits(choices[0], options, _fewest_gpus(few.sample, options, overall.part(95, 5), above=gpus))
     return Tuning(
         options=options,
         baselines=tuple(rows),
@@ -167,7 +177,7 @@ def tune(
         recommended=recommended,
         pareto=_pareto(choices, runnable=recommended is not None),
         layouts=tuple(compared),
-        fewest_gpus=min(gpus, _fewest_gpus(sample, options, report) or gpus),
+        fewest_gpus=min(gpus, _fewest_gpus(few.sample, options, overall.part(95, 5)) or gpus),
         num_sequences=num_tokens.size,
         longest_sequence=int(num_tokens.max()),
         tokens_per_step=sample.tokens_per_step,
@@ -184,18 +194,37 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     return sample_steps(num_tokens, config, cost, min(num_strata, most))
 
 
-def _compare(sample: Sample, options: TuneOptions, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
+def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
     """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
-    found = []
+    found: list[tuple[FirstLook, int]] = []
+    options = search.options
+    chunk_sizes: tuple[int, ...] = _COARSE_CHUNK_SIZES
+    ks: tuple[int, ...] = _COARSE_KS
+    if not options.thorough:  # what is found is compared with what is to be tried
+        chunk_sizes, ks = _near(chunk_sizes, options.chunk_sizes), _near(ks, options.ks)
     for layout in layouts:
-        choices = try_grid(sample, options, layout, _COARSE_CHUNK_SIZES, _COARSE_KS, _ignore)
+        choices = try_grid(search, layout, chunk_sizes, ks, _ignore)
         times = [choice.step_ns for choice in choices if choice.fits]
         runnable = [choice.step_ns for choice in choices if choice.fits and choice.plan_only is None]
         look = FirstLook(layout, min(times, default=None), min(runnable, default=None))
-        found.append((look, min(choice.memory.total for choice in choices)))
+        found.append((look, min((choice.memory.total for choice in choices), default=0)))
         progress("comparing layouts", len(found), len(layouts))
     found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
     return [look for look, _ in found]
+
+
+def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[Choice]:
+    """Try all that is worth it on some layouts."""
+    choices: list[Choice] = []
+    for place, layout in enumerate(layouts):
+        report = overall.part(45, 35, place, len(layouts))
+        choices += try_grid(search, layout, search.options.chunk_sizes, search.options.ks, report)
+    return choices
+
+
+def _near(wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of `given` next to each of `wanted`."""
+    return tuple(sorted({min(given, key=lambda each: abs(math.log(each / number))) for number in wanted}))
 
 
 def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
@@ -207,6 +236,25 @@ def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
     return layouts
 
 
+class _Overall:
+    """One progress for all parts of a tuning, in percent, with the best time so far of `few` steps, then of more."""
+
+    def __init__(self, progress: Progress, few: Search, more: Search) -> None:
+        self._progress, self._few, self._more = progress, few, more
+        self._done = 0
+
+    def part(self, first: int, percent: int, place: int = 0, num_places: int = 1) -> Progress:
+        """The progress of what takes `percent` from `first` on, or of one of so many parts of this."""
+
+        def report(_: str, done: int, total: int) -> None:
+            best_ns = self._more.least_ns if self._more.least_ns < math.inf else self._few.least_ns
+            words = f"best so far {best_ns / 1e9:.4g} s" if best_ns < math.inf else "nothing fits so far"
+            self._done = max(self._done, first + int(percent * (place + done / total) / num_places))
+            self._progress(words, self._done, 100)
+
+        return report
+
+
 def _ignore(doing: str, done: int, total: int) -> None:
     """Do nothing: a first look is not counted in the progress, or nobody asks for it."""
 
@@ -216,9 +264,32 @@ def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) 
     return sample_steps(num_tokens, config, cost, 1, max(4, _HEAVIEST_SEQUENCES // config.global_batch))
 
 
-def _verified(
-    choices: list[Choice], sample: Sample, heaviest: Sample, options: TuneOptions, *, runnable: bool = False
-) -> Choice | None:
+def _on_more_steps(choices: list[Choice], search: Search, progress: Progress) -> list[Choice]:
+    """Try on all steps of `search` the choices that may be the fastest, and those that take less memory; where none
+    fits, the one that takes least.
+    """
+    fitting = sorted((each for each in choices if each.fits), key=lambda choice: choice.step_ns)
+    if not fitting:
+        fitting = [min(choices, key=lambda choice: choice.memory.total)]
+    runnable = [choice for choice in fitting if choice.plan_only is None]
+    worth = [fitting[place] for place in _pareto(fitting, runnable=bool(runnable))]
+    for of_kind in (fitting, runnable):
+        worth += [choice for choice in of_kind[:_CLOSEST] if choice.step_ns <= _CLOSE * of_kind[0].step_ns]
+    unique = {(choice.config, choice.cost): choice for choice in worth}
+    found = []
+    for choice in unique.values():
+        made = evaluate(choice.config, choice.cost, search)
+        if choice.fits and not made.fits:
+            outcome = search.try_out(choice.config, choice.cost)
+            made = mixed_again(choice, outcome, search.sample, search) or made
+        found.append(made)
+        if made.fits:
+            search.note(made.config, made.cost, made.step_ns)
+        progress("trying the best on more steps", len(found), len(unique))
+    return found
+
+
+def _verified(choices: list[Choice], heaviest: Sample, search: Search, *, runnable: bool = False) -> Choice | None:
     """Find the best one of `choices`, or of those that are `runnable`, that fits the `heaviest` steps too.
 
     What is found out on the way about the memory of a choice is written into `choices`. One with levels layer by layer
@@ -234,22 +305,23 @@ def _verified(
         if memory == best.memory:
             return best
         host_bytes = max(outcome.host_bytes(best.cost), best.host_bytes)
-        checked = replace(best, memory=memory, host_bytes=host_bytes, fits=memory.total <= options.gpu_memory)
+        checked = replace(best, memory=memory, host_bytes=host_bytes, fits=memory.total <= search.options.gpu_memory)
         choices[next(place for place, choice in enumerate(choices) if choice is best)] = checked
         if checked.fits:
             return checked
         if len(set(best.cost.levels)) > 1:
-            choices += [each for each in [mixed_again(best, outcome, sample, heaviest, options)] if each is not None]
+            choices += [each for each in [mixed_again(best, outcome, heaviest, search)] if each is not None]
     return None
 
 
 def _pareto(choices: list[Choice], *, runnable: bool) -> tuple[int, ...]:
     """Return the places of choices that fit and need less memory than all faster ones, if `runnable` of those that the
-    runtime can run; what fits ascends by time."""
+    runtime can run, and take up to `_SLOWEST` times the fastest; what fits ascends by time."""
     front: list[int] = []
     for place, choice in enumerate(choices):
         takes_less = not front or choice.memory.total < choices[front[-1]].memory.total
-        if choice.fits and takes_less and not (runnable and choice.plan_only):
+        is_slow = bool(front) and choice.step_ns > _SLOWEST * choices[front[0]].step_ns
+        if choice.fits and takes_less and not is_slow and not (runnable and choice.plan_only):
             front.append(place)
     return tuple(front)
 
@@ -259,15 +331,12 @@ def _fewest_gpus(sample: Sample, options: TuneOptions, progress: Progress, *, ab
 
     `sample` has the longest sequences, by which memory goes. Tried are a small ChunkSize and all that saves memory.
     """
-    for gpus in GPU_COUNTS:
+    for place, gpus in enumerate(GPU_COUNTS):
         if gpus <= above:
             continue
-
-        def report(doing: str, done: int, total: int, gpus: int = gpus) -> None:
-            progress(f"fewest GPUs, {gpus}", done, total)
-
+        progress("fewest GPUs", place + 1, len(GPU_COUNTS))
         for each in _smallest_layouts(options, gpus):
-            tried = try_grid(sample, each, each.layouts()[0], each.chunk_sizes, (1,), report)
+            tried = try_grid(Search(sample, each), each.layouts()[0], each.chunk_sizes, (1,), _ignore)
             if any(choice.fits and choice.plan_only is None for choice in tried):
                 return gpus
     return None

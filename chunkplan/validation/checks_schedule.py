@@ -419,7 +419,7 @@ def check_slots(block: RankBlock) -> Complaint | None:
     if found := complaint(apart, lambda at: "a rank that shares it in another"):
         return found
     reached = _walk(stages, node, waits_for(block))
-    return complaint(node == reached[unit], lambda at: "which is never over: a deadlock")
+    return complaint(node == reached[unit], lambda at: "which never ends: a deadlock")
 
 
 def _walk(stages: Int64Array, node: Int64Array, needed: Int64Array) -> Int64Array:

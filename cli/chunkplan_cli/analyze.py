@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chunkplan.config.intake import FILES, IntakeOptions, SourceOverrides
+from chunkplan.cost.model import CostModel
+from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, read_toml, toml_name
+from chunkplan.options import Options, option, options_of, read_toml, same, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
+from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import reading_progress
-from chunkplan_cli.terminal import note
+from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
     from chunkplan.intake.reading import IntakeRequest
@@ -64,6 +67,14 @@ class AnalyzeOptions(Options):
         default=(),
         default_words="files of a folder that are named validation, dev, test or eval beside train",
         flag="--eval",
+    )
+    model: ModelShape | None = same(
+        CostModel,
+        "shape",
+        help="Warn of sequences that are too long for this model: its name, or its config.json or folder.",
+        group=_TOKENS,
+        default=None,
+        default_words="",
     )
     chat_template: Path | None = option(
         path("FILE"), "A Jinja chat template in place of the tokenizer's.", group=_TOKENS, default=None
@@ -152,6 +163,8 @@ def analyze(
     replaced = describe_old(target)
     with reading_of(data, options, how, place, beside) as request:
         analysis = write_analysis(request, target)
+    if how.model is not None:
+        warn_of_positions(analysis, how.model)
     print_analysis(analysis, as_json=as_json, replaced=replaced, beside=beside)
     print_next(output, workspace)
 
@@ -164,11 +177,12 @@ def reading_of(
 
     An error of sources that cannot be read gets the command that leaves them out.
     """
+    from chunkplan.compiling import compiled_ahead
     from chunkplan.intake.reading import IntakeRequest
     from chunkplan.intake.source import UnreadableSourcesError
 
     try:
-        with reading_progress() as progress:
+        with compiled_ahead(warn), reading_progress() as progress:
             yield IntakeRequest(
                 paths={"train": data, "eval": how.eval},
                 cache=place.cache,

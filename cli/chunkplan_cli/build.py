@@ -94,6 +94,8 @@ def build(
         note(f"not read of the data: {keys}")
     with note_compilation():
         if auto:
+            if "shape" in machine:
+                warn_of_positions(loaded, machine["shape"])
             asked = CliValues(machine | tuning)
             settings, found = choose(loaded, values, asked, file=options.from_file, saved=place.tuning)
             cost = found.cost
@@ -106,6 +108,8 @@ def build(
             if options.checkpointing == AUTO:
                 cost = fitting_levels(cost, settings, loaded)
             _warn_of_plan_only(machine, cost, settings)
+        if not (auto and "shape" in machine):
+            warn_of_positions(loaded, cost.shape)
         with planning_progress() as report_progress:
             plans = build_plans(
                 loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
@@ -119,14 +123,17 @@ def build(
     if not auto and not options.like and settings.split != "none":
         warn_of_chunk_size(settings.chunk_size, built.manifest["totals"], settings.dp, fits=memory.fits, tune=tune)
     warn_of_memory(memory, cost, settings, None if options.from_file or options.like else tune)
-    warn_of_positions(positions, cost.shape.name)
     _say_what_was_written(plans, loaded, target, replaced, dry_run=dry_run)
     if not dry_run:
-        flags = [str(target)] if output else ["--workspace", str(workspace)] if workspace else []
-        note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
-        if _can_be_trained(built.manifest, settings, cost):
-            flags = ["--plan", str(target)] if output else flags
-            note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
+        _say_next(output, workspace, can_be_trained=_can_be_trained(built.manifest, settings, cost))
+
+
+def _say_next(output: Path | None, workspace: Path | None, *, can_be_trained: bool) -> None:
+    flags = [str(output)] if output else ["--workspace", str(workspace)] if workspace else []
+    note(f"next: {shlex.join(['chunkplan', 'inspect', *flags, '--step', '0'])}")
+    if can_be_trained:
+        flags = ["--plan", *flags] if output else flags
+        note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
 
 
 def _settings(values: CliValues, cost: CostModel) -> PlanConfig:

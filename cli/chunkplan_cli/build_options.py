@@ -16,7 +16,7 @@ from chunkplan.options import Options, in_words, option, options_of, read_toml, 
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
-from chunkplan_cli.progress import progress_of_phases
+from chunkplan_cli.progress import tuning_progress
 from chunkplan_cli.terminal import note, warn
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def choose(
         tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
         shared = {name: values[name] for name in _SHARED if name in values}
         options = tune_options(CliValues(machine | shared | tried))
-        with progress_of_phases("runs") as report_progress:
+        with tuning_progress() as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = CliValues({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
     if "k" in values:

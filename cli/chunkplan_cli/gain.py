@@ -26,7 +26,7 @@ from chunkplan_cli.declared import (
     tune_options,
 )
 from chunkplan_cli.plan_report import warn_of_positions
-from chunkplan_cli.progress import note_compilation, progress_of_phases
+from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import note, print_json, stdout, warn
 from chunkplan_cli.tune import print_tuned_for, print_verdict
 from chunkplan_cli.ways_report import print_way, print_way_heads
@@ -71,7 +71,6 @@ def gain(
 
     Example: chunkplan gain train.jsonl --model Qwen/Qwen2.5-7B --gpus 8xH100
     """
-    from chunkplan.lengths import Positions
     from chunkplan.tuning.document import tuning_document, write_tuning
     from chunkplan.tuning.tune import tune as run
     from chunkplan.workspace import Workspace
@@ -79,14 +78,14 @@ def gain(
     options = tune_options(CliValues({"gpus": 8} | asked if asked.keys().isdisjoint(("gpus", "dp", "pp")) else asked))
     place = Workspace.find(workspace)
     analysis, estimate = _lengths(data, place, reading, files)
-    warn_of_positions(Positions.of(analysis.num_tokens, options.shape.max_positions), options.shape.name)
+    warn_of_positions(analysis, options.shape)
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens
         about = f"of {tokens.size:,}; {tokens.mean():,.0f} tokens on average, the longest {tokens.max():,}"
         print_tuned_for(console, options, "", about)
         print_way_heads(console, "Ways to train", options)
-    with note_compilation(), progress_of_phases("runs") as report_progress:
+    with note_compilation(), tuning_progress() as report_progress:
         tuning = run(
             analysis,
             options,

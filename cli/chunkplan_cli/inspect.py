@@ -195,7 +195,7 @@ def _tuning_of(shown: Path, analysis: Path | None, place: Workspace) -> Path | N
 
     That is the tuning of the workspace, or the one in the folder that what is shown lies in.
     """
-    from chunkplan.reporting.page.tuning_warnings import is_tuning_of
+    from chunkplan.reporting.page.write import is_tuning_of
     from chunkplan.workspace import Workspace
 
     if shown in (place.plan, place.analysis):

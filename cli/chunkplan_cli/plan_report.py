@@ -18,7 +18,8 @@ from chunkplan_cli.terminal import drawn_table, facts_grid, note, warn
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
     from chunkplan.cost.model import CostModel
-    from chunkplan.lengths import Positions
+    from chunkplan.cost.shape import ModelShape
+    from chunkplan.planfile.analysis import Analysis
     from chunkplan.planning.selection import SourceShare
     from chunkplan.reporting.plan_memory import PlanMemory
     from chunkplan.reporting.plan_report import PlanReport
@@ -104,15 +105,18 @@ def warn_of_chunk_size(chunk_size: int, totals: dict[str, int], dp: int, *, fits
         note(f"hint: a smaller --chunk-size takes less memory; `{shlex.join([*tune, '--gpus', '8'])}` chooses one")
 
 
-def warn_of_positions(positions: Positions | None, model: str) -> None:
-    """Warn of sequences that have more tokens than the model takes."""
+def warn_of_positions(analysis: Analysis, model: ModelShape) -> None:
+    """Warn of sequences that have more tokens than the model takes, before anything is done with them."""
+    from chunkplan.lengths import Positions
+
+    positions = Positions.of(analysis.num_tokens, model.max_positions)
     if positions is None or not positions.num_over:
         return
     most = positions.max_positions
     warn(
         f"{positions.num_over:,} of {counted(positions.num_sequences, 'sequence')} "
-        f"{'has' if positions.num_over == 1 else 'have'} more than the {most:,} tokens that {model} takes, the longest "
-        f"{positions.longest:,}: the trainer refuses such data"
+        f"{'has' if positions.num_over == 1 else 'have'} more than the {most:,} tokens that {model.name} takes, "
+        f"the longest {positions.longest:,}: the trainer refuses such data"
     )
     note(
         f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts the end off these, `--long drop` "

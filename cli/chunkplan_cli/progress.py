@@ -5,6 +5,7 @@ And why nothing seems to happen where the planner's loops are compiled.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,28 +60,23 @@ def progress_of_phases(unit: str, scale: int = 1) -> Iterator[PhaseReport]:
 
 
 @contextmanager
+def tuning_progress() -> Iterator[PhaseReport]:
+    """Yield a function to call with (the best so far, parts done, all parts): lines come from the fifth second on."""
+    pace = Pace()
+    with _progress("parts", 1, lambda: pace, Pace.ALIKE_SECONDS) as report:
+        yield report
+
+
+@contextmanager
 def _progress(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: float) -> Iterator[PhaseReport]:
     """Yield a function as `progress_of_phases` does; without a terminal the first line comes after so many seconds."""
-    console = stderr()
-    if not console.is_terminal:
-        yield _lines(unit, scale, new_pace, first_after)
-        return
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[count]}"),
-        TextColumn("{task.fields[speed]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
-        task = bar.add_task("", total=None, count="", speed="")
-        paces: dict[str, Pace] = {}
+    paces: dict[str, Pace] = {}
+    with _shown(first_after) as show:
 
         def report(doing: str, done: int, total: int) -> None:
-            speed = _speed(paces.setdefault(doing, new_pace()), done, total, unit, scale)
-            count = _count(done, total, unit, scale)
-            bar.update(task, description=doing, completed=done, total=total, count=count, speed=speed)
+            rate = paces.setdefault(doing, new_pace()).rate(done, total, time.monotonic()) if done else None
+            speed = "" if rate is None else f"{rate / scale:,.1f} {unit}/s, {left_words(max(0, total - done) / rate)}"
+            show(doing, done, total, f"{done / scale:,.0f} of {total / scale:,.0f} {unit}", speed)
 
         yield report
 
@@ -88,25 +84,68 @@ def _progress(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: 
 @contextmanager
 def reading_progress() -> Iterator[ReadingReport]:
     """Yield a function to call with (bytes done, bytes in all or None where nobody knows, tokens so far)."""
-    console = stderr()
-    if not console.is_terminal:
-        yield _reading_lines()
-        return
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (TextColumn("reading"), BarColumn(bar_width=None), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
-        task = bar.add_task("", total=None, rate="")
-        started = time.monotonic()
-        pace = Pace()
+    started, pace = time.monotonic(), Pace()
+    with _shown(LINE_EVERY) as show:
 
         def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
-            seconds = max(time.monotonic() - started, 1e-9)
-            rate = f"{num_bytes / 1e6:,.0f} MB, {_short(num_tokens / seconds)} tokens/s"
-            rate += _time_left(pace, num_bytes, total)
-            bar.update(task, completed=num_bytes, total=total, rate=rate)
+            rate = None if total is None or not num_bytes else pace.rate(num_bytes, total, time.monotonic())
+            speed = f"{_short(num_tokens / max(time.monotonic() - started, 1e-9))} tokens/s"
+            speed += "" if rate is None or total is None else f", {left_words(max(0, total - num_bytes) / rate)}"
+            of_all = "" if total is None else f" of {total / 1e6:,.0f}"
+            show("reading", num_bytes, total, f"{num_bytes / 1e6:,.0f}{of_all} MB", speed)
 
         yield report
+
+
+#: Shows what is done now, done, total or None, and both in words: how much of it, and how fast.
+_Show = Callable[[str, int, int | None, str, str], None]
+
+
+@contextmanager
+def _shown(first_after: float) -> Iterator[_Show]:
+    """Yield what shows progress: as a bar on a terminal, else as lines, the first of them after so many seconds."""
+    console = stderr()
+    if not console.is_terminal:
+        yield _lines(first_after)
+        return
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Doing(ProgressColumn):
+        """What is done now; before anything is reported, how far compiling is."""
+
+        def render(self, task: Task) -> Text:
+            loops = None if task.description else sys.modules.get("chunkplan.compiled")
+            number = loops.num_compiled() if loops else 0
+            return Text(f"compiling: {number} loops so far" if number else task.description)
+
+    words = (TextColumn("{task.fields[count]}"), TextColumn("{task.fields[speed]}"))
+    columns = (Doing(), BarColumn(bar_width=None), *words)
+    with Progress(*columns, console=console, transient=True) as bar, undone(bar.stop):
+        task = bar.add_task("", total=None, count="", speed="")
+
+        def show(doing: str, done: int, total: int | None, count: str, speed: str) -> None:
+            bar.update(task, description=doing, completed=done, total=total, count=count, speed=speed)
+
+        yield show
+
+
+def _lines(first_after: float) -> _Show:
+    """Return what prints a line every `LINE_EVERY` seconds, and none twice."""
+    last_printed = time.monotonic() - LINE_EVERY + min(first_after, LINE_EVERY)
+    printed: set[tuple[str, int]] = set()
+
+    def show(doing: str, done: int, total: int | None, count: str, speed: str) -> None:
+        nonlocal last_printed
+        now = time.monotonic()
+        if not done or (doing, done) in printed or now - last_printed < LINE_EVERY:
+            return
+        last_printed = now
+        printed.add((doing, done))
+        share = "" if total is None else f" ({100 * done // max(1, total)}%)"
+        note(f"{doing}: {count}{share}" + (f", {speed}" if speed else ""))
+
+    return show
 
 
 @contextmanager
@@ -116,7 +155,7 @@ def note_compilation() -> Iterator[None]:
 
     def explain() -> None:
         if has_compiled():
-            note("compiling the planner's loops: half a minute, in the first run of each kind after an installation")
+            note("compiling the planner's loops, once for each kind of plan: half a minute")
 
     timer = threading.Timer(PATIENCE, explain)
     timer.daemon = True
@@ -125,74 +164,6 @@ def note_compilation() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _reading_lines() -> ReadingReport:
-    is_due = _Every(LINE_EVERY)
-    started = time.monotonic()
-    pace = Pace()
-
-    def report(num_bytes: int, total: int | None, num_tokens: int) -> None:
-        if not num_bytes:
-            return
-        left = _time_left(pace, num_bytes, total)
-        if not is_due():
-            return
-        seconds = max(time.monotonic() - started, 1e-9)
-        whole = "" if total is None else f" of {total / 1e6:,.0f} MB ({100 * num_bytes // max(1, total)}%)"
-        done = f"{num_bytes / 1e6:,.0f}" + (whole or " MB")
-        note(f"reading: {done}, {_short(num_tokens / seconds)} tokens/s{left}")
-
-    return report
-
-
-def _lines(unit: str, scale: int, new_pace: Callable[[], Pace], first_after: float) -> PhaseReport:
-    is_due = _Every(LINE_EVERY, first_after)
-    paces: dict[str, Pace] = {}
-    printed: set[tuple[str, int]] = set()
-
-    def report(doing: str, done: int, total: int) -> None:
-        if not done:
-            return
-        speed = _speed(paces.setdefault(doing, new_pace()), done, total, unit, scale)
-        if (doing, done) in printed or not is_due():
-            return
-        printed.add((doing, done))
-        note(f"{doing}: {_count(done, total, unit, scale)} ({100 * done // total}%)" + (f", {speed}" if speed else ""))
-
-    return report
-
-
-class _Every:
-    """Returns True once in so many seconds, the first time after as many, or after `first` of them."""
-
-    def __init__(self, seconds: float, first: float | None = None) -> None:
-        self._seconds = seconds
-        self._last = time.monotonic() - (0.0 if first is None else seconds - min(first, seconds))
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
-
-
-def _count(done: int, total: int, unit: str, scale: int) -> str:
-    """Say how much is done of how much."""
-    return f"{done / scale:,.0f} of {total / scale:,.0f} {unit}"
-
-
-def _speed(pace: Pace, done: int, total: int, unit: str, scale: int) -> str:
-    """Say rate and time left; nothing as long as too little was done to tell."""
-    rate = pace.rate(done, total, time.monotonic())
-    return "" if rate is None else f"{rate / scale:,.1f} {unit}/s, {left_words(max(0, total - done) / rate)}"
-
-
-def _time_left(pace: Pace, done: int, total: int | None) -> str:
-    """Say the time left behind a comma; nothing where nobody knows how much there is, or too little was done."""
-    rate = None if total is None else pace.rate(done, total, time.monotonic())
-    return "" if rate is None or total is None else f", {left_words(max(0, total - done) / rate)}"
 
 
 def _short(number: float) -> str:

@@ -28,7 +28,7 @@ from chunkplan_cli.declared import (
     tune_options,
 )
 from chunkplan_cli.plan_report import warn_of_positions
-from chunkplan_cli.progress import note_compilation, progress_of_phases
+from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import drawn_table, facts_grid, note, print_json, stdout, warn
 from chunkplan_cli.ways_report import print_way, print_way_heads
 
@@ -67,13 +67,13 @@ def tune(
     target = output or place.tuning
     refuse_overwriting(target, (source, *files_read(asked)))
     loaded = load_analysis(source)
-    with note_compilation(), progress_of_phases("runs") as report_progress:
+    warn_of_positions(loaded, options.shape)
+    with note_compilation(), tuning_progress() as report_progress:
         tuning = run(loaded, options, progress=report_progress)
     if as_json:
         print_json(tuning_document(tuning))
     else:
         _print(stdout(), tuning)
-    warn_of_positions(tuning.positions, options.shape.name)
     if not loaded.is_exact:
         warn("the lengths are estimated from bytes: times and memory are, too")
     if output is None:
@@ -113,7 +113,11 @@ def _print(console: Console, tuning: Tuning) -> None:
     num_fitting = sum(choice.fits for choice in tuning.choices)
     console.print(
         f"> {_title(tuning)}   * less memory than all above it   layout: dp x tp x pp\n"
-        f"{num_fitting:,} of {len(tuning.choices):,} choices fit",
+        + (
+            f"{num_fitting:,} of {len(tuning.choices):,} choices fit"
+            if options.thorough
+            else "by their bounds others are no faster; `--thorough` simulates them too"
+        ),
         style="dim",
     )
     console.print()
@@ -164,7 +168,7 @@ def _shown(tuning: Tuning, fitting: list[Choice], others: list[int]) -> list[int
     shown |= set([place for place in tuning.pareto if place not in shown][:_MOST_PARETO])
     shown |= set(others[:_MOST_PLAN_ONLY])
     shown |= {place for place, choice in enumerate(fitting) if choice in (tuning.chosen, tuning.recommended)}
-    return sorted(shown)
+    return sorted(shown, key=lambda place: (fitting[place] is not tuning.best, place))
 
 
 def _choices(tuning: Tuning, *, wide: bool) -> Table:
@@ -189,7 +193,7 @@ def _choices(tuning: Tuning, *, wide: bool) -> Table:
         styles.append("bold" if is_the_one else "")
     more = ("bubble", "recompute") if wide else ()
     head = ("", "chunk", "K", *["layout"] * has_layouts, "step", "tokens/s", "MFU", *more, "memory", "how")
-    return Table("In chunks, fastest first", head, rows, texts=("", "K", "layout", "how"), styles=styles)
+    return Table("In chunks", head, rows, texts=("", "K", "layout", "how"), styles=styles)
 
 
 def _how(choice: Choice) -> list[str]:

@@ -53,7 +53,7 @@ def set_for_several_processes() -> None:
 
 
 def world_size() -> int:
-    """How many processes there are to be, as the environment says; UsageError: it says too little, or no number."""
+    """The number of processes by the environment; raises UsageError where it says too little, or no number."""
     size = os.environ.get("WORLD_SIZE") or "1"
     if not size.isdecimal() or int(size) < 1:
         raise UsageError(f"WORLD_SIZE is {size!r}", hint="start it with torchrun, or with WORLD_SIZE from 1")

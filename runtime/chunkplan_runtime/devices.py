@@ -1,8 +1,8 @@
 """Devices: which one a name means, which profiles are of it, when the host may wait for it, dtypes of sums on it.
 
 On a GPU a send or a receive is a kernel that waits there for the other process. Two processes that wait for their whole
-devices may so wait for each other for ever. CUDA waits when it is asked to, and when it takes page-locked memory from
-the system. All of that is done here, and refused while links are open, on a CPU as well, where none of it would wait.
+devices may so deadlock. CUDA waits when it is asked to, and when it takes page-locked memory from the system. All of
+that is done here, and refused while links are open, on a CPU as well, where none of it would wait.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def local_device_index() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is called; a CPU by its kind and the threads that compute on it."""
+    """The name of the device; a CPU's is its kind and the threads that compute on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     num_threads = torch.get_num_threads()
@@ -63,12 +63,12 @@ def device_name(device: torch.device) -> str:
 
 
 def calibrated_name(name: str, device: str) -> str:
-    """What a profile called `name` is called in full that was measured on the device of that name."""
+    """The full name of a profile called `name` that was measured on the device of that name."""
     return f"{name} ({device})"
 
 
 def is_profile_of(profile: str, device: str) -> bool:
-    """Whether the profile of that name is of the device of that name: measured on one such, or a GPU's by its name."""
+    """True if the profile of that name is of the device of that name: measured on one such, or a GPU's by its name."""
     if profile.endswith(calibrated_name("", device)):
         return True
     profile, device = profile.lower(), device.lower()
@@ -97,7 +97,7 @@ def no_device_waits() -> Iterator[None]:
 
 
 def may_wait() -> bool:
-    """Whether something may wait for the device now: no links are open."""
+    """True if the host may wait for the device now: no links are open."""
     return not _links_are_open
 
 
@@ -132,4 +132,4 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _refuse(what: str) -> None:
     if _links_are_open:
-        raise AssertionError(f"{what} while links are open: two stages may then wait for each other for ever")
+        raise AssertionError(f"{what} while links are open: two stages may then deadlock")

@@ -1,7 +1,7 @@
-"""Which process does what of a plan: its stage, its pipeline, its ranks, and its share of sequences that several run.
+"""The layout of a plan on processes: stages, pipelines, ranks, and shares of sequences that several of them run.
 
 All processes of a group ask for the same exchanges in the same order, that of the plan's actions, so that what runs on
-a GPU in the order in which it was asked for waits for nobody in a circle (docs/concepts.md, docs/context-parallel.md).
+a GPU in the order in which it was asked for never waits in a cycle (docs/concepts.md, docs/context-parallel.md).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _blocks_in(path: Path, content_hash: str) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How the ranks of a plan lie on dp x pp processes, as the one with the number `process` sees it.
+    """The ranks of a plan on dp x pp processes, as the one with the number `process` sees them.
 
     Stages are outermost: processes 0 to dp - 1 are the first stage. The replicas of a stage send each other all weights
     and gradients, which is more than what goes from stage to stage, so they lie side by side, on one machine where they
@@ -98,7 +98,7 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.dp * self.pp
 
     @property
@@ -108,27 +108,27 @@ class RankLayout:
 
     @property
     def replica(self) -> int:
-        """Which replica of its stage this process has, and so in which of the dp pipelines it is."""
+        """The index of this process's replica of its stage, and so of its pipeline among the dp."""
         return self.process % self.dp
 
     @property
     def virtual_stages(self) -> int:
-        """How many parts of the model each stage has."""
+        """The number of model stages that each stage has."""
         return self.placement.virtual_stages
 
     @property
     def num_model_stages(self) -> int:
-        """How many parts a model is cut into, over all stages."""
+        """The number of model stages, over all stages."""
         return self.pp * self.virtual_stages
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage has the first model stage, with the embeddings."""
+        """True if this stage has the first model stage, with the embeddings."""
         return self.stage == self.stage_of(0)
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the last model stage, with the head."""
+        """True if this stage has the last model stage, with the head."""
         return self.stage == self.stage_of(self.num_model_stages - 1)
 
     def model_stages(self, stage: int | None = None) -> list[int]:
@@ -216,7 +216,7 @@ def choose_layout(
 
 
 class Span(NamedTuple):
-    """Where a segment lies: tokens [start, stop) of a sequence of `length` are [chunk_start, chunk_stop) of its chunk.
+    """A segment: tokens [start, stop) of a sequence of `length`, which are [chunk_start, chunk_stop) of its chunk.
 
     `group_id` is that of the chunk.
     """
@@ -235,7 +235,7 @@ class Span(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether the sequence has tokens in other chunks too."""
+        """True if the sequence has tokens in other chunks too."""
         return self.stop - self.start < self.length
 
     def first_seen(self, window: int | None, tile: int | None = None) -> int:
@@ -254,23 +254,23 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holding:
+class OwnedTokens:
     """The tokens of a sequence that one group by pages keeps: `runs` of them, ascending, none of which touch."""
 
     runs: tuple[Run, ...]
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:
-        """How many tokens it has before each of the runs."""
+        """The number of its tokens before each of the runs."""
         return tuple(accumulate((stop - start for start, stop in self.runs), initial=0))
 
     def before(self, token: int) -> int:
-        """How many tokens it has before `token` of the sequence: where that one lies among them."""
+        """The number of its tokens before `token` of the sequence, which is the index of that one."""
         run = bisect_left(self.runs, (token,)) - 1
         return self._counts[run] + min(token, self.runs[run][1]) - self.runs[run][0] if run >= 0 else 0
 
     def within(self, start: int, stop: int) -> tuple[Run, ...]:
-        """What it has of the tokens [start, stop)."""
+        """Its runs within the tokens [start, stop)."""
         cut = ((max(first, start), min(last, stop)) for first, last in self.runs)
         return tuple((first, last) for first, last in cut if first < last)
 
@@ -288,22 +288,22 @@ class SharedPart:
     heads: tuple[int, ...]
     slices: tuple[tuple[Run, ...], ...]
     pages: tuple[int, ...]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[OwnedTokens, ...]
     place: int
 
     @property
     def is_paged(self) -> bool:
-        """Whether pages are shared: keys and values of others have to be fetched."""
+        """True if pages are shared: keys and values of others have to be fetched."""
         return len(self.pages) > 1
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """What this process and those that it shares heads with hold of the part, ascending: its queries."""
+        """The query tokens of this process and those that it shares heads with in the part, ascending."""
         return self.holdings[self.place].within(self.span.start, self.span.stop)
 
 
 def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | None:
-    """How ranks share a chunk of a sequence that is cut into `parts`, as `rank` sees it; None if it has all of it."""
+    """The shares of ranks in a chunk of a sequence cut into `parts`, as `rank` sees it; None if it has all of it."""
     block = block_of(chunk)
     if block.size == 1:
         return None
@@ -317,10 +317,10 @@ def shared_part(chunk: Chunk, parts: Sequence[Run], rank: int) -> SharedPart | N
 
 
 @lru_cache(maxsize=256)
-def _holdings(parts: tuple[Run, ...], num_groups: int) -> tuple[Holding, ...]:
-    """What each of the groups by pages keeps of a sequence that is cut into `parts`."""
+def _holdings(parts: tuple[Run, ...], num_groups: int) -> tuple[OwnedTokens, ...]:
+    """The tokens that each of the groups by pages keeps of a sequence that is cut into `parts`."""
     return tuple(
-        Holding(_joined(run for start, stop in parts for run in _pair(start, stop, group, num_groups)))
+        OwnedTokens(_joined(run for start, stop in parts for run in _zigzag_slices(start, stop, group, num_groups)))
         for group in range(num_groups)
     )
 
@@ -329,12 +329,12 @@ def _slices_of(chunk: Chunk, member: int) -> list[Run]:
     """The slices of a shared chunk that the `member`-th rank of its block has."""
     group, place = divmod(member, chunk.cp_heads)
     start = chunk.prefix_tokens
-    pair = _pair(start, start + chunk.cp_tokens, group, chunk.cp_size // chunk.cp_heads)
+    pair = _zigzag_slices(start, start + chunk.cp_tokens, group, chunk.cp_size // chunk.cp_heads)
     return [_cut(first, last, place, chunk.cp_heads) for first, last in pair]
 
 
-def _pair(start: int, stop: int, group: int, num_groups: int) -> list[Run]:
-    """What the `group`-th of some groups by pages has of [start, stop): a slice from the front and one from behind."""
+def _zigzag_slices(start: int, stop: int, group: int, num_groups: int) -> list[Run]:
+    """The zigzag slices of [start, stop) of the `group`-th group by pages: one from the front and one from behind."""
     if num_groups == 1:
         return [(start, stop)]
     return [_cut(start, stop, index, 2 * num_groups) for index in (group, 2 * num_groups - 1 - group)]
@@ -357,7 +357,7 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def check_sharing(step: PlanStep, dp_rank: int) -> None:
-    """Raise DataError of what would have processes wait for ever, or mix up tokens.
+    """Raise DataError of sharing that would deadlock processes, or mix up tokens.
 
     That is a rank that has other slices of the chunks of a block than are its own, or does something else with them
     than the first rank of it.
@@ -393,7 +393,7 @@ def _order(step: PlanStep, rank: int, chunk_ids: set[int]) -> list[tuple[int, st
 
 
 class Activity(NamedTuple):
-    """What a process is at, in words, and the processes that it waits for in an exchange with them."""
+    """The activity of a process, in words, and the processes that it waits for in an exchange with them."""
 
     words: str = ""
     waits_for: tuple[int, ...] = ()
@@ -473,7 +473,7 @@ class Exchanges:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether that is what torch.distributed raises when another process is gone."""
+    """True if the error is one that torch.distributed raises when another process is gone."""
     # gloo raises plain RuntimeErrors, with the place in its source
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 

@@ -40,7 +40,7 @@ _MOST_WEIGHTS = 300_000_000
 
 @dataclass(frozen=True)
 class StageProof:
-    """What a small model of the class shows on so many stages: the error of the worst gradient; None if it cannot run.
+    """The result of a small model of the class on so many stages: its worst gradient's error; None if it cannot run.
 
     `where`: the weight that has it, or why there is none.
     """
@@ -52,7 +52,7 @@ class StageProof:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How far chunked gradients are from whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
+    """The error of chunked gradients against whole-sequence ones: ||g - g_ref|| / ||g_ref|| of every parameter.
 
     Of those in `vanishing`, whose g_ref is zero but for rounding, its norm is replaced by that of all parameters
     together. `chunks` counts the plan's chunks by kind: standalone, dependent, mixed, zero_loss. `proofs`: of a model

@@ -29,7 +29,7 @@ _PATIENCE = 10
 
 
 class _Terminated(KeyboardInterrupt):
-    """What SIGTERM is here: as Ctrl-C, so that nothing is left half written."""
+    """Raised on SIGTERM, handled as Ctrl-C, so that nothing is left half written."""
 
 
 def main(arguments: list[str] | None = None, config: TrainConfig | None = None) -> int:

@@ -136,7 +136,7 @@ def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path:
     work_us = work_ns(cost, lengths, attention_pairs_of(lengths, 0 * lengths)).sum() / 1e3
     summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
     assert summary.heaviest_over_work == pytest.approx(step.predicted_us / (work_us / 2), rel=1e-6)
-    assert step.predicted_us > (work_us + 8 * cost.passes * cost.chunk_overhead_ns / 1e3) / 2 * 1.01
+    assert step.predicted_us > (work_us + 8 * cost.forward_equivalents * cost.chunk_overhead_ns / 1e3) / 2 * 1.01
 
 
 def test_a_figure_of_balance_has_the_places_that_it_needs() -> None:

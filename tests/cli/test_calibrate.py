@@ -120,7 +120,7 @@ REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "more layers than there are": (("--layers", "3"), "--layers is 3"),
     "no layers": (("--layers", "0"), "--layers is 0"),
     "no repeats": (("--repeats", "0"), "--repeats is 0"),
-    "no such base": (("--base", "b300"), "b300 is no hardware profile"),
+    "no such base": (("--base", "b3000"), "b3000 is no hardware profile"),
     "no such kernel": (("--attention", "best"), "there is no attention kernel 'best'"),
     "no such model": (("--model", "./none"), "./none: no config.json"),
     "a file of somebody else": (("--output", "mine.toml"), "mine.toml exists and is no calibration"),

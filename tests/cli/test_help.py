@@ -229,7 +229,7 @@ def complete(instruction: str) -> subprocess.CompletedProcess[str]:
         ("simulate", "--chunk-size", "9", "--k", "0", "--lengths", "9"),
         ("tune", "--seed", "-1", "lengths.npy", "--gpus", "1"),
         ("build", "lengths.npy", "--chunk-size", "9", "--k", "0"),
-        ("build", "lengths.npy", "--auto", "--gpus", "0"),
+        ("build", "lengths.npy", "--auto", "--dp", "0"),
     ],
     ids=" ".join,
 )

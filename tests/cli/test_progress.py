@@ -138,20 +138,16 @@ def test_phases_count_for_themselves_and_no_line_comes_twice(
     ]
 
 
-def test_a_tuning_reports_all_that_it_simulates_phase_by_phase(tmp_path: Path) -> None:
-    """Each phase by itself up to its end, but that of fewest GPUs, which ends with the first number that is enough."""
+@pytest.mark.parametrize("thorough", [False, True])
+def test_a_tuning_reports_one_progress_with_the_best_so_far(tmp_path: Path, thorough: bool) -> None:
     np.save(tmp_path / "lengths.npy", np.geomspace(100, 20_000, 60).astype(np.int32))
     calls: list[tuple[str, int, int]] = []
-    options = TuneOptions(gpus=2, chunk_sizes=(4096, 8192), ks=(1, 4), global_batch=16)
-    tune(tmp_path / "lengths.npy", options, progress=lambda *call: calls.append(call))
-    phases = list(dict.fromkeys(doing for doing, _, _ in calls))
-    assert phases[0].startswith("simulating dp ") or phases[0] == "comparing layouts"
-    assert "baselines" in phases and phases[-1].startswith("fewest GPUs, ")
-    assert len(phases) > 4
-    for phase in phases:
-        counts = [(done, total) for doing, done, total in calls if doing == phase]
-        assert all(0 < done <= total for done, total in counts), phase
-        assert counts[-1][0] == counts[-1][1], phase
+    options = TuneOptions(gpus=2, chunk_sizes=(4096, 8192), ks=(1, 4), global_batch=16, thorough=thorough)
+    found = tune(tmp_path / "lengths.npy", options, progress=lambda *call: calls.append(call))
+    counts = [done for _, done, _ in calls]
+    assert counts == sorted(counts) and 0 <= counts[0] <= counts[-1] <= 100
+    assert {total for _, _, total in calls} == {100}
+    assert calls[-1][0] == f"best so far {found.best.step_ns / 1e9:.4g} s"
 
 
 def test_reading_says_no_time_left_before_it_can_be_told(

@@ -19,7 +19,8 @@ from chunkplan_runtime.training.config import TrainConfig
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 
-MODEL = ("--model-config", str(ROOT / "sample_data" / "model"))
+FOLDER = str(ROOT / "sample_data" / "model")
+MODEL = ("--model-config", FOLDER)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +43,21 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = str(ROOT / "sample_data" / "tokenizer")
     for words in (
         ("analyze", "data.jsonl", "--tokenizer", tokenizer),
-        ("build", "--chunk-size", "128", "--k", "1", "--dp", "2", "--cp", "off", "--global-batch", "8", *MODEL),
+        (
+            "build",
+            "--chunk-size",
+            "128",
+            "--k",
+            "1",
+            "--dp",
+            "2",
+            "--cp",
+            "off",
+            "--global-batch",
+            "8",
+            "--model",
+            FOLDER,
+        ),
     ):
         ran = run(folder, *words)
         assert ran.returncode == 0, ran.stderr

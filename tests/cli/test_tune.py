@@ -42,7 +42,7 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
     for gpus, columns in (("1", 120), ("4", 80)):
         ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--gpus", gpus, columns=columns)
         assert ran.returncode == 0, ran.stderr
-        titles = ("Baselines", "In chunks, fastest first", "─ recommended ─")
+        titles = ("Baselines", "In chunks", "─ recommended ─")
         assert sorted(titles, key=ran.stdout.index) == list(titles)
         shown = text_of(ran.stdout)
         assert re.search(r"gain ([\d.]+x as fast as .* loses no token|nothing to gain: .* takes [\d.]+ m?s on)", shown)

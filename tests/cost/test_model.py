@@ -400,7 +400,7 @@ def test_no_other_number_of_layers_of_the_last_stage_makes_the_slowest_much_fast
 ) -> None:
     cost = plain_cost()
     rates = cost.rates
-    layer, head = cost.passes * (rates.token + rates.pair * pairs_per_token), rates.trained_head
+    layer, head = cost.forward_equivalents * (rates.token + rates.pair * pairs_per_token), rates.trained_head
 
     def slowest(layers: tuple[int, ...]) -> float:
         return max(layer * max(layers), layer * layers[-1] + head)

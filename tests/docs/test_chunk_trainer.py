@@ -59,6 +59,7 @@ def test_the_example_runs_and_goes_on(workspace, monkeypatch, capsys):
     assert (workspace / "run" / "checkpoint-2").exists()
 
 
+@pytest.mark.docs
 def test_the_page_names_every_argument_and_all_that_is_refused():
     parameters = inspect.signature(ChunkTrainer.__init__).parameters
     for name in (*parameters.keys() - {"self", "others"}, *PASSED_ON, *REFUSED_ARGUMENTS, *REFUSED_SETTINGS):

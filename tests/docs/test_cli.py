@@ -18,6 +18,7 @@ from tests.support.places import ROOT
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", ["cli", "python_api", "templates", pytest.param("models", marks=pytest.mark.soak)])
 def test_a_generated_page_is_what_its_program_writes_now(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,11 +36,13 @@ def test_a_generated_page_is_what_its_program_writes_now(
 COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
+@pytest.mark.docs
 def test_every_command_has_a_section() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     assert re.findall(r"^## chunkplan (\w+)$", page, re.M) == COMMANDS
 
 
+@pytest.mark.docs
 def test_every_option_of_a_command_is_in_its_section_and_described_once() -> None:
     """Those of most commands are described before, and are in all sections but those that their row names."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
@@ -58,6 +61,7 @@ def test_every_option_of_a_command_is_in_its_section_and_described_once() -> Non
         assert sorted([*rows, *passing, *elsewhere]) == sorted(options), name
 
 
+@pytest.mark.docs
 def test_every_public_name_has_an_entry() -> None:
     page = (DOCS / "python-api.md").read_text(encoding="utf-8")
     for module in (chunkplan, chunkplan_runtime):
@@ -65,6 +69,7 @@ def test_every_public_name_has_an_entry() -> None:
             assert name == "__version__" or f"### {module.__name__}.{name}\n" in page, name
 
 
+@pytest.mark.docs
 def test_every_command_has_its_functions() -> None:
     page = (DOCS / "python-api.md").read_text(encoding="utf-8")
     table = page.split("| command | in Python |")[1].split("\n\n")[0]
@@ -76,6 +81,7 @@ def test_every_command_has_its_functions() -> None:
             assert f"\n### {name}\n" in page, name
 
 
+@pytest.mark.docs
 def test_everything_that_is_given_back_is_described() -> None:
     """Every class of ours that a function of the page returns is on it, and those of the fields of what is returned."""
     page = (DOCS / "python-api.md").read_text(encoding="utf-8")

@@ -15,6 +15,8 @@ from tests.support.places import ROOT
 PAGE = (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
 COST = chunkplan.CostModel()
 
+pytestmark = pytest.mark.docs
+
 
 def shown_ms(tokens: int, prefix: int, ranks: int, heads: int) -> tuple[float, float]:
     """What a layer's forward and backward wait for, of a chunk of `tokens` behind `prefix`."""

@@ -80,6 +80,7 @@ def found() -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.docs
 def test_the_map_has_every_room() -> None:
     planner = {path.stem for path in PACKAGES["chunkplan"].iterdir() if path.suffix == ".py" or path.is_dir()}
     assert planner - {"__init__", "__pycache__", "py"} <= LEVELS.keys()
@@ -98,6 +99,7 @@ def test_imports_go_down(found: list[tuple[str, str]]) -> None:
     assert wrong == []
 
 
+@pytest.mark.docs
 def test_the_map_of_the_runtime_has_every_room() -> None:
     rooms = {path.stem for path in PACKAGES["chunkplan_runtime"].iterdir() if path.suffix == ".py" or path.is_dir()}
     assert rooms - {"__init__", "__pycache__", "py"} == {*RUNTIME_LEVELS} - {"-" * 106}
@@ -144,12 +146,14 @@ def test_the_planner_never_imports_torch(found: list[tuple[str, str]]) -> None:
     assert {module for module in users if module.startswith("chunkplan.")} == set()
 
 
+@pytest.mark.docs
 def test_the_exceptions_are_there_and_named() -> None:
     assert set(imports()) >= EXCEPTIONS
     for module, _ in EXCEPTIONS:
         assert re.search(rf"`(runtime/)?{module.replace('.', '/')}\.py`", PAGE), module
 
 
+@pytest.mark.docs
 def test_a_recipe_says_where_its_names_are_completed() -> None:
     plan, intake = "chunkplan/config/plan.py", "chunkplan/config/intake.py"
     homes = {
@@ -162,12 +166,14 @@ def test_a_recipe_says_where_its_names_are_completed() -> None:
         assert f"`{names}` of `{home}`" in PAGE
 
 
+@pytest.mark.docs
 def test_the_files_it_names_exist() -> None:
     paths = re.findall(r"`((?:chunkplan|cli|runtime|tests|docs|examples)/[\w./-]*)`", PAGE)
     assert len(paths) > 25
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.docs
 def test_the_names_it_says_to_add_to_are_there() -> None:
     """`NAME` of `FILE` or in `FILE`."""
     pairs = re.findall(r"`(\w+)`\s(?:of|to|in)\s`((?:chunkplan|cli|runtime|tests)/[\w./]+\.py)`", PAGE)

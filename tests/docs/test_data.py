@@ -92,6 +92,7 @@ def test_the_records_become_what_is_shown(tmp_path: Path) -> None:
         assert f"**{name}**" in DATA
 
 
+@pytest.mark.docs
 def test_the_tables_are_complete() -> None:
     reasons = dict(re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \|$", DATA.split("| reason |")[1].split("\n\n")[0], re.M))
     assert reasons == REASONS

@@ -27,14 +27,14 @@ from chunkplan.planfile.plan import Plan
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.distributed.job import TIMEOUT, Groups
 from chunkplan_runtime.failures import watchdog as watching
-from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_heard, lost_process
+from chunkplan_runtime.failures.watchdog import DEAD_AFTER, last_activity, lost_process
 from chunkplan_runtime.kv.pages import PageMemory, PageSlice
 from chunkplan_runtime.kv.store import GatheredMemory
 from chunkplan_runtime.layout import (
     NO_ACTIVITY,
     Activity,
     Exchanges,
-    Holding,
+    OwnedTokens,
     RankLayout,
     SharedPart,
     Span,
@@ -150,6 +150,7 @@ def test_numbers_of_processes_are_those_that_are_said(ran):
     assert [choose_layout(unshared, size, 0).dp for size in (8, 4, 2, 1)] == [8, 4, 2, 1]
 
 
+@pytest.mark.docs
 def test_what_is_said_of_faults_is_what_processes_print():
     for became, screen in {"gone": DIED, "suspended": SUSPENDED}.items():
         heard = f"nothing heard of it for {DEAD_AFTER:g} s"
@@ -158,6 +159,7 @@ def test_what_is_said_of_faults_is_what_processes_print():
     assert timedelta(hours=1) == TIMEOUT
 
 
+@pytest.mark.docs
 def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monkeypatch) -> None:
     """But for how long it takes."""
     place = WARNING.partition("5.0 min: ")[2].strip()
@@ -171,6 +173,7 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
     assert capsys.readouterr().err.splitlines()[0] == WARNING.strip().replace("5.0 min", "50.0 ms")
 
 
+@pytest.mark.docs
 def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
     """`tests/runtime/failures/test_exchange_faults.py` has some that do."""
     doing = "step 12, rank {}, in the backward of chunk 0"
@@ -180,14 +183,15 @@ def test_what_is_said_of_one_that_died_within_an_exchange_is_as_it_comes():
         words = EXCHANGING.partition("in the backward of chunk 0, ")[2].partition(" processes")[0]
         with each.waiting(words, (0, 1, 2, 3)):
             activities[rank] = Activity(doing.format(rank) + each.at.words, each.at.waits_for)
-    heard = "nothing heard of it for 10 s" + last_heard(3, dict(sorted(activities.items())))
+    heard = "nothing heard of it for 10 s" + last_activity(3, dict(sorted(activities.items())))
     error = lost_process("gone", RankLayout(4, 1, 3).describe(), "at step 12", heard)
     assert f"error: {error}\nhint: {error.hint}\n" == EXCHANGING
 
 
+@pytest.mark.docs
 def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     """`tests/runtime/distributed/test_train_sharing.py` has one that waits."""
-    span, holding = Span(17, 0, 65536, 99000, 0), Holding(((0, 99000),))
+    span, holding = Span(17, 0, 65536, 99000, 0), OwnedTokens(((0, 99000),))
     exchanges = Exchanges(RankLayout(dp=4, process=1))
     part = SharedPart(span, (1,), (((0, 65536),),), (0, 1, 2, 3), (holding,) * 4, 1)
     memory = GatheredMemory(PageMemory(), part, exchanges)
@@ -198,12 +202,14 @@ def test_what_a_process_says_that_waits_for_a_page_is_as_it_comes():
     assert exchanges.at == NO_ACTIVITY
 
 
+@pytest.mark.docs
 def test_the_line_about_groups_is_as_it_comes():
     exchanges = Exchanges(RankLayout(dp=4, pp=2), {(0, 1): None, (0, 2): None})
     groups = Groups(exchanges.layout, torch.device("cpu"), "mesh", {0: "link"}, "ends", exchanges, 0.0512)
     assert group_lines(groups) == [GROUPS.strip()]
 
 
+@pytest.mark.docs
 def test_the_options_that_are_named_are_there():
     known = {one.flag for config in (TrainConfig, PlanConfig) for one in options_of(config).values()}
     known |= {name for action in get_args_parser()._actions for name in action.option_strings}
@@ -220,6 +226,7 @@ def test_the_options_that_are_named_are_there():
     assert named - of_others <= known
 
 
+@pytest.mark.docs
 def test_the_files_that_are_named_exist():
     paths = re.findall(r"`(tests/[\w/.]+)`", PAGE)
     assert len(paths) > 2

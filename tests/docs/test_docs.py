@@ -69,6 +69,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.docs
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 950
 
@@ -94,11 +95,13 @@ def test_the_five_minutes_of_the_readme_run_as_written(tmp_path: Path) -> None:
     assert (tmp_path / "chunkplan-out" / "run" / "metrics.jsonl").read_text().count("\n") == 3
 
 
+@pytest.mark.docs
 def test_the_table_of_contents_has_every_page_once() -> None:
     links = re.findall(r"^- \[(\S+)\]\(\1\): ", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.M)
     assert sorted(links) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"})
 
 
+@pytest.mark.docs
 def test_the_readme_names_every_command() -> None:
     [table] = re.findall(r"^\| command \|.*?\n\n", README, re.M | re.S)
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])}
@@ -114,6 +117,7 @@ def leaves(kind: pa.DataType) -> set[str]:
     return set()
 
 
+@pytest.mark.docs
 def test_the_format_names_every_column_op_and_invariant() -> None:
     for name in ("SEQUENCES", "TOKENS", "STEPS", "CHUNKS", "SCHEDULE"):
         for field in getattr(schema, name):
@@ -125,6 +129,7 @@ def test_the_format_names_every_column_op_and_invariant() -> None:
     assert f"Schema version {schema.SCHEMA_VERSION}." in FORMAT
 
 
+@pytest.mark.docs
 def test_the_format_names_every_entry_of_an_analysis(tmp_path: Path) -> None:
     """Those of its manifest with all that is inside, and of a line of rejected.jsonl."""
     (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n{"text": ""}\n')
@@ -140,11 +145,13 @@ def test_the_format_names_every_entry_of_an_analysis(tmp_path: Path) -> None:
             assert f"`{name}`" in text, name
 
 
+@pytest.mark.docs
 def test_the_format_names_every_entry_of_a_configuration() -> None:
     for field in dataclasses.fields(chunkplan.PlanConfig):
         assert re.search(rf"^\|.*`{field.name}`.*\|.*\|.*\|$", FORMAT, re.M), field.name
 
 
+@pytest.mark.docs
 def test_the_format_names_every_entry_of_a_cost_model() -> None:
     [table] = re.findall(r"^`predictions` has .*?\n\n(.*?)\n\n", FORMAT, re.M | re.S)
     for kind in (chunkplan.CostModel, ModelShape, Layer, Hardware):
@@ -152,6 +159,7 @@ def test_the_format_names_every_entry_of_a_cost_model() -> None:
             assert f"`{field.name}`" in table, field.name
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_prose_is_wrapped(document: Path) -> None:
     """At 120 columns; what cannot be wrapped is code, screens, tables, pictures."""
@@ -159,12 +167,14 @@ def test_prose_is_wrapped(document: Path) -> None:
     assert [line for line in prose.splitlines() if len(line) > 120 and not line.startswith(("|", "!["))] == []
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_relative_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("document", COMMANDS)
 def test_the_options_a_document_names_are_those_of_the_command_line(document: str) -> None:
     """In a span or line that begins with a command those of that command, in other spans of `COMMANDS`."""
@@ -197,11 +207,13 @@ def options_of(command: str) -> set[str]:
     return set(re.findall(OPTION, ran.stdout))
 
 
+@pytest.mark.docs
 def test_the_planner_names_the_packers_there_are() -> None:
     [table] = re.findall(r"`--packing` refines it:\n\n(.*?)\n\n", PLANNER, re.S)
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.M)) == set(PACKERS)
 
 
+@pytest.mark.docs
 def test_the_files_to_change_exist() -> None:
     paths = re.findall(r"`((?:[a-z0-9_*]+/)+(?:[a-z0-9_*]+\.py)?)`", CHANGES)
     assert len(paths) > 30
@@ -259,10 +271,11 @@ def tuning_screen(arguments: str, folder: Path) -> list[str]:
     return [line.rstrip() for line in (ran.stdout if ran.returncode == 0 else ran.stderr).splitlines()]
 
 
+@pytest.mark.docs
 def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path: Path) -> None:
     [table] = re.findall(r"^\| profile \|.*?\n\n", COST_MODEL, re.M | re.S)
     shipped = {path.stem for path in (ROOT / "chunkplan" / "cost" / "profiles").glob("*.toml")}
-    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| (\d+) \|$", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
     assert {row[0] for row in rows} == shipped
     for name, *figures in rows:
         profile = chunkplan.load_hardware(name)
@@ -277,6 +290,7 @@ def test_the_profiles_and_models_of_the_cost_model_are_those_there_are(tmp_path:
     assert re.findall(r"`(\w+)`", sentence) == caught.value.hint.partition("the known types are ")[2].split(", ")
 
 
+@pytest.mark.docs
 def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> None:
     """Every row of the table, to the digits that it has."""
     ran = subprocess.run(
@@ -292,6 +306,7 @@ def test_what_is_predicted_for_the_paper_is_what_its_benchmark_computes() -> Non
         assert int(off) == pytest.approx(100 * (value / float(published) - 1), abs=0.51), experiment
 
 
+@pytest.mark.docs
 def test_what_is_predicted_for_table_5_is_what_the_model_of_memory_says() -> None:
     rows = re.findall(r"^\| (\d+)K \| predicted \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", COST_MODEL, re.M)
     assert len(rows) == 2
@@ -320,6 +335,7 @@ def test_pictures_are_those_that_the_scripts_draw(tmp_path: Path, monkeypatch: p
     assert [path.name for path in PICTURES if path.read_bytes() != (tmp_path / path.name).read_bytes()] == []
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_a_picture_is_whole(path: Path) -> None:
     """Well-formed, described for those who cannot see it, nothing outside, no letter under 11 units."""
@@ -335,6 +351,7 @@ def test_a_picture_is_whole(path: Path) -> None:
         assert 0 <= y <= y + float(element.get("height", 0)) <= height
 
 
+@pytest.mark.docs
 def test_the_sample_data_is_what_its_readme_says(tmp_path: Path) -> None:
     """Records, tokens and longest of every file; all together within the 5 MB that a clone may cost."""
     text = (ROOT / "sample_data" / "README.md").read_text(encoding="utf-8")

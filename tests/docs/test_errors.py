@@ -96,12 +96,14 @@ def is_known(message: str, templates: list[Template]) -> bool:
     return letters_known(message, templates) >= LEAST_KNOWN * letters_of(message)
 
 
+@pytest.mark.docs
 def test_every_message_is_one_of_the_source(templates: list[Template]) -> None:
     messages = messages_of_the_page()
     assert len(messages) > 70
     assert [message for message in messages if not is_known(message, templates)] == []
 
 
+@pytest.mark.docs
 def test_a_message_with_another_word_is_none_of_the_source(templates: list[Template]) -> None:
     """The longest word of each."""
     others = [
@@ -110,12 +112,14 @@ def test_a_message_with_another_word_is_none_of_the_source(templates: list[Templ
     assert [message for message in others if is_known(message, templates)] == []
 
 
+@pytest.mark.docs
 def test_all_that_validate_can_find_is_explained() -> None:
     table = PAGE.split("| broken |")[1].split("\n\n")[0]
     explained = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split(" | ")[0])}
     assert explained == {*PLAN_INVARIANTS, *ANALYSIS_INVARIANTS}
 
 
+@pytest.mark.docs
 def test_every_extra_is_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     table = PAGE.split("| extra |")[1]

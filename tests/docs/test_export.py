@@ -96,6 +96,7 @@ def losses_of_rows(model_folder: Path, num_rows: int) -> list[tuple[float, int]]
     return rows
 
 
+@pytest.mark.docs
 def test_the_page_names_every_format_and_every_entry_of_export_json() -> None:
     for name in FORMATS:
         assert re.search(rf"^## {name}\b", PAGE, re.M), name

@@ -15,16 +15,19 @@ from tests.support.places import ROOT
 DOCUMENT = (ROOT / "docs" / "runtime.md").read_text()
 
 
+@pytest.mark.docs
 def test_it_names_the_kernels_in_the_order_they_are_preferred():
     table = DOCUMENT[DOCUMENT.index("| kernel | runs on") :]
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE) == list(KERNELS)
 
 
+@pytest.mark.docs
 def test_it_names_the_models_there_are():
     (listed,) = re.findall(r"held by the tests of this\s+project: ([^.]*)\.", DOCUMENT)
     assert tuple(re.split(r",\s+", listed)) == MODEL_TYPES
 
 
+@pytest.mark.docs
 def test_the_readme_counts_the_models_that_are_proved() -> None:
     exact = (ROOT / "docs" / "models.md").read_text().split("\n## Exact\n")[1].split("\n## ")[0]
     on_two, on_one = exact.split("On one stage only:")

@@ -62,6 +62,7 @@ def test_every_entry_of_a_line_is_explained(ran):
     assert set(re.findall(r"`(\w+)`", sentence)) == set(lines(ran / "run" / "evals.jsonl")[0])
 
 
+@pytest.mark.docs
 def test_the_options_that_are_named_are_there():
     known = {one.flag for one in options_of(TrainConfig).values()}
     known |= {name.replace("--", "--no-", 1) for name in known}

@@ -61,6 +61,7 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "cut" / "run" / "metrics.jsonl").read_text().count("\n") == 2
 
 
+@pytest.mark.docs
 def test_the_page_is_short() -> None:
     """Words with a letter in them, commands and screens included."""
     assert len([word for word in PAGE.split() if re.search(r"[^\W\d_]", word)]) <= 900

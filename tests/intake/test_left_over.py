@@ -39,7 +39,14 @@ def _write(path: Path, records: list[dict[str, Any]]) -> Path:
     return write_lines(path, records)
 
 
-@pytest.mark.parametrize("record", [_PAIR, _PROMPT, _ALPACA])
+@pytest.mark.parametrize(
+    ("record", "suffixes"),
+    [
+        (_PAIR, ("jsonl", "parquet", "arrow")),
+        *((record, ("jsonl",)) for record in (_PROMPT, _ALPACA)),
+        *(pytest.param(record, ("parquet", "arrow"), marks=pytest.mark.soak) for record in (_PROMPT, _ALPACA)),
+    ],
+)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -66,11 +73,11 @@ def _write(path: Path, records: list[dict[str, Any]]) -> Path:
     ],
 )
 def test_what_may_be_given_beside_a_question_stops_the_run_until_it_is_ignored(
-    tmp_path: Path, record: dict[str, Any], key: str, value: Any
+    tmp_path: Path, record: dict[str, Any], suffixes: tuple[str, ...], key: str, value: Any
 ) -> None:
     expected = marked_texts(analyze(_write(tmp_path / "x.jsonl", [record]), tmp_path / "out", tokenizer=TOKENIZER))
-    for name in ("x.jsonl", "x.parquet", "x.arrow"):
-        path = _write(tmp_path / name, [record | {key: value}])
+    for suffix in suffixes:
+        path = _write(tmp_path / f"x.{suffix}", [record | {key: value}])
         with pytest.raises(DataError) as caught:
             analyze(path, tmp_path / "out", tokenizer=TOKENIZER)
         assert f"`{key}`" in caught.value.message

@@ -211,7 +211,8 @@ def test_messages_of_other_keys_are_never_to_be_written_as_records(
     chat = [dict(zip(keys, turn, strict=True)) for turn in zip(roles, ("hi", "yo"), strict=True)]
     assert _hint(*[{"chat": chat, "n": 1}] * count) == (
         f"`chat` is a conversation whose messages have `{keys[0]}` and `{keys[1]}`: "
-        "name these keys `role` and `content`, and the list `messages`"
+        "name these keys `role` and `content`, and the list `messages`; "
+        f"or say so: --column messages=chat --column role={keys[0]},content={keys[1]}"
     )
 
 

@@ -51,7 +51,7 @@ def test_schedules_that_cannot_be_are_refused(changes: dict[str, Any], words: st
         ({"cp": 2}, "cp is 2, expected a divisor of dp, which is 1", "set dp to a multiple of 2, or leave cp out"),
         (
             {"dp": 8, "cp": "auto", "pp": 2, "schedule": "search"},
-            "schedule search orders every rank by itself: groups of ranks would wait for each other",
+            "schedule search orders every rank by itself: groups of ranks would deadlock",
             "use schedule auto with cp, or leave cp out",
         ),
         (
@@ -135,13 +135,19 @@ def test_more_chunks_than_a_plan_can_hold_are_refused_before_they_are_made(tmp_p
         ({"equal_chunks": 1}, "equal-chunks is 1"),
         ({"holdout": 0}, "holdout is 0"),
         ({"holdout": 1.5}, "holdout is 1.5"),
-        ({"part": "eval"}, "nothing is held out"),
         ({"mix": {"a": -1}}, "the weight of a is -1"),
     ],
 )
 def test_a_config_checks_itself(change: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         PlanConfig(**{"chunk_size": 8, "k": 1, **change})  # type: ignore[arg-type]
+
+
+def test_evaluating_on_nothing_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, [5, 6])
+    with pytest.raises(UsageError, match="nothing is held out"):
+        build(tmp_path / "lengths.npy", tmp_path / "plan", PlanConfig(chunk_size=8, k=1, part="eval"))
+    assert not (tmp_path / "plan").exists()
 
 
 def test_dropping_every_sequence_is_refused(tmp_path: Path) -> None:

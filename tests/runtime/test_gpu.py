@@ -186,7 +186,7 @@ def test_attention_that_is_kept_on_the_host_is_one_layer_on_the_gpu(tiny_config,
         def meet(action):
             now.append(torch.cuda.memory_allocated())
 
-        RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens, meet=meet)
+        RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens, collectives=meet)
         return now[3]  # before the forward of the last chunk
 
     of_layer = 1024 * 4 * (64 * 2 + 4)

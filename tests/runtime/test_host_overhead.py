@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.products import SummedWeight
 from chunkplan_runtime.training.optimizer import TrainedWeights
 
 #: Lengths of sequences, chunks, the one that is looked at, and how many calls more its layers may take than those of
@@ -125,7 +125,7 @@ def test_a_layer_dispatches_few_more_operators_than_that_of_transformers(
     tiny_config, handmade_plan, random_sequences, case, how, monkeypatch
 ):
     if how == "in products":
-        monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
+        monkeypatch.setattr(SummedWeight, "devices", frozenset({"cpu"}))
     dtype = torch.float32 if how == "float32" else torch.bfloat16
     lengths, chunks, chunk_id, _ = CASES[case]
     config = AutoConfig.for_model(**tiny_config("qwen2"))

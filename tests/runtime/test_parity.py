@@ -15,7 +15,7 @@ from chunkplan import PlanConfig, build, build_like
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.planfile.load import load_plan
 from chunkplan_runtime.execution import executor
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import MODEL_TYPES, check_config
 from chunkplan_runtime.models.model import new_model
@@ -315,13 +315,13 @@ def test_a_plan_like_one_in_which_ranks_share_sequences_is_exact_on_one_process(
 
 
 def test_lost_kv_gradients_are_noticed(monkeypatch, model, handmade_plan, random_sequences):
-    blocks = StateStore.blocks
+    blocks = KVStore.blocks
 
     def lose(*asked):
         for block in blocks(*asked):
             yield block._replace(gradients=tuple(gradient.clone() for gradient in block.gradients))
 
-    monkeypatch.setattr(StateStore, "blocks", lose)
+    monkeypatch.setattr(KVStore, "blocks", lose)
     plan, analysis = handmade_plan(random_sequences(LENGTHS), [{0: MIXED}])
     report = compare_plan(plan, analysis, model())
     assert report.max_relative_error > 1e-4

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.rates import UNIT
+from chunkplan.layers import STRAIGHT
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.actions import Actions
@@ -185,4 +186,4 @@ def test_what_waits_for_itself_is_never_done() -> None:
         stages=np.array([0, 4, 8]),
     )
     chunks = chunks_without_segments([0, 2], 1)
-    assert simulate(chunks, actions, unit_times([1, 1], 2), 2).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]
+    assert simulate(chunks, actions, unit_times([1, 1], 2), 2, STRAIGHT, 1).tolist() == [1, -1, -1, -1, -1, -1, -1, -1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from chunkplan.cost.durations import ChunkTimes
+from chunkplan.layers import STRAIGHT
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import chunks_without_segments
 from chunkplan.schedule.actions import Actions
@@ -40,7 +41,7 @@ def test_zero_bubble_keeps_all_invariants_within_the_memory_and_the_time_of_1f1b
     actions = scheduled(rank, pp)
     end, peaks = look(rank, pp, actions)
     assert max(peaks) <= max(look(rank, pp, template(rank, pp))[1])
-    assert end <= simulate(rank.chunks, split_at_once(rank, pp), rank.times, pp).max()
+    assert end <= simulate(rank.chunks, split_at_once(rank, pp), rank.times, pp, STRAIGHT, 1).max()
     assert peak_retained(rank.chunks, actions).tolist() == peaks
 
 

@@ -111,7 +111,7 @@ def test_a_v_keeps_all_invariants_within_the_memory_of_1f1b(drawn: tuple[Rank, i
         on_v = in_a_v(rank, pp, rates)
         actions = scheduled(on_v, pp)
         end, most = look_at_v(on_v, pp, actions)
-        ends = simulate(on_v.chunks, actions, on_v.times, pp, FAMILIES["zero-bubble-v"].placement)
+        ends = simulate(on_v.chunks, actions, on_v.times, pp, FAMILIES["zero-bubble-v"].placement, 1)
         assert ends.min() >= 0 and ends.max() == end
         assert unit_bound(*on_v) <= end
         assert peak_retained(on_v.chunks, actions).max() == most <= 2 * memory

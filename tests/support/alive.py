@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chunkplan_runtime.feed.stream import ChunkTensors
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import CausalLM
 
@@ -73,14 +73,14 @@ def held_bytes(model: CausalLM, num_tokens: int = 64) -> float:
     span = Span(0, 0, num_tokens, num_tokens, 0, None)
     labels = torch.zeros(num_tokens, dtype=torch.int64)
     with Alive() as alive:
-        hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), StateStore(num_tokens))
+        hidden = model.hidden_states(ChunkTensors(0 * places, places, labels, (span,)), KVStore(num_tokens))
         gc.collect()
         found = alive.num_bytes() - model.current.host_inputs.num_bytes
         del hidden
     return found / num_tokens
 
 
-def store_bytes(store: StateStore) -> int:
+def store_bytes(store: KVStore) -> int:
     """The bytes of all pages that a store holds."""
     pages = [page for sequence in store._sequences.values() for own in sequence.layers.values() for page in own]
     return sum(tensor.nbytes for page in pages for tensor in page.tensors + page.gradients)

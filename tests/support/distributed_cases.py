@@ -33,12 +33,12 @@ from chunkplan_runtime.distributed.job import (
 )
 from chunkplan_runtime.distributed.sharding import Shards, _weights
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
-from chunkplan_runtime.execution.executor import Around, Meet, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import Around, Collectives, RankExecutor, no_collectives
 from chunkplan_runtime.feed.stream import PlanStream, RankWork, StepWork, open_plan
 from chunkplan_runtime.layout import RankLayout, choose_layout, used_blocks
 from chunkplan_runtime.models.model import CausalLM, new_model, read_config
 from chunkplan_runtime.models.parts import evaluate_in_float64
-from chunkplan_runtime.models.products import Summed
+from chunkplan_runtime.models.products import SummedWeight
 from chunkplan_runtime.models.trained import ALL_LINEAR, add_lora, freeze_weights, frozen_names
 from chunkplan_runtime.parity import run_whole
 from chunkplan_runtime.proof.prove import relative_errors, take_gradients, vanishing_gradients
@@ -108,10 +108,10 @@ class StageProcess:
             self.shards.reduce_gradients()
         return _sum(loss)
 
-    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Meet:
+    def _meeting(self, work: StepWork, *, only_forwards: bool = False) -> Collectives:
         if self.shards is None:
-            return meet_nobody
-        return self.shards.meeting(work, self.groups.layout, only_forwards=only_forwards)
+            return no_collectives
+        return self.shards.collectives_of(work, self.groups.layout, only_forwards=only_forwards)
 
     def finish_gradients(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Gradients of the stage, whole, and the norm of those of the model."""
@@ -283,7 +283,7 @@ def compare_master_weights(
         model = new_model(read_config(config), torch.bfloat16, seed=1)
         return _adapted(model, dropout=0.0, targets=targets) if targets else model
 
-    Summed.devices = frozenset({"cpu"})  # as on a GPU
+    SummedWeight.devices = frozenset({"cpu"})  # as on a GPU
     model = make_model()
     whole = TrainedWeights(model.model, master_weights=True)
     whole_plan = load_plan(alone) if alone else opened
@@ -298,7 +298,9 @@ def compare_master_weights(
     stage.run(stage.work(0))
     if stage.shards and sharding == "optimizer":  # what processes sum before they reduce it is made in the sum
         gathered = [weight._unsharded_param for module in stage.shards._modules for weight in _weights(module)]
-        assert all(isinstance(weight, Summed) == (weight.ndim == 2) and weight.grad is None for weight in gathered)
+        assert all(
+            isinstance(weight, SummedWeight) == (weight.ndim == 2) and weight.grad is None for weight in gathered
+        )
     gradients, norm = stage.finish_gradients(weights)
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     reference_norm = torch.nn.utils.get_total_norm(reference.values()).item()

@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import ChunkContext, CurrentChunk
 from chunkplan_runtime.attention.interface import chunk_attention
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import KVRequest, PageMemory
-from chunkplan_runtime.kv.store import StateStore
-from chunkplan_runtime.layout import Exchanges, Holding, RankLayout, Run, SharedPart, Span
+from chunkplan_runtime.kv.store import KVStore
+from chunkplan_runtime.layout import Exchanges, OwnedTokens, RankLayout, Run, SharedPart, Span
 
 
 def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:
     """Parts of a sequence that `size` processes share by pages: of each part as many slices, one after another."""
     cuts = [[start + (stop - start) * place // size for place in range(size + 1)] for start, stop in parts]
-    holdings = tuple(Holding(tuple((cut[place], cut[place + 1]) for cut in cuts)) for place in range(size))
+    holdings = tuple(OwnedTokens(tuple((cut[place], cut[place + 1]) for cut in cuts)) for place in range(size))
     return [
         SharedPart(
             Span(7, start, stop, parts[-1][1], 0), (rank,), (holdings[rank].runs,), tuple(range(size)), holdings, rank
@@ -32,7 +32,7 @@ def split_by_pages(parts: Sequence[Run], rank: int, size: int) -> list[SharedPar
 
 def split_by_heads(parts: Sequence[Run], rank: int, size: int) -> list[SharedPart]:
     """The same where they share heads."""
-    whole = (Holding(((0, parts[-1][1]),)),)
+    whole = (OwnedTokens(((0, parts[-1][1]),)),)
     slices = [
         tuple(((start + (stop - start) * i // size, start + (stop - start) * (i + 1) // size),) for i in range(size))
         for start, stop in parts
@@ -53,7 +53,7 @@ def read_and_add(
     memory: PageMemory = HostMemory(torch.device("cpu")) if on_host else PageMemory()
     size = dist.get_world_size() if shared else 1
     exchanges = Exchanges(RankLayout(dp=size, process=rank), {tuple(range(size)): dist.group.WORLD} if shared else {})
-    store = StateStore(page_tokens, memory, exchanges)
+    store = KVStore(page_tokens, memory, exchanges)
     of_processes = split_by_pages(parts, rank, size) if shared else [None] * len(parts)
     spans = [Span(7, start, stop, parts[-1][1], 0) for start, stop in parts]
     owns = [each.runs if each else ((span.start, span.stop),) for span, each in zip(spans, of_processes, strict=True)]
@@ -91,7 +91,7 @@ def attend_together(
     """Attention of a sequence that all processes share, as a layer calls it: this process's output and gradients."""
     size = dist.get_world_size()
     exchanges = Exchanges(RankLayout(dp=size, process=rank), {tuple(range(size)): dist.group.WORLD})
-    store = StateStore(8, exchanges=exchanges)
+    store = KVStore(8, exchanges=exchanges)
     split = split_by_heads if by_heads else split_by_pages
     done: list[tuple[SharedPart, Tensor, tuple[Run, ...]]] = []
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -105,7 +105,7 @@ def attend_together(
         context = ChunkContext((), store, Kernels("reference"), shared=part)
         given = [own(leaf, runs) for leaf in leaves]
         layer = _Layer()
-        layer.chunkplan = Current(context)
+        layer.chunkplan = CurrentChunk(context)
         out, _ = chunk_attention(layer, *given, None, scaling=0.3)
         done.append((part, out[0].transpose(0, 1), runs))
     for part, out, runs in reversed(done):

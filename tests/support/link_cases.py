@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chunkplan.layers import STRAIGHT, StagePlacement
 from chunkplan.planfile.plan import Action, Chunk, Segment
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import CurrentChunk
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
@@ -51,7 +51,7 @@ class _Head:
 class StandIn:
     """A model stage that adds one to what it gets and checks it; gradients too say whose they are and from which one.
 
-    `parts`: those of its process, by virtual stage.
+    `by_stage`: those of its process, by virtual stage.
     """
 
     stage: int
@@ -60,8 +60,8 @@ class StandIn:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     vocab_size: int = 1
     wrong: list[str] = field(default_factory=list)
-    current: Current = field(default_factory=Current)
-    parts: list[StandIn] = field(default_factory=list)
+    current: CurrentChunk = field(default_factory=CurrentChunk)
+    by_stage: list[StandIn] = field(default_factory=list)
     head: _Head = field(default_factory=_Head)
 
     @property
@@ -113,7 +113,7 @@ def drive(
     wrong: list[str] = []
     parts = [StandIn(each, layout.num_model_stages, hidden_size, wrong=wrong) for each in layout.model_stages()]
     model: Any = parts[0]
-    model.parts = [replace(each, current=model.current) for each in parts]
+    model.by_stage = [replace(each, current=model.current) for each in parts]
     executor = RankExecutor(model, links=links)
     left = []
     for step, pipeline in enumerate(pipelines):

@@ -29,6 +29,12 @@ def build_in(folder: Path) -> Built:
 
 def build_copy(folder: Path) -> Built:
     """Of what an sdist holds, copied into `folder`."""
+    copy_sources(folder)
+    return build_in(folder)
+
+
+def copy_sources(folder: Path) -> None:
+    """What an sdist holds, and nothing beside it."""
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, folder)
     for pattern in PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]:
@@ -37,4 +43,3 @@ def build_copy(folder: Path) -> Built:
                 shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(path, folder)
-    return build_in(folder)

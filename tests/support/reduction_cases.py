@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkplan.cost.model import Sharding
-from chunkplan_runtime.distributed.sharding import paddings_of
+from chunkplan_runtime.distributed.sharding import dummy_collectives
 from chunkplan_runtime.feed import stream
 from chunkplan_runtime.models.model import new_model, read_config
 from tests.support.distributed_cases import make_stage, open_for_its_stages
@@ -150,10 +150,10 @@ def count_of_slots(rank: int, *, plan: Path, config: Path, sharding: Sharding) -
     opened, analysis = open_for_its_stages(plan)
     stage = make_stage(rank, opened, analysis, new_model(read_config(config), torch.float32, seed=1), sharding=sharding)
     work, layout = stage.work(0), stage.groups.layout
-    paddings = paddings_of(work, layout, sharding)
+    paddings = dummy_collectives(work, layout, sharding)
     own = [(action.op, action.virtual_stage) for each in work.ranks for action in each.actions]
     slots = [*itertools.chain.from_iterable(paddings), *own]
-    layers = [len(part.own_layers) for part in stage.model.parts]
+    layers = [len(part.own_layers) for part in stage.model.by_stage]
     num_ends = layout.is_first + layout.is_last
     if stage.model.config.tie_word_embeddings:
         num_ends = min(num_ends, 1)

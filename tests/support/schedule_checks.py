@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chunkplan.cost.durations import ChunkTimes, chunk_times
 from chunkplan.cost.rates import UNIT, Rates
+from chunkplan.layers import STRAIGHT
 from chunkplan.operations import OPS
 from chunkplan.planfile.chunks import Chunks, chunks_without_segments
 from chunkplan.schedule.actions import Actions, empty_actions
@@ -77,10 +78,12 @@ def look(rank: Rank, pp: int, actions: Actions) -> tuple[int, list[int]]:
         orders.add(orders_of(rank, done))
         peaks.append(_peak(rank, done))
         work = sum(int(rank.times.durations[OPS.index(op), stage, chunk]) for op, chunk in done)
-        ends = simulate(rank.chunks, actions, rank.times, pp)[actions.stages[stage] : actions.stages[stage + 1]]
+        ends = simulate(rank.chunks, actions, rank.times, pp, STRAIGHT, 1)[
+            actions.stages[stage] : actions.stages[stage + 1]
+        ]
         assert work <= ends[-1], "a deadlock, or a stage that does two things at once"
     assert len(orders) == 1, "links take chunks in different orders"
-    return int(simulate(rank.chunks, actions, rank.times, pp).max()), peaks
+    return int(simulate(rank.chunks, actions, rank.times, pp, STRAIGHT, 1).max()), peaks
 
 
 def orders_of(rank: Rank, done: list[tuple[str, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -31,5 +31,6 @@ def options_with(**changes: Any) -> TuneOptions:
         "ks": (1, 4, 16),
         "schedules": ("1f1b",),
         "cp": "off",
+        "thorough": True,
     }
     return TuneOptions(**(given | changes))

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.tuning.bound import fewest_bytes, step_bound_ns, work_of_steps
 from chunkplan.tuning.options import LADDER, TuneOptions
 from chunkplan.tuning.sampling import Sample, sample_steps
 from chunkplan.tuning.trial import try_out
+from tests.support.command_line import SMALL_MODEL
 from tests.support.tuning_cases import long_tail, options_with
 
 
@@ -26,10 +28,18 @@ def sampled(tokens: np.ndarray, options: TuneOptions, config: PlanConfig) -> Sam
 @settings(max_examples=25)
 @given(data=st.data())
 def test_no_simulation_takes_less_time_or_memory_than_the_bound(data: st.DataObject) -> None:
-    """Of any lengths, layout, schedule, ChunkSize, K, level of checkpointing, offloading and sharding."""
+    """Of any lengths, model, layout, schedule, ChunkSize, K, level of checkpointing, offloading and sharding."""
     dp, pp = data.draw(st.sampled_from([(1, 1), (4, 1), (8, 1), (2, 2), (1, 4), (2, 4)]))
+    model = {"shape": shape_of_config(SMALL_MODEL, "")} if data.draw(st.booleans()) else {}
     options = options_with(
-        tp=1, dp=dp, pp=pp, schedules=None, cp="auto", global_batch=8, lora_rank=data.draw(st.sampled_from([0, 16]))
+        **model,
+        tp=1,
+        dp=dp,
+        pp=pp,
+        schedules=None,
+        cp="auto",
+        global_batch=8,
+        lora_rank=data.draw(st.sampled_from([0, 16])),
     )
     [layout] = options.layouts()
     longest = data.draw(st.sampled_from([3_000, 40_000, 200_000]))

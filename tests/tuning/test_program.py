@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkplan.tuning.grid import Candidate, choose
+from chunkplan.tuning.program import Candidate, choose
 
 
 @settings(max_examples=60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from chunkplan.intake.records import JsonObject, Record, RecordError
 from chunkplan.intake.schemas.detection import detect
-from chunkplan.intake.schemas.fields import without_ignored
 from chunkplan.intake.schemas.messages import SUSPECT, refuse
 from chunkplan.intake.schemas.table import SCHEMAS, RecordLayout, refuse_label
 from chunkplan.intake.schemas.tokens import refuse_mixed
@@ -15,7 +14,7 @@ __all__ = ["SCHEMAS", "RecordLayout", "count_unread", "detect", "parse"]
 
 def parse(layout: RecordLayout, record: JsonObject) -> Record:
     """Convert one source record to its neutral form; raises RecordError where it does not fit or is empty."""
-    record = without_ignored(record, layout.ignored)
+    record = layout.as_read(record)
     if not SUSPECT.isdisjoint(record):
         refuse(record)
     if "label" in layout.columns:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from chunkplan.config.intake import SourceOverrides
+from chunkplan.config.intake import IN_MESSAGES, SourceOverrides
 from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.schemas.fields import (
@@ -20,7 +20,7 @@ from chunkplan.intake.schemas.fields import (
     quoted,
     shortened,
 )
-from chunkplan.intake.schemas.messages import refuse
+from chunkplan.intake.schemas.messages import objects_in, refuse
 from chunkplan.intake.schemas.readings import (
     SAY,
     Reading,
@@ -76,6 +76,24 @@ def detect(
     raise _no_schema(schema, columns, candidates, readable)
 
 
+def columns_inside(columns: Mapping[str, str]) -> tuple[SourceOverrides, dict[str, str]]:
+    """What the user says of the keys of records, and what of those of messages within them."""
+    said = SourceOverrides.of(columns)
+    outside = {role: key for role, key in said.items() if role not in IN_MESSAGES}
+    return SourceOverrides(outside, said.places, said.optional), {r: key for r, key in said.items() if r in IN_MESSAGES}
+
+
+def refuse_missing(inside: Mapping[str, str], columns: Mapping[str, str], records: Iterable[JsonObject]) -> None:
+    """Raise LayoutError for a key of messages that the user has named in `columns`, and none in `records` has."""
+    if inside:
+        found = {key for record in records for value in record.values() for one in objects_in(value) for key in one}
+        for role in ("role", "content"):
+            if role in inside and inside[role] not in found:
+                place = SourceOverrides.of(columns).place(role, "--column")
+                message = f"no message has the key `{inside[role]}` of {place}; found: {quoted(sorted(found))}"
+                raise LayoutError(message, hint="name a key that the messages have")
+
+
 def is_null(record: JsonObject, schema: str | None, columns: Mapping[str, str]) -> bool:
     """Return whether `record` fits no schema only as keys are null; raises UsageError for an unknown schema or role."""
     said = SourceOverrides.of(columns)
@@ -96,10 +114,13 @@ def _candidates(schema: str | None, columns: SourceOverrides) -> list[str]:
         raise UsageError(f"--format {schema}: there is no such schema", hint=f"it is one of {', '.join(SCHEMAS)}")
     names = [schema] if schema is not None else list(SCHEMAS)
     roles = dict.fromkeys(role for name in names for role in SCHEMAS[name].roles)
+    more = IN_MESSAGES if "messages" in roles or "conversations" in roles else ()
     for role in columns:
         if role not in roles:
             none = f"{schema} has no such role" if schema else "no schema has such a role"
-            raise UsageError(f"{columns.place(role, '--column')}: {none}", hint=f"roles are {', '.join(roles)}")
+            raise UsageError(
+                f"{columns.place(role, '--column')}: {none}", hint=f"roles are {', '.join((*roles, *more))}"
+            )
     fitting = [name for name in names if columns.keys() <= SCHEMAS[name].roles.keys()]
     if not fitting:
         roles_of = "; ".join(f"{name}: {', '.join(SCHEMAS[name].roles)}" for name in names)

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ import msgspec
 
 from chunkplan.intake.records import REASONING, Conversation, Exchange, JsonObject, Message, Record
 from chunkplan.intake.schemas.fields import (
+    column_flags,
     empty,
     field,
     ignoring,
@@ -160,6 +162,41 @@ def exchange_of(value: JsonObject) -> dict[str, str] | None:
     return by_role if is_one and all(type(text) is str for text in by_role.values()) else None
 
 
+def with_usual_names(record: JsonObject, inside: Mapping[str, str]) -> JsonObject:
+    """`record` whose lists of messages have the usual keys and roles, in place of those that `inside` names.
+
+    Raises RecordError where a message has both a key that is named and the usual one.
+    """
+    keys = {inside[name]: name for name in ("role", "content") if name in inside}
+    names = {said: name.removeprefix("role.") for name, said in inside.items() if name.startswith("role.")}
+    usual = dict(record)
+    for key in record.keys() - {"tools", "functions", "history"}:
+        messages = objects_in(record[key])
+        if messages and not {*keys, "role", "from"}.isdisjoint(messages[0]):
+            usual[key] = [_with_usual_names(one, keys, names, f"{key}[{index}]") for index, one in enumerate(messages)]
+    return usual
+
+
+def _with_usual_names(message: JsonObject, keys: Mapping[str, str], names: Mapping[str, str], path: str) -> JsonObject:
+    for key, name in keys.items():
+        if key != name and name not in keys and message.get(key) is not None and message.get(name) is not None:
+            wrong(f"`{path}` has both `{key}`, which is named as its `{name}`, and `{name}`")
+    usual = {keys.get(key, key): value for key, value in message.items() if key in keys or key not in keys.values()}
+    if "role" not in usual and "from" in usual:
+        usual["role"] = usual.pop("from")
+    speaker = usual.get("role")
+    return {**usual, "role": names[speaker]} if type(speaker) is str and speaker in names else usual
+
+
+def objects_in(value: Any) -> list[JsonObject]:
+    """The objects of a list, which may be written as JSON; none where it is another."""
+    if type(value) is str and value.lstrip()[:1] == "[":
+        with suppress(ValueError, RecursionError):
+            value = msgspec.json.decode(value)
+    is_list = type(value) is list and all(type(one) is dict for one in value)
+    return value if is_list else []
+
+
 def make_conversation(messages: list[Message], tools: list[JsonObject] | None, path: str) -> Conversation:
     """A conversation of `messages`, found at `path`; raises RecordError where all of them are blank."""
     if any(not is_blank(message.content) or message.fields.get("tool_calls") for message in messages):
@@ -230,8 +267,9 @@ def _role_of(name: str, path: str, loss: bool | None) -> str:
     if role is None and loss is None:
         wrong(
             f'`{path}` is "{shortened(name)}", expected one of {", ".join(ROLES)}',
-            hint="rename the role; or say with `loss`, true or false, in each of its messages whether it counts: "
-            "the chat template then gets the role as it is",
+            hint=f"rename the role, or say whose it is, such as {column_flags({'role.user': shortened(name)})}; or say "
+            "with `loss`, true or false, in each of its messages whether it counts: the chat template then gets it as "
+            "it is",
         )
     return role or name
 

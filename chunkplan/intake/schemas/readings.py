@@ -6,6 +6,7 @@ content is left unread; else the hint names all that holds content.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import permutations
@@ -232,6 +233,10 @@ def _conversation_advice(records: Sequence[JsonObject], key: str, messages: list
             f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
             "name these keys `role` and `content`, and the list `messages`"
             + (f", and {quoted(unknown)} `user` or `assistant`" if unknown else "")
+            + f"; or say so: {column_flags({'messages': key})} --column "
+            + shlex.quote(
+                ",".join([f"role={speaker}", f"content={said}", *(f"role.user={name}" for name in unknown[:1])])
+            )
         ), [f"{key}[].{inside}" for inside in keys_of_content(messages) if inside not in (speaker, said)]
     return (_unanswered_advice(records, key) if _are_messages(messages) else ""), []
 

@@ -32,10 +32,11 @@ from chunkplan.intake.schemas.fields import (
     optional_text,
     typed,
     unsupported,
+    without_ignored,
     wrong,
 )
 from chunkplan.intake.schemas.keys import keys_of_content
-from chunkplan.intake.schemas.messages import make_conversation, parse_messages
+from chunkplan.intake.schemas.messages import make_conversation, parse_messages, with_usual_names
 from chunkplan.intake.schemas.tokens import TOKEN_MARKS, marks_of, parse_tokens
 
 #: Optional roles of schemas that train an answer, and of those that are conversations as well.
@@ -52,7 +53,7 @@ class RecordLayout:
     """The layout of a source's records: a schema, and for each of its roles the key that has it.
 
     `evidence` is a line for people that says why, `ignored` are keys treated as absent, `marks` the keys that mark
-    tokens in all records of the source, or None where that is not known.
+    tokens in all records of the source, or None where that is not known. `inside` has what the user says of messages.
     """
 
     schema: str
@@ -60,6 +61,12 @@ class RecordLayout:
     evidence: str
     ignored: tuple[str, ...] = ()
     marks: tuple[str, ...] | None = None
+    inside: dict[str, str] = default(default_factory=dict)
+
+    def as_read(self, record: JsonObject) -> JsonObject:
+        """`record` without what is ignored, and with the usual names in messages; raises as `with_usual_names`."""
+        record = without_ignored(record, self.ignored)
+        return with_usual_names(record, self.inside) if self.inside else record
 
     @cached_property
     def keys(self) -> frozenset[str]:

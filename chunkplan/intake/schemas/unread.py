@@ -55,7 +55,7 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
             for key in layout.ignored
             if without_ignored(record, (key,)) != record and record.get(key, "") is not None
         }
-        record = without_ignored(record, layout.ignored)
+        record = layout.as_read(record)
         if not always_read.issuperset(record):
             found = {key for key in record.keys() - always_read if record[key] is not None}
             if not found.isdisjoint(perhaps_read):

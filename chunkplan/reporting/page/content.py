@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -17,7 +18,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from chunkplan.errors import DataError
-from chunkplan.lengths import length_report
+from chunkplan.lengths import LengthReport, length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import counted, percent, seconds
@@ -35,10 +36,9 @@ from chunkplan.reporting.page.sections import (
     steps_section,
     ways_section,
 )
-from chunkplan.reporting.page.summary_words import analysis_facts, plan_facts
 from chunkplan.reporting.per_step import per_step, plan_chunks
-from chunkplan.reporting.plan_report import report_of
-from chunkplan.reporting.plan_words import caveats
+from chunkplan.reporting.plan_report import PlanReport, report_of
+from chunkplan.reporting.plan_words import caveats, machine_words, overview_rows
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.token_text import TextSource
 from chunkplan.summary import PlanSummary
@@ -156,6 +156,37 @@ def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:
     names = ", ".join(PurePath(path).name or path for path in paths[:_NAMED])
     more = f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else ""
     return [(counted(len(paths), "data source"), names + more)]
+
+
+#: Rows of the numbers of a plan that stand at the top.
+_AT_THE_TOP = ("ChunkSize, K", "dp x pp", "steps", "held out", "mix", "GPU memory", "shared sequences", "predicted")
+
+
+def plan_facts(plan: Plan, report: PlanReport) -> list[tuple[str, str]]:
+    """List what a plan is, what it holds of the data, and what it is predicted to take."""
+    config, cost_model = plan.config, plan.manifest["predictions"]["cost_model"]
+    gpus = (config.dp, cost_model["tp"], config.pp)
+    facts = [("model and GPUs", machine_words(cost_model))]
+    facts.append(("GPUs: dp x tp x pp", f"{math.prod(gpus):,}: {' x '.join(map(str, gpus))}"))
+    rows = overview_rows(report.summary, plan.manifest, report.memory)
+    facts += [row for row in rows if row[0] in _AT_THE_TOP]
+    if plan.manifest["selection"]["num_held_out"]:
+        facts.append(("part", {"train": "to train on", "eval": "held out, to evaluate on"}[config.part]))
+    facts += [("epochs", f"{config.epochs:,}")] if config.epochs > 1 else []
+    return [*facts, ("content hash", plan.content_hash[:16])]
+
+
+def analysis_facts(analysis: Analysis, report: LengthReport) -> list[tuple[str, str]]:
+    """List which data an analysis is of, and how much that is."""
+    paths = [source["path"] for source in analysis.manifest.get("sources", ())]
+    several = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return [
+        ("source", f"{paths[0]}{several}" if paths else str(analysis.path)),
+        ("sequences", f"{report.num_sequences:,}"),
+        ("tokens", f"{report.num_tokens:,}"),
+        ("longest", f"{report.longest:,} tokens"),
+        ("content hash", analysis.content_hash[:16]),
+    ]
 
 
 def train_command(plan: Plan) -> str | None:

@@ -32,10 +32,9 @@ from chunkplan.reporting.page.over_steps import (
     points_note,
 )
 from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, Section
-from chunkplan.reporting.page.summary_words import summary_table
 from chunkplan.reporting.plan_report import PlanReport
-from chunkplan.reporting.plan_words import memory_words
-from chunkplan.reporting.tables import plan_tables
+from chunkplan.reporting.plan_words import memory_words, overview_rows
+from chunkplan.reporting.tables import Table, plan_tables
 from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
 
@@ -363,5 +362,7 @@ def numbers_section(plan: Plan, report: PlanReport) -> Section:
         )
     first, *more = memory_words(report.memory, report.summary.longest_sequence)
     notes.append(". ".join([first.removesuffix("."), *more]) + ".")
-    tables = [summary_table(plan, report), *plan_tables(report, _MOST_RANKS)]
+    rows = overview_rows(report.summary, plan.manifest, report.memory)
+    whole = Table("The plan in numbers", ("of the whole plan", "value"), rows, texts=("value",))
+    tables = [whole, *plan_tables(report, _MOST_RANKS)]
     return Section("numbers", "All of the plan", notes, tables=tables)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chunkplan.cost.fused import fused_words
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.extras import pip_install
 from chunkplan.files.writing import refuse_overwriting, refuse_unwritable, whole_file
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis, load_same_analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.reporting.page.tuning_warnings import tuning_warnings
+from chunkplan.quantities import counted, percent, trained_words
 from chunkplan.reporting.token_text import TextSource, open_tokenizer
 from chunkplan.tuning.document import read_tuning_document, tuning_document
-from chunkplan.tuning.document_entries import TuningDocument
+from chunkplan.tuning.document_entries import CostModelEntry, DataEntry, TuningDocument
+from chunkplan.tuning.drift import length_drift
 from chunkplan.tuning.tune import Tuning
 
 
@@ -112,3 +114,78 @@ def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None,
         if given is not None:
             raise
         return None, f"{error}."
+
+
+# Whether a tuning is of the data, the model, the GPUs and the steps that it is shown beside.
+
+
+def tuning_warnings(tuning: TuningDocument, plan: Plan | None, analysis: Analysis | None) -> list[str]:
+    """What a tuning (see `tuning_document`) was found for and `plan`, or `analysis`, is not; those that are None are
+    not looked at."""
+    said = [] if analysis is None else _of_data(tuning["data"], analysis)
+    return said if plan is None else [*said, *_of_plan(tuning, plan)]
+
+
+def is_tuning_of(path: Path, plan_or_analysis: Path, analysis: str | Path | None = None) -> bool:
+    """Whether the tuning at `path` is for what lies at `plan_or_analysis`; `analysis`: where that of a plan is now.
+
+    Not so where a file is not there or damaged.
+    """
+    try:
+        found = load_plan_or_analysis(plan_or_analysis)
+        document = read_tuning_document(path)
+        if isinstance(found, Plan):
+            return not tuning_warnings(document, found, load_same_analysis(found, analysis))
+        return not tuning_warnings(document, None, found)
+    except ChunkplanError:
+        return False
+
+
+def _of_data(data: DataEntry, analysis: Analysis) -> list[str]:
+    before = {int(length): share for length, share in data["token_histogram"].items()}
+    drift = length_drift(analysis.num_tokens, before, data["longest_sequence"])
+    if not drift.has_drifted:
+        return []
+    return [
+        f"The tuning is of other data: {percent(drift.moved)} of the tokens here are in other length classes, and the "
+        f"longest sequence has {drift.longest_now:,} tokens, there {drift.longest_before:,}."
+    ]
+
+
+def _of_plan(tuning: TuningDocument, plan: Plan) -> list[str]:
+    here: CostModelEntry = plan.manifest["predictions"]["cost_model"]
+    there = tuning["cost_model"]
+    said = []
+    for what, planned, tuned in (
+        ("model", here["shape"], there["shape"]),
+        ("GPU", here["hardware"], there["hardware"]),
+    ):
+        if planned["name"] != tuned["name"]:
+            said.append(
+                f"The tuning is for another {what}: {tuned['name']}, the plan's times are for {planned['name']}."
+            )
+        # But for the memory: the plan fits that of its GPUs, and what was tuned that of those it was tuned for.
+        elif {**planned, "memory_bytes": 0} != {**tuned, "memory_bytes": 0}:
+            said.append(f"The tuning has other numbers for the {what} {planned['name']} than the plan.")
+    layout, config = tuning["chosen"], plan.config  # every choice has as many GPUs
+    gpus = layout["dp"] * layout["tp"] * layout["pp"], config.dp * here["tp"] * config.pp
+    batches = tuning["options"]["global_batch"], config.global_batch
+    compared = [
+        (there["precision"], here.get("precision", there["precision"]), "for {}, the plan's times are for {}"),
+        (*map(_trained, (there, here)), "for {}, the plan's times are for {}"),
+        (*(each.get("optimizer", "adamw") for each in (there, here)), "for {}, the plan's memory is that of {}"),
+        (*map(_fused, (there, here)), "for fused kernels {}, the plan's times are for {}"),
+        (counted(gpus[0], "GPU"), counted(gpus[1], "GPU"), "for {}, the plan is for {}"),
+        (f"{batches[0]:,}", f"{batches[1]:,}", "for steps of {} sequences, those of the plan have {}"),
+    ]
+    said += [f"The tuning is {words.format(tuned, planned)}." for tuned, planned, words in compared if tuned != planned]
+    return said
+
+
+def _trained(cost_model: CostModelEntry) -> str:
+    return trained_words(cost_model.get("lora_rank", 0), cost_model.get("load_in_4bit", False))
+
+
+def _fused(cost_model: CostModelEntry) -> str:
+    words = fused_words(cost_model.get("fused_kernels", "none"), cost_model.get("compile", False))
+    return " and ".join(words) or "none"

@@ -1,4 +1,4 @@
-"""What the attention of a chunk knows beside its tensors, and what it keeps of a forward for the chunk's recompute."""
+"""Per-chunk state of attention: the segments of a chunk, and results of a forward kept for the chunk's recompute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.kv.host_memory import HostTensor, HostTensors
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Run, SharedPart, Span
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class KeptResults:
             each.start_fetch()
 
     def attend(self, attend: Attend, *given: Any) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, which is kept; then what is kept. A layer that its backward runs again attends anew."""
+        """Run `attend` and keep the results, or return kept ones. A layer that its backward runs again attends anew."""
         if self.held and self._is_taken:
             return self._next(), self._next()
         is_hidden = self._is_hidden and not self._is_taken
@@ -81,7 +81,7 @@ class TokenRange:
 
 
 @dataclass
-class Current:
+class CurrentChunk:
     """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
 
     A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in `output`
@@ -119,14 +119,14 @@ class Current:
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """What the attention of a chunk has to know beyond its tensors. The spans lie side by side and cover the chunk.
+    """The metadata that attention needs of a chunk beside its tensors. The spans lie side by side and cover the chunk.
 
     `seed`: of its dropout. Where other processes have slices of it too, `shared` is the whole, and attention takes
     that: all tokens that those have together who share heads.
     """
 
     spans: Sequence[Span]
-    store: StateStore
+    store: KVStore
     kernels: Kernels
     causal: bool = True
     seed: int | None = None
@@ -134,7 +134,7 @@ class ChunkContext:
 
     @cached_property
     def has_parts(self) -> bool:
-        """Whether there is a part of a split sequence in it."""
+        """True if the chunk has a part of a split sequence."""
         return any(tokens.part is not None for tokens in self.ranges)
 
     @cached_property

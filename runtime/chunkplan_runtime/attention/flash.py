@@ -207,14 +207,14 @@ class PackagedKernel(FlashKernel):
 
     @property
     def version(self) -> str | None:
-        """Of the package; None if it is not installed."""
+        """The version of the package; None if it is not installed."""
         try:
             return version(self.package)
         except PackageNotFoundError:
             return None
 
     def why_not_called(self) -> str | None:
-        """Why the package cannot be called, if it is installed."""
+        """The reason why the package cannot be called, if it is installed."""
         try:
             takes = {name: _takes(getattr(self._functions, name)) for name, *_ in self.calls}
         except Exception as error:  # built for another torch, which may show as anything, or a part of it is missing
@@ -228,7 +228,7 @@ class PackagedKernel(FlashKernel):
         return None
 
     def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
-        """What both functions are given by name."""
+        """Keyword arguments of both functions."""
         how = {"softmax_scale": form.scale, "causal": form.causal, "softcap": form.softcap or 0.0}
         return dict(zip(_BOUNDS, bounds, strict=True)) | how
 
@@ -305,12 +305,12 @@ class FlashAttn4Kernel(PackagedKernel):
         return list(gradients[:3])
 
     def _arguments(self, bounds: Bounds, form: Form) -> dict[str, object]:
-        """Where there is no bound of a window it is None."""
+        """Keyword arguments of both functions; no bound of a window is None."""
         return super()._arguments(bounds, form) | {"window_size_left": form.reach, "window_size_right": None}
 
 
 def broken_packages() -> dict[str, str]:
-    """Why packages that are installed cannot be called, by the names of their kernels."""
+    """Reasons why installed packages cannot be called, by the names of their kernels."""
     kernels: tuple[PackagedKernel, ...] = FlashAttn4Kernel(), FlashAttn2Kernel()
     reasons = {kernel.name: kernel.why_not_called() for kernel in kernels if kernel.version is not None}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -333,18 +333,18 @@ def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
 
 
 def _joined(runs: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """What calls gave for their runs, [1, heads, tokens, ...] each, for all tokens."""
+    """Concatenate results of calls for runs of tokens, [1, heads, tokens, ...] each."""
     return runs[0] if len(runs) == 1 else [torch.cat(each, 2) for each in zip(*runs, strict=True)]
 
 
 def _window(form: Form) -> dict[str, int]:
-    """How many keys before and after its own a query sees, -1 for all."""
+    """Numbers of keys before and after its own that a query sees, -1 for all."""
     left = -1 if form.reach is None else form.reach
     return {"window_size_left": left, "window_size_right": 0 if form.causal else -1}
 
 
 def _is_for_cudnn(query: Tensor, key: Tensor, form: Form) -> bool:
-    """Whether cuDNN can do what is asked, and making a plan of it pays."""
+    """True if cuDNN supports the request, and making a plan of it pays."""
     (heads, num_queries, head_dim), num_keys = query.shape[1:], key.size(2)
     is_one_run = form.borders is None or len(form.borders) == 2
     fits = num_keys > 1 and max(num_queries, num_keys) * heads * head_dim < _MOST_NUMBERS

@@ -1,7 +1,7 @@
 """Attention over one chunk, exact whatever the chunk holds: whole sequences, a part of a split one, or both.
 
 Whole sequences attend to themselves, all that lie side by side in one call. A part attends to the pages of its
-sequence in the `StateStore`, its own among them; the results are merged by their LSE. Autograd saves what belongs to
+sequence in the `KVStore`, its own among them; the results are merged by their LSE. Autograd saves what belongs to
 the chunk and never the prefix, so that a chunk in flight costs the same memory wherever it lies in its sequence.
 """
 
@@ -49,7 +49,7 @@ class LayerAttention(NamedTuple):
         return () if self.expand is None else self.expand.weights
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
-        """What is asked of the kernel where queries and keys end at the same token."""
+        """The kernel's form where queries and keys end at the same token."""
         reach = None if self.window is None else self.window - 1
         if borders is not None and self.tile is not None:
             cut = [first for start, stop in pairwise(borders) for first in range(start, stop, self.tile)]

@@ -18,7 +18,7 @@ from chunkplan_runtime.layout import Exchanges, Run, SharedPart
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What is exchanged of a part of a sequence, in a layer, by the processes that share heads of it."""
+    """Exchanges of heads for tokens in a layer, among the processes that share the heads of a part of a sequence."""
 
     exchanges: Exchanges
     part: SharedPart
@@ -35,11 +35,11 @@ class HeadExchange:
         return given[0]
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
-        """Of [heads] those of the heads that this process attends with: [heads / h]."""
+        """Select the heads of this process from [heads]: [heads / h]."""
         return of_heads.view(len(self.part.heads), -1)[self._place]
 
     def scatter_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Do as `to_heads`, without a graph. Of all that is exchanged there are two copies at once, and no third."""
+        """The same as `to_heads`, without a graph. At most two copies of the exchanged tensors exist at once."""
         h, num_tokens, slices = len(self.part.heads), tensors[0].shape[1], self._slices
         by_process = [each.reshape(h, -1, *each.shape[1:]).transpose(1, 2).flatten(2) for each in tensors]
         widths = [each.shape[2] for each in by_process]  # of [h, num_tokens, heads / h x dim] each
@@ -51,7 +51,7 @@ class HeadExchange:
         return tuple(part.view(len(part), -1, each.shape[2]).transpose(0, 1) for part, each in parts)
 
     def gather_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Do as `to_tokens`, of many at once and without a graph."""
+        """The same as `to_tokens`, for many tensors at once and without a graph."""
         h, num_tokens, slices = len(self.part.heads), self._counts[self._place], self._slices
         flat = [each.transpose(0, 1).flatten(1) for each in tensors]  # [tokens of all, heads / h x dim]
         widths = [each.shape[1] for each in flat]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import CurrentChunk
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention, attend, attention_of
 from chunkplan_runtime.attention.heads import HeadExchange
 from chunkplan_runtime.attention.kernel import Form
@@ -65,7 +65,7 @@ class Mask:
     unknown: str | None = None
 
     def __getitem__(self, kept: tuple[slice | int | None, ...]) -> Mask:
-        """What is left of it where a model keeps some rows or columns: all of it if those are all."""
+        """Slice the mask as a model does that keeps some rows or columns: all of it if those are all."""
         is_whole = all(each in (slice(None), slice(0, None)) for each in kept)
         return self if is_whole else replace(self, unknown="what keeps a part of it")
 
@@ -157,7 +157,7 @@ def chunk_attention(
             return found
         tensors = *_cast(query, key, value), s_aux, module.chunkplan_number
         return torch.ops.chunkplan.attend_layer(*tensors, *how, mask.window, mask.tile)[0], None
-    current: Current | None = getattr(module, "chunkplan", None)
+    current: CurrentChunk | None = getattr(module, "chunkplan", None)
     context = None if current is None else current.context
     if current is None or context is None:
         raise UsageError("attention 'chunkplan' was called without a chunk", hint="run the model through an Executor")
@@ -195,9 +195,9 @@ _outside_of_graphs: Any = torch.compiler.disable(chunk_attention)  # type: ignor
 
 
 def _layer_attention(
-    current: Current, layer: int, query: Tensor, value: Tensor, mask: Mask, how: How
+    current: CurrentChunk, layer: int, query: Tensor, value: Tensor, mask: Mask, how: How
 ) -> LayerAttention:
-    """How a layer attends to its own keys and values in the chunk; a window that its mask has not is refused."""
+    """Make the attention of a layer that has its own keys and values; a window that its mask has not is refused."""
     context, window, (scaling, sliding_window, softcap) = current.context, mask.window, how
     assert context is not None
     if sliding_window not in (None, window):
@@ -221,7 +221,7 @@ def _cast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _refused(module: Any, mask: object, asked: dict[str, object], *, causal: bool) -> list[str]:
-    """What a model asks its attention for that is not known here, where chunks are `causal` or not."""
+    """Arguments that a model passes to attention and that are not supported, where chunks are `causal` or not."""
     found = []
     for name, given in asked.items():  # in every layer of every chunk, so without another call
         if name not in _IGNORED and given is not None and (isinstance(given, Tensor) or given):
@@ -248,7 +248,7 @@ _numbers = count()
 
 
 def prepare_attention(layer: nn.Module) -> None:
-    """Let what attends in a layer be one node of a graph."""
+    """Make a layer's attention one node of a compiled graph."""
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
             number = next(_numbers)
@@ -270,7 +270,7 @@ def _attend_layer(
     tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     module = _modules[int(number)]
-    current: Current = module.chunkplan
+    current: CurrentChunk = module.chunkplan
     mask, how = Mask(window, tile=tile), (scaling, sliding_window, softcap)
     attention = _layer_attention(current, module.layer_idx, query, value, mask, how)
     vars(module)["chunkplan_attention"] = attention  # which is the same for all chunks of a step, for their backwards

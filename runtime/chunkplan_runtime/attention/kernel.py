@@ -1,4 +1,4 @@
-"""What an attention kernel is asked and gives, and how results over several blocks of keys are merged.
+"""The interface of attention kernels, and the merge of their results over several blocks of keys.
 
 Everything above is written against (out, lse) and a backward that takes them as given: so attention over several blocks
 of keys is exact. Forward results merge by their LSE, and the backward of a block is right once it gets the out and lse
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Form(NamedTuple):
-    """Which keys a query sees, and what is done to its scores.
+    """The form of an attention: the keys that a query sees, and what is done to its scores.
 
     Queries and keys are aligned at their ends (bottom-right): of `num_queries` and `num_keys`, query i stands at key
     i + num_keys - num_queries. With `causal` it sees no key after that one; with `reach` none that lies more than
@@ -47,7 +47,7 @@ class AttentionKernel(ABC):
     has_softcap = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """Why it cannot serve such tensors; None if it can. `head_dims`: of queries and keys, and of values."""
+        """Reason that it cannot serve such tensors; None if it can. `head_dims`: of queries and keys, and of values."""
         if self.device_type not in (None, device.type):
             return f"it runs on a {'CUDA GPU' if self.device_type == 'cuda' else 'CPU'}, not on {device.type}"
         if self.one_head_size and head_dims[0] != head_dims[1]:

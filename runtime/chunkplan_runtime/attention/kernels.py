@@ -25,7 +25,7 @@ AUTO = "auto"
 _SURE = ("torch-cpu", "reference")
 
 #: A plan is code that is loaded. CUDA loads it when all is done that the device was given, sends to other stages too.
-_PLANS = "it makes plans in a step, for which one of several stages might wait for ever"
+_PLANS = "it makes plans in a step, for which one of several stages might deadlock"
 
 #: Of a trial: keys, queries where there are fewer, where sequences side by side begin and end, and what keys elsewhere
 #: add to an LSE: gradients are by that of all keys.
@@ -94,7 +94,7 @@ class Kernels:
 def why_wrong(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form
 ) -> str | None:
-    """Why a kernel must not run layers of `form`: it fails, or gives something else than plain attention.
+    """The reason why a kernel must not run layers of `form`: it fails, or differs from plain attention.
 
     Tried are a part with itself and with keys before it, and sequences side by side, forward and backward. Where torch
     sees no such device there is nothing to try.
@@ -103,7 +103,7 @@ def why_wrong(
         return None
 
     def errors(num_queries: int, form: Form) -> list[float]:
-        """How far each result is from plain attention's, as a share of it."""
+        """The relative error of each result against plain attention."""
         random = torch.Generator(device).manual_seed(0)
         sizes = ((num_queries, 4, 0), (_KEYS, 2, 0), (_KEYS, 2, 1), (num_queries, 4, 1))
         query, key, value, grad_out = (

@@ -1,4 +1,4 @@
-"""What pages keep of a layer: its keys and values; what it makes them of; nothing, where they are another layer's.
+"""The tensors that pages keep of a layer: keys and values, their latents, or none where another layer has them.
 
 *Latent attention* (MLA, arXiv 2405.04434) makes keys and values of all heads out of a latent and a rotary key that all
 heads have in common. The modules of transformers do it in a method, `expand_kv`. Where attention is given the very
@@ -41,7 +41,7 @@ class ExpandedLatents(NamedTuple):
 
 
 def watch_expansion(module: Any) -> None:
-    """Let a layer that makes keys and values of latents say so to the attention after it; twice changes nothing."""
+    """Hook a layer that expands latents to keys and values, so that its attention is told; idempotent."""
     if hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
         module.expand_kv = MethodType(_expand_kv, module)
 
@@ -96,7 +96,7 @@ class Expand:
 
 
 def latents_of(module: Any, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], Expand | None]:
-    """What pages keep in place of keys and values, [1, heads, num_tokens, dim] each, and how it is expanded.
+    """The latents that pages keep in place of keys and values, [1, heads, num_tokens, dim] each, and their expansion.
 
     Nothing where these are to be kept themselves: the layer has not just made them, or they or what they were made of
     have been changed since; it would save too little; or dropout in the layer would draw otherwise the next time.
@@ -128,7 +128,7 @@ def owner_of(layer: int, key: Tensor, value: Tensor) -> int:
 
 
 def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> list[tuple[Shapes, bool]]:
-    """What pages keep of each attention of a layer: (heads, dim) of each tensor, and whether a part has its own page.
+    """The shapes that pages keep of each attention of a layer, (heads, dim), and whether a part has its own page.
 
     Nothing where it attends with those of another layer. Its keys and values are of `kv_shapes`, and `num_sharing`
     processes share heads, which then expand nothing.
@@ -148,7 +148,7 @@ def page_shapes(layer: nn.Module, kv_shapes: Shapes, num_sharing: int = 1) -> li
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether there is dropout in a layer."""
+    """True if a layer has dropout."""
     return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""What `chunkplan calibrate` measures; how it does that needs torch, and is in `calibration.calibrate`."""
+"""Options of `chunkplan calibrate`; the measuring needs torch and is in `calibration.calibrate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHAT, _HOW = "What is measured", "How it is measured"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions(Options):
-    """What to measure; None: what suits the device.
+    """The sizes to measure; None: those that suit the device.
 
     `model`: a name, a config.json or its folder; weights are random. `name` is the profile's, to which the device's is
     added. `layers`: measure the model's first ones only, as the profile is that of any number. `base`: the profile of

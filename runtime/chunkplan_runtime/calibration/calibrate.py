@@ -42,7 +42,7 @@ from chunkplan_runtime.training.optimizer import TrainedWeights
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is measured on a type of device. Chunks where options do not say; the rest is large there.
+    """The sizes measured on a type of device: chunks where options do not say, and the rest, which is large there.
 
     `queries`: many, and few. `head_sizes`: beside the model's own. `product`: rows and columns.
     """
@@ -101,8 +101,8 @@ class Probe:
     prefix_tokens: int = 0
 
 
-class _EnoughError(Exception):
-    """What is to be timed has been: what the other parts would still have to do is left undone."""
+class _TimeIsUpError(Exception):
+    """Raised when the timed part has run, to leave the rest of the step undone."""
 
 
 def calibrate(
@@ -284,7 +284,7 @@ def first_layers(config: Any, num_layers: int) -> Any:
 
 
 def make_probes(chunk_sizes: Sequence[int], prefixes: Sequence[int]) -> list[Probe]:
-    """Of each size a whole sequence, a packed chunk, and a part behind each prefix, which is rounded up to whole parts.
+    """Make of each size a whole sequence, a packed chunk, and a part behind each prefix, rounded up to whole parts.
 
     Raises:
         UsageError: there are fewer than three sizes, or one is too small to be packed.
@@ -363,9 +363,9 @@ def time_probe(model: CausalLM, probe: Probe, seed: int = 0) -> tuple[int, int]:
         synchronize(model.device)
         times[action.op] = perf_counter_ns() - started
         if action.op == "backward":
-            raise _EnoughError
+            raise _TimeIsUpError
 
-    with suppress(_EnoughError):
+    with suppress(_TimeIsUpError):
         RankExecutor(model).run(work, sum(probe.segments), around)
     return times["forward_kv"], times["recompute"] + times["backward"]
 

@@ -1,4 +1,4 @@
-"""The processes that train together: how they meet, their groups, one of them as it sees itself, what all compare."""
+"""The processes that train together: their rendezvous and groups, one as it sees itself, and what all compare."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Groups:
 
     @property
     def num_groups(self) -> int:
-        """How many they are, with that of all; a link is two, one for each direction."""
+        """The number of process groups, with that of all; a link is two, one for each direction."""
         num_single = 1 + (self.replicas is not None) + (self.ends is not None)
         return num_single + 2 * len(self.links_by_border) + len(self.exchanges.groups)
 
@@ -197,7 +197,7 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints and writes for all."""
+        """True if this process is the one that prints and writes for all."""
         return self.layout.process == 0
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -236,7 +236,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def versions_with(plan: Plan) -> dict[str, str]:
-    """What processes have to have alike: with another plan or version, making groups might never end."""
+    """The versions that all processes must have alike: with another plan or version, making groups might hang."""
     packages = {"chunkplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**packages, "plan": plan.content_hash}
 
@@ -320,6 +320,6 @@ def clip(weights: Iterable[Tensor], norm: Tensor, largest: float) -> None:
 
 
 def _local_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
-    """What this process has of the gradients of `weights`, of those that have one."""
+    """The local shards of the gradients of `weights`, of those that have one."""
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

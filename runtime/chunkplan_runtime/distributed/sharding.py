@@ -34,20 +34,20 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import FORWARDS, MEETINGS
 from chunkplan.planfile.plan import Action
 from chunkplan_runtime.distributed.stages import is_trained, own_head, rows_kept, trains_before_layers
-from chunkplan_runtime.execution.executor import Around, Meet, meet_nobody
+from chunkplan_runtime.execution.executor import Around, Collectives, no_collectives
 from chunkplan_runtime.feed.stream import StepWork, broken_plan
 from chunkplan_runtime.layout import RankLayout, reduce_scatter
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import sum_gradients
 
 #: What other processes do in a slot: its op, and the virtual stage.
-Padding = tuple[str, int]
+DummyCollective = tuple[str, int]
 
 
-def paddings_of(
+def dummy_collectives(
     work: StepWork, layout: RankLayout, sharding: Sharding, *, only_forwards: bool = False
-) -> list[list[Padding]]:
-    """What the process of `layout` takes part in before each of its actions in a step, and after its last one.
+) -> list[list[DummyCollective]]:
+    """The collectives of others that the process of `layout` joins before each of its actions, and after its last one.
 
     Raises DataError where actions have no slots, or not such that processes can walk through them.
     """
@@ -63,10 +63,10 @@ def paddings_of(
         pairs = zip(slots, actions, strict=True)
         return {slot: action for slot, action in pairs if not only_forwards or action.op in FORWARDS}
 
-    paddings: list[list[Padding]] = [[]]
+    dummies: list[list[DummyCollective]] = [[]]
     for ranks in zip(*layout.rows(work.plan.config.dp), strict=True):  # those that run at the same time, by process
         actions_of = {rank: actions_by_slot(rank) for rank in ranks}
-        met: dict[int, Padding] = {}
+        met: dict[int, DummyCollective] = {}
         for rank, actions in actions_of.items():
             for slot, action in actions.items():
                 if action.op in ops:
@@ -76,10 +76,10 @@ def paddings_of(
         own = actions_of[ranks[layout.replica]]
         for slot in sorted({*met, *own}):
             if slot in own:
-                paddings.append([])
+                dummies.append([])
             if slot in met and (slot not in own or own[slot].op not in ops):
-                paddings[-1].append(met[slot])
-    return paddings
+                dummies[-1].append(met[slot])
+    return dummies
 
 
 class Shards:
@@ -114,12 +114,12 @@ class Shards:
             for module in filter(None, (self._head, self._root)):
                 fully_shard(module, mesh=replicas, mp_policy=policy, reshard_after_forward=False)
         self._layers: list[list[Any]] = [
-            [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.parts
+            [layer for layer in part.own_layers.values() if isinstance(layer, FSDPModule)] for part in model.by_stage
         ]
         self._ends = [self._root] if self._head is None else [self._root, self._head]
         self._modules = [*self._ends, *itertools.chain.from_iterable(self._layers)]
         #: By virtual stage the layers that a backward comes to, in its order.
-        self._backward = [_in_backward(part, own) for part, own in zip(model.parts, self._layers, strict=True)]
+        self._backward = [_in_backward(part, own) for part, own in zip(model.by_stage, self._layers, strict=True)]
         # FSDP2 casts what is reduced, or adds it to what is there, as soon as it has asked for it.
         self._reductions: Any = Reductions(waits=self._reduces_always or (self._is_narrow and not master_weights))
         for module in self._modules:
@@ -170,21 +170,21 @@ class Shards:
             for layer in itertools.chain.from_iterable(self._layers):
                 layer.unshard()
 
-    def meeting(self, work: StepWork, layout: RankLayout, *, only_forwards: bool = False) -> Meet:
+    def collectives_of(self, work: StepWork, layout: RankLayout, *, only_forwards: bool = False) -> Collectives:
         """Takes part in what other processes do before an action, the next one of a step, or with None at its end."""
         if self._sharding == "optimizer" or (only_forwards and self._sharding != "weights"):
-            return meet_nobody
-        paddings = deque(paddings_of(work, layout, self._sharding, only_forwards=only_forwards))
+            return no_collectives
+        dummies = deque(dummy_collectives(work, layout, self._sharding, only_forwards=only_forwards))
 
-        def meet(action: Action | None) -> None:
-            while paddings[0]:
-                self.pad(paddings[0].pop(0))
+        def collectives(action: Action | None) -> None:
+            while dummies[0]:
+                self.pad(dummies[0].pop(0))
             if action is not None:
-                paddings.popleft()
+                dummies.popleft()
 
-        return meet
+        return collectives
 
-    def pad(self, padding: Padding) -> None:
+    def pad(self, padding: DummyCollective) -> None:
         """Gather and reduce as others do in a slot, in which this process has no action."""
         op, virtual_stage = padding
         self.end_forwards()
@@ -215,7 +215,7 @@ class Shards:
             self._sync_layers(virtual_stage, True)
 
     def around(self, inner: Around) -> Around:
-        """What `RankExecutor.run` enters around an action: `inner`, and what FSDP2 does not see of reducing in it.
+        """The context of an action in `RankExecutor.run`: `inner`, and the reductions that FSDP2 does not see.
 
         That is all that a weight half leaves. What an input half leaves is reduced with whatever comes next: summed in
         float32, as whole backwards would else reduce it with gradients of another dtype.
@@ -332,7 +332,7 @@ def _in_backward(part: CausalLM, layers: list[Any]) -> list[Any]:
 
 
 def _weights(module: Any) -> list[Any]:
-    """What FSDP2 has of each weight of a module that is trained."""
+    """FSDP2's shard of each trained weight of a module."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else [weight for weight in group.fsdp_params if weight.sharded_param.requires_grad]
 

@@ -36,7 +36,7 @@ from chunkplan.layers import split_layers as even_layers
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import CausalLM, load_model, meta_model, meta_weight, replace_weights
-from chunkplan_runtime.models.parts import Cut, decoder_of, layers_of, whole_of
+from chunkplan_runtime.models.parts import ModelStage, decoder_of, layers_of, whole_of
 from chunkplan_runtime.models.tiny import returned_by_layers
 
 #: Names of the norm behind the last layer.
@@ -49,7 +49,7 @@ _HINT = "the checkpoint is incomplete, or its config.json is not its own"
 
 
 def split_layers(num_layers: int, pp: int, given: Sequence[int] | None = None, virtual_stages: int = 1) -> list[range]:
-    """Which layers each model stage has: `given` many, or those that the planner counts with.
+    """The layers of each model stage: `given` many, or those that the planner counts with.
 
     Raises UsageError of more stages than layers, and where `given` is not what the model has.
     """
@@ -87,10 +87,10 @@ def cut_stage(model: CausalLM, layers: Sequence[range], layout: RankLayout) -> C
             setattr(decoder, name, module)
     if not layout.is_last:
         whole.set_output_embeddings(nn.Identity())
-    return replace(model, cuts=cuts)
+    return replace(model, stages=cuts)
 
 
-def _cut(whole: Any, own: range, returned: int | None) -> Cut:
+def _cut(whole: Any, own: range, returned: int | None) -> ModelStage:
     """The model stage that has the layers `own`, and of what has weights beside layers that at its end of the model.
 
     Norms behind the layers are the last one's, all else is the first one's.
@@ -110,7 +110,7 @@ def _cut(whole: Any, own: range, returned: int | None) -> Cut:
             modules[name] = own_layers
         elif not is_here and next(module.parameters(), None) is not None:
             modules[name] = _NoEmbeddings() if isinstance(module, nn.Embedding) else nn.Identity()
-    return Cut(is_first, is_last, own_layers, modules)
+    return ModelStage(is_first, is_last, own_layers, modules)
 
 
 def own_head(model: Any) -> Any:
@@ -122,14 +122,14 @@ def own_head(model: Any) -> Any:
 
 
 def trains_before_layers(model: Any) -> bool:
-    """Whether anything is trained of what makes the inputs of the first layer."""
+    """True if a weight is trained that makes the inputs of the first layer."""
     children = decoder_of(model).named_children()
     before = [module for name, module in children if module is not layers_of(model) and name not in _FINAL_NORMS]
     return any(map(is_trained, before))
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether anything in it is trained."""
+    """True if any of its weights is trained."""
     return any(weight.requires_grad for weight in module.parameters())
 
 
@@ -169,7 +169,7 @@ class _Elsewhere(nn.Module):
 
 
 class WholeOnlyError(Exception):
-    """Of this model no part can be loaded by itself: the reason, as the end of a sentence."""
+    """Raised when no stage of a model can be loaded by itself: the reason, as the end of a sentence."""
 
 
 def rows_of(num_rows: int, layout: RankLayout) -> slice:
@@ -189,7 +189,7 @@ def load_shard(
     device: torch.device,
     held: torch.dtype | None = None,
 ) -> tuple[CausalLM, str]:
-    """What the process of `layout` has of a saved model whose model stages have `layers`, and a hash of all of that.
+    """Load the process's shard of a saved model whose model stages have `layers`; also its hash.
 
     Its weights are on `device`; with data-parallel processes they have no numbers, and their rows are in `rows`, on the
     CPU, as `held` if they are kept in another dtype than they are loaded in. Raises WholeOnlyError if it can be loaded
@@ -337,7 +337,7 @@ def _identity(stored: Mapping[str, StoredTensor]) -> str:
 
 
 def layer_of(name: str) -> str:
-    """What is saved at once: a layer, or a weight beside the layers."""
+    """The unit that is saved at once: a layer, or a weight beside the layers."""
     layer = re.match(r".*?\.\d+\.", name)
     return layer[0] if layer else name
 

@@ -24,7 +24,7 @@ from chunkplan_runtime.execution.reserve import KeptAttention, reserve_inputs, r
 from chunkplan_runtime.feed.stream import RankWork, broken_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Activity, Exchanges
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import mixed_seed, set_seed
@@ -38,10 +38,10 @@ PAGE_CHUNKS = 4
 Around = Callable[[Action], AbstractContextManager[object]]
 
 #: Called before each action, before what it waits for from other stages, and with None after the last one.
-Meet = Callable[[Action | None], None]
+Collectives = Callable[[Action | None], None]
 
 #: A moment: nanoseconds, or on a GPU an event in its stream, which torch has no types for.
-_Mark = Any
+_Moment = Any
 
 #: By op, what must have happened to a chunk before.
 _AFTER = {
@@ -52,8 +52,8 @@ _AFTER = {
 }
 
 
-def meet_nobody(action: Action | None) -> None:
-    """Where no other process has a part in this one's actions."""
+def no_collectives(action: Action | None) -> None:
+    """The hook of a process that shares no collective with others."""
 
 
 class RankExecutor:
@@ -76,14 +76,14 @@ class RankExecutor:
         router_loss: str = "none",
         loss: ChunkLoss | None = None,
     ) -> None:
-        self.model, self._parts = model, model.parts
+        self.model, self._stages = model, model.by_stage
         self.router_loss, self._loss = RouterLoss(model, router_loss), loss or cross_entropy()
         self._exchanges = exchanges or Exchanges()
         self._links: Any = links
         self._seed, self._kv_offload = seed, kv_offload
         #: Where pages of keys and values lie; None before the first step.
         self.memory: PageMemory | None = None
-        self.stores = [StateStore(page_tokens=1) for _ in self._parts]  # by virtual stage
+        self.stores = [KVStore(page_tokens=1) for _ in self._stages]  # by virtual stage
         self.halves = WeightHalves()
         self.kept_attention = KeptAttention()
         #: What it does or waits for, in words; and those that these begin with: the step, rank and virtual stage.
@@ -95,7 +95,7 @@ class RankExecutor:
 
     @property
     def activity(self) -> Activity:
-        """What it does or waits for, in words, and the processes that it waits for in an exchange."""
+        """The current action or wait, in words, and the processes that an exchange waits for."""
         at = self._exchanges.at
         return Activity(self.doing + at.words, at.waits_for)
 
@@ -105,28 +105,28 @@ class RankExecutor:
         num_target_tokens: int,
         around: Around = nullcontext,
         before_last: Callable[[int], None] | None = None,
-        meet: Meet = meet_nobody,
+        collectives: Collectives = no_collectives,
     ) -> RankLoss:
-        """Do all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
+        """Run all actions of `work`, whose share of the loss is one of the step's `num_target_tokens`.
 
         `around` is entered around every action, after what it waits for from other stages has come. `before_last` is
         called with each virtual stage, in its last action, when all that is left to do is to go backward through its
-        layers; not where nothing in them is trained, nor where that action is half a backward. `meet`: what is done
-        with other processes between actions. Only the last model stage knows losses; on others there are none. Raises
-        DataError: the actions do not run every chunk forward and backward in an order that gives exact gradients.
+        layers; not where nothing in them is trained, nor where that action is half a backward. `collectives`: joins
+        those of other processes before each action. Only the last model stage knows losses; on others there are none.
+        Raises DataError: the actions do not run every chunk forward and backward, or not in an order that is exact.
         """
         where = f"step {work.step}, rank {work.dp_rank}"
-        done = dict.fromkeys(product(range(len(self._parts)), work.chunks), "nothing")
+        done = dict.fromkeys(product(range(len(self._stages)), work.chunks), "nothing")
         last_of = {action.virtual_stage: action for action in work.actions}
         losses: dict[int, Tensor] = {}
-        with self._opened(work, with_gradients=True):
+        with self._prepared(work, with_gradients=True):
             for action in work.actions:
                 key = action.virtual_stage, action.chunk_id
                 if key not in done:
                     raise broken_plan(f"{action.op} of {_named(key)}, which does not exist", where)
                 if done[key] not in _AFTER[action.op]:
                     raise broken_plan(f"{action.op} of {_named(key)} after {done[key]}", where)
-                self._meet(where, action, meet)
+                self._begin_action(where, action, collectives)
                 if action.op == "backward_weight":
                     self._say(f"in the backward_weight of chunk {action.chunk_id}")
                     with around(action):
@@ -137,8 +137,8 @@ class RankExecutor:
                 else:
                     self._forward(work, action, action.op, around)
                 done[key] = action.op
-            self.doing = f"{where}, meeting other processes after its last action"
-            meet(None)
+            self.doing = f"{where}, joining collectives of other processes after its last action"
+            collectives(None)
             self.doing = f"{where}, waiting until what it sent has arrived"
         self.model.current.context = None  # which the model would keep alive
         for key, op in done.items():
@@ -150,7 +150,11 @@ class RankExecutor:
         return rank_loss(work, losses, num_target_tokens)
 
     def evaluate(
-        self, work: RankWork, num_target_tokens: int | None = None, meet: Meet = meet_nobody, what: str = "evaluation"
+        self,
+        work: RankWork,
+        num_target_tokens: int | None = None,
+        collectives: Collectives = no_collectives,
+        what: str = "evaluation",
     ) -> RankLoss:
         """The loss that `run` would find, by forwards alone: no gradients, nothing kept but KV.
 
@@ -160,47 +164,47 @@ class RankExecutor:
         where = f"step {work.step}, rank {work.dp_rank}"
         forwards = [action for action in work.actions if action.op in FORWARDS]
         places = {(action.virtual_stage, action.chunk_id) for action in forwards}
-        if places != {*product(range(len(self._parts)), work.chunks)}:
+        if places != {*product(range(len(self._stages)), work.chunks)}:
             raise broken_plan("a chunk has no forward", where)
         losses: dict[int, Tensor] = {}
-        with self._opened(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
+        with self._prepared(replace(work, actions=forwards), with_gradients=False), torch.no_grad():
             for action in forwards:
-                self._meet(f"{what}, {where}", action, meet)
+                self._begin_action(f"{what}, {where}", action, collectives)
                 hidden, tensors = self._forward(work, action, "evaluate", nullcontext), work.tensors[action.chunk_id]
-                if self._parts[action.virtual_stage].is_last and num_target_tokens is not None:
+                if self._stages[action.virtual_stage].is_last and num_target_tokens is not None:
                     weights = hidden.new_ones(len(hidden), dtype=wide(hidden.dtype))
                     losses[action.chunk_id], _ = cross_entropy()(self.model.head, hidden, tensors.labels, weights)
                 for span in tensors.parts:
                     if span.stop == span.length:
                         self.stores[action.virtual_stage].drop(span)
-            meet(None)
+            collectives(None)
         self.model.current.context = None
         return rank_loss(work, losses, num_target_tokens or 0)
 
-    def _meet(self, where: str, action: Action, meet: Meet) -> None:
+    def _begin_action(self, where: str, action: Action, collectives: Collectives) -> None:
         """Begin an action by what is done with other processes before it."""
-        self._at = where if len(self._parts) == 1 else f"{where}, virtual stage {action.virtual_stage}"
-        self._say(f"meeting other processes before the {action.op} of chunk {action.chunk_id}")
-        meet(action)
+        self._at = where if len(self._stages) == 1 else f"{where}, virtual stage {action.virtual_stage}"
+        self._say(f"joining collectives of other processes before the {action.op} of chunk {action.chunk_id}")
+        collectives(action)
 
     def _say(self, words: str) -> None:
         self.doing = f"{self._at}, {words}"
 
-    def _opened(self, work: RankWork, *, with_gradients: bool) -> Any:
+    def _prepared(self, work: RankWork, *, with_gradients: bool) -> Any:
         """Begin with nothing in flight: what a run that raised left behind must not reach this one."""
         page_tokens = max(1, PAGE_CHUNKS * max((chunk.num_tokens for chunk in work.chunks.values()), default=1))
         if self.memory is None:
             self.memory = HostMemory(self.model.device) if self._kv_offload else PageMemory()
-        self.stores = [StateStore(page_tokens, self.memory, self._exchanges) for _ in self._parts]
+        self.stores = [KVStore(page_tokens, self.memory, self._exchanges) for _ in self._stages]
         self.inputs, self.in_flight = {}, {}
         self.halves = WeightHalves(splits=any(action.op == "backward_input" for action in work.actions))
         self.model.current.router_loss = self.router_loss
         self.router_loss.begin_run(with_gradients=with_gradients)
         if with_gradients:
-            reserve_inputs(self._parts, work)
-            self.kept_attention.begin(self._parts, work)
+            reserve_inputs(self._stages, work)
+            self.kept_attention.begin(self._stages, work)
         if isinstance(self.memory, HostMemory):
-            reserve_pages(self.memory, self._parts, work, page_tokens, with_gradients=with_gradients)
+            reserve_pages(self.memory, self._stages, work, page_tokens, with_gradients=with_gradients)
         return nullcontext() if self._links is None else self._links.open()
 
     def _forward(self, work: RankWork, action: Action, op: str, around: Around) -> Tensor:
@@ -209,7 +213,7 @@ class RankExecutor:
         `op` is that of the action, or "evaluate". Returns hidden states [num_tokens, hidden_size].
         """
         key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
-        part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
+        part, tensors, store = self._stages[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         device = self.model.device
         self._say(f"waiting for chunk {chunk_id} from the stage before")
         if op != "recompute" and not part.is_first:
@@ -243,7 +247,7 @@ class RankExecutor:
         `scale`: the weight of a token's loss. `before` is called before it goes through the layers.
         """
         key = virtual_stage, chunk_id = action.virtual_stage, action.chunk_id
-        part, tensors, store = self._parts[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
+        part, tensors, store = self._stages[virtual_stage], work.tensors[chunk_id], self.stores[virtual_stage]
         self._say(f"waiting for the gradient of chunk {chunk_id} from the stage behind")
         gradient = None if part.is_last else self._links.receive("gradients", *key, len(tensors.labels))
         self._say(f"in the {action.op} of chunk {chunk_id}")
@@ -292,17 +296,17 @@ class ActionClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._actions: list[tuple[int, Action, _Mark, _Mark]] = []
+        self._actions: list[tuple[int, Action, _Moment, _Moment]] = []
 
     def start(self, step: int) -> None:
         """Begin a step at time 0; for times that can be compared, on all processes at the same moment."""
         self._step, self._actions = step, []
-        self._reductions: list[tuple[_Mark, _Mark]] = []
+        self._reductions: list[tuple[_Moment, _Moment]] = []
         synchronize(self._device)
         self._zero = self._mark()
 
     def around(self, dp_rank: int) -> Around:
-        """What `RankExecutor.run` enters around each action of a rank's work, to time it."""
+        """The context of each action in `RankExecutor.run`, which times it."""
 
         @contextmanager
         def timed(action: Action) -> Iterator[None]:
@@ -323,7 +327,7 @@ class ActionClock:
         """Wait for the device, and give what was timed since `start`."""
         synchronize(self._device)
 
-        def since_start(mark: _Mark) -> int:
+        def since_start(mark: _Moment) -> int:
             return int(mark - self._zero if isinstance(mark, int) else round(self._zero.elapsed_time(mark) * 1e6))
 
         actions = [
@@ -334,7 +338,7 @@ class ActionClock:
         return StepTimeline(self._step, actions, reduced)
 
     def on_device(self) -> str | None:
-        """Which action the GPU is at, of those that it was given whole; None on a CPU."""
+        """The action that the GPU is at, of those enqueued whole; None on a CPU."""
         if self._device.type != "cuda":
             return None
         for dp_rank, action, start, end in list(self._actions):
@@ -343,9 +347,9 @@ class ActionClock:
                 return f"its GPU is {at} the {action.op} of chunk {action.chunk_id} of rank {dp_rank}"
         return "its GPU has done all actions that it was given"
 
-    def _mark(self) -> _Mark:
+    def _mark(self) -> _Moment:
         if self._device.type != "cuda":
             return perf_counter_ns()
-        event: _Mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: _Moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -1,7 +1,7 @@
 """A stage's links to others: hidden states go down the pipeline, their gradients come up.
 
 What comes in which order is known from the plan. A receive is posted when it is waited for, and nobody waits for a send
-before the links are closed, so that a valid plan, whose actions wait for each other in no circle, cannot deadlock. Each
+before the links are closed, so that a valid plan, whose actions form no cycle, cannot deadlock. Each
 link has a group of its two processes for each direction, as on a GPU what a group does runs in the order in which it
 was issued. No receive is posted ahead: on a GPU it would be a kernel that waits there, and whatever waits for the
 device would wait for this process's own next action. That is refused while links are open (`devices.py`).
@@ -37,7 +37,7 @@ class Links:
     border: m is that between the model stages m and m + 1.
 
     Each is used once at the beginning, in which NCCL connects two processes, so that they wait for each other: all take
-    borders in ascending order, of each first the way down and then the way up, so that nobody waits in a circle.
+    borders in ascending order, of each first the way down and then the way up, so that there is no cycle of waits.
     """
 
     def __init__(self, row: Tensor, model_stages: Sequence[int], links: Mapping[int, Link]) -> None:
@@ -83,7 +83,7 @@ class Links:
 
 
 class _Channel:
-    """What is sent over a border, one way: here from one virtual stage of a process to another, in whatever order."""
+    """One direction of a border between stages: here from one virtual stage of a process to another, in any order."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}

@@ -148,7 +148,7 @@ class SequenceLoss:
 
 @dataclass(frozen=True)
 class RankLoss:
-    """What a rank lost in a step: `loss` is its share of the mean over the step's target tokens."""
+    """The loss of a rank in a step: `loss` is its share of the mean over the step's target tokens."""
 
     loss: float
     sequences: list[SequenceLoss]

@@ -23,7 +23,7 @@ from chunkplan_runtime.devices import wide
 from chunkplan_runtime.feed.stream import ChunkTensors, RankWork
 from chunkplan_runtime.kv.host_memory import HostMemory, HostTensors, Kind
 from chunkplan_runtime.kv.pages import Page
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.models.checks import attention_shape, kv_shapes, windows
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.products import ChunkKey
@@ -55,7 +55,7 @@ def reserve_pages(
             for (shapes, by_parts, window), num_layers in layers.items():
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
-                _do(actions, StateStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
+                _do(actions, KVStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
                 largest += filter(None, [pages.largest])
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
@@ -63,12 +63,12 @@ def reserve_pages(
 
 def _do(
     actions: list[tuple[str, ChunkTensors]],
-    store: StateStore,
+    store: KVStore,
     like: tuple[Tensor, ...],
     window: int | None,
     with_gradients: bool,
 ) -> None:
-    """Do with pages what a layer with this sliding window does, or with full attention; they keep tensors `like` these.
+    """Replay on pages the accesses of a layer with this window, or full attention; they keep tensors `like` these.
 
     Without gradients a sequence is dropped after the forward of its last part.
     """
@@ -76,7 +76,7 @@ def _do(
         for span in tensors.parts:
             if op in BACKWARDS:
                 store.start_backward(span)
-                store.add_gradients(span, 0, span.first_seen(window))
+                store.ensure_gradients(span, 0, span.first_seen(window))
                 store.finish_backward(span)
             else:
                 store.start_forward(span, tensors.shared)
@@ -148,7 +148,7 @@ def attention_bytes(part: CausalLM, tensors: ChunkTensors) -> int:
     shared = tensors.shared
     num_tokens = tensors.input_ids.numel() if shared is None else sum(stop - start for start, stop in shared.runs)
     attends = keeps_kv(part.config)
-    own = range(len(attends)) if part.cuts[0].layers is None else part.own_layers
+    own = range(len(attends)) if part.stages[0].layers is None else part.own_layers
     shapes = [attention_shape(part.config, index) for index in own if attends[index]]
     sizes = (heads * (dim * part.dtype.itemsize + wide(part.dtype).itemsize) for heads, dim in shapes)
     return num_tokens * sum(sizes) // (1 if shared is None else len(shared.heads))
@@ -166,5 +166,5 @@ def reserve_inputs(parts: Sequence[CausalLM], work: RankWork) -> None:
 
 
 def _most_at_once(actions: Sequence[Action], begin: Sequence[str], end: Sequence[str]) -> int:
-    """How many chunks there are at most between ops that begin with them and ops that end with them."""
+    """The largest number of chunks at once between the ops that begin with them and those that end with them."""
     return max(accumulate((action.op in begin) - (action.op in end) for action in actions), default=0)

@@ -35,7 +35,7 @@ memory is full (then --checkpointing full or --kv-offload, or a smaller ChunkSiz
 
 
 class Beat(NamedTuple):
-    """What a process tells, again and again. `step` is -1 before the first one; `stops`: it got a signal to stop."""
+    """A heartbeat of a process. `step` is -1 before the first one; `stops`: it got a signal to stop."""
 
     number: int
     step: int
@@ -45,7 +45,7 @@ class Beat(NamedTuple):
     activity: Activity = NO_ACTIVITY
 
     def liveness(self) -> str:
-        """Whether the process is "gone", "suspended" or "stalled"; "unknown" of one on another machine."""
+        """The state of the process: "gone", "suspended" or "stalled"; "unknown" of one on another machine."""
         if not self.machine or self.machine != this_machine():
             return "unknown"
         try:
@@ -125,7 +125,7 @@ class Heartbeat:
             sys.stderr.write(one_line(f"warning: {who}: {device}") + "\n")
 
     def activities(self) -> dict[int, Activity]:
-        """What each process that is known here was last heard to do, by number."""
+        """The last activity of each process that is known here, by number."""
         heard = {process: beat.activity for process, beat in self.latest.items()} | {self._process: self.activity()}
         return dict(sorted(heard.items()))
 
@@ -305,7 +305,7 @@ class Watchdog:
 
     def _lost(self, process: int, liveness: str, heard: str, what: str = "") -> ChunkplanError:
         """The error about a process, or `what` of it, that is not heard any more."""
-        heard += last_heard(process, self.heartbeat.activities())
+        heard += last_activity(process, self.heartbeat.activities())
         pid = self.heartbeat.latest[process].pid if process in self.heartbeat.latest else 0
         return lost_process(liveness, what + self.layout.describe(process), self._when(process), heard, pid)
 
@@ -330,8 +330,8 @@ def lost_process(liveness: str, who: str, when: str, heard: str, pid: int = 0) -
     return ChunkplanError(f"{who} {said}: {heard}", hint=f"{hint}; {RESUME}")
 
 
-def last_heard(process: int, activities: Mapping[int, Activity]) -> str:
-    """What a process was last heard to do, and what those do that wait for it, as the end of a sentence."""
+def last_activity(process: int, activities: Mapping[int, Activity]) -> str:
+    """The last activity of a process, and of those that wait for it, as the end of a sentence."""
     own = activities.get(process, NO_ACTIVITY).words
     said = f"; last heard of in {own}" if own else ""
     waiting = [other for other, activity in activities.items() if process in activity.waits_for and other != process]

@@ -88,7 +88,7 @@ def padding_tensors() -> ChunkTensors:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one data-parallel rank, or a stage of it, does in one step; `chunks` and their `tensors` by chunk_id."""
+    """The work of one data-parallel rank, or a stage of it, in one step; `chunks` and their `tensors` by chunk_id."""
 
     step: int
     dp_rank: int
@@ -186,12 +186,12 @@ class PlanStream(IterableDataset[StepWork]):
 
     @property
     def num_steps(self) -> int:
-        """How many steps the plan has."""
+        """The number of steps of the plan."""
         num_steps: int = self._plan.manifest["totals"]["num_steps"]
         return num_steps
 
     def __len__(self) -> int:
-        """How many steps are left, of `num_steps`."""
+        """The number of steps that are left, of `num_steps`."""
         return self.num_steps - self._next
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class PlanStream(IterableDataset[StepWork]):
         return {"samples": samples_of(self._plan.manifest), "step": self._next}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let the next iteration begin at a position that `state_dict` gave, of this plan or one like it.
+        """Begin the next iteration at a position from `state_dict`, of this plan or one like it.
 
         Raises UsageError: it is of a plan whose steps have other samples, or not a position.
         """
@@ -249,7 +249,7 @@ class PlanStream(IterableDataset[StepWork]):
             yield StepWork(step, ranks, self._plan, reduces_early)
 
     def _work_of(self, step: PlanStep, dp_ranks: range) -> list[RankWork]:
-        """What the process of these ranks does in a step on this stage, without tensors."""
+        """The work of a step for the process of these ranks on this stage, without tensors."""
         works = []
         for dp_rank in dp_ranks:
             if dp_rank in step.chunks or (dp_rank, 0) in step.actions:
@@ -329,7 +329,7 @@ class PlanStream(IterableDataset[StepWork]):
         return tensors
 
     def _lengths(self, sequence_ids: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
-        """How many tokens the sequences have, after a check that they are there and have what is asked for."""
+        """The lengths of the sequences, after a check that the analysis has them with the hashes of the plan."""
         wrong = np.flatnonzero((sequence_ids < 0) | (sequence_ids >= self._analysis.num_sequences))
         if wrong.size:
             raise _outdated(f"there is no sequence {sequence_ids[wrong[0]]}", self._analysis.path)
@@ -402,7 +402,7 @@ def _check_words(step: PlanStep, dp_rank: int) -> None:
 
 
 def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
-    """Refuse stages that exchange chunks in different orders: they would take one for another, or wait for ever."""
+    """Refuse stages that exchange chunks in different orders: they would take one for another, or deadlock."""
     for ops, what in ((FORWARDS, "activations"), (BACKWARDS, "gradients")):
         orders: list[list[int]] = [[] for _ in range(layout.num_model_stages)]  # chunks by model stage
         for stage in range(layout.pp):
@@ -419,7 +419,7 @@ def _check_links(step: PlanStep, dp_rank: int, layout: RankLayout) -> None:
 
 
 def may_reduce(last: Sequence[Chunk | None]) -> bool:
-    """Whether the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
+    """True if the replicas of a stage may reduce gradients, layer by layer, while their last backwards run.
 
     `last`: the chunk that each of them runs backward last; None where it has no chunk. They may if no last backward is
     of a chunk that another process shares without having it last (docs/context-parallel.md). Otherwise one that is done

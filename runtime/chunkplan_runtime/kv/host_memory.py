@@ -43,7 +43,7 @@ class Queue:
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     def wait(self, *events: torch.cuda.Event | None) -> None:
-        """What comes into it from now on waits for events."""
+        """Make the stream wait for events."""
         for event in events:
             if self._stream is not None and event is not None:
                 self._stream.wait_event(event)
@@ -67,7 +67,7 @@ class Queue:
 
 @cache
 def queues_of(device: torch.device) -> tuple[Queue, Queue]:
-    """Of all copies from a device to the host, and of all copies from there: the link is one each way."""
+    """The streams of copies from a device to the host, and back: the link is one each way."""
     if device.type != "cuda":
         return Queue(None), Queue(None)
     return Queue(torch.cuda.Stream(device)), Queue(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ class HostMemory(PageMemory):
         num_new = min(max(page.added_from, start), stop) - start
         known = slice(num_new, None)
         if request.with_gradients:
-            self.add_gradients(page)
+            self.ensure_gradients(page)
             gradients = [held[:num_tokens] for held in buffer.gradients]
             pairs += [(held[known], home[tokens][known]) for held, home in zip(gradients, page.gradients, strict=True)]
             after.append(page.added)
@@ -192,8 +192,8 @@ class HostMemory(PageMemory):
         homes, sent = [home[tokens][:num_left] for home in page.gradients], [held[:num_left] for held in gradients]
         buffer.free = page.added = _copy_to_host(homes, sent, self._device)
 
-    def add_gradients(self, page: Any) -> None:
-        """See `pages.PageMemory.add_gradients`: of what later parts have not added to nothing is known."""
+    def ensure_gradients(self, page: Any) -> None:
+        """See `pages.PageMemory.ensure_gradients`: of what later parts have not added to nothing is known."""
         if not page.gradients:
             memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory
@@ -258,14 +258,14 @@ class HostTensor:
         return self.there
 
     def leave_device(self) -> None:
-        """Let kernels from now on have its memory on the device, which wait until its last copy is done."""
+        """Free its device memory for later kernels, which wait until its last copy is done."""
         if self.there is not None and self.chunk is not None:
             Queue.current(self.chunk.device).wait(self.ready)
             self.there = None
 
 
 class HostTensors:
-    """What lies in host memory of all chunks in flight: inputs of layers, and results of attention.
+    """Tensors in host memory of all chunks in flight: inputs of layers, and results of attention.
 
     A tensor is copied to the host while kernels go on, and comes back while those before the ones that need it are at
     work. On the device there are two at most, of the layer at work and of the next one: before a third one leaves,

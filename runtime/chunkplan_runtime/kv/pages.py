@@ -77,7 +77,7 @@ class PageSlice(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Where these tokens lie in the page."""
+        """The slice of the page that holds these tokens."""
         return slice(self.start - self.page.start, self.stop - self.page.start)
 
 
@@ -101,14 +101,14 @@ class PageMemory:
         yield None
         page, tokens = page_slice.page, page_slice.tokens
         if request.with_gradients:
-            self.add_gradients(page)
+            self.ensure_gradients(page)
         gradients = page.gradients if request.with_gradients else ()
         block = KVBlock(page_slice.start, page_slice.stop, rows(page.tensors, tokens), rows(gradients, tokens))
         yield block
         request.take_own(block, page_slice.own_start)
 
-    def add_gradients(self, page: Any) -> None:
-        """Let a page have gradients, if it has none."""
+    def ensure_gradients(self, page: Any) -> None:
+        """Allocate zero gradients of a page, if it has none."""
         page.gradients = page.gradients or tuple(zeros_wide(tensor) for tensor in page.tensors)
 
     def give_back(self, page: Any) -> None:

@@ -1,4 +1,4 @@
-"""What outlives a chunk: keys, values and their gradients of the split sequences in flight.
+"""The store of keys, values and their gradients of the split sequences in flight, which outlive a chunk.
 
 A sequence takes pages as its parts run forward and gives them back as they have done their backward; one that occurs
 twice in a step is two groups and is kept twice. Writes go to the slice of the part, so that writing twice (forward,
@@ -36,7 +36,7 @@ class _Sequence:
     complete_from: int = 0  # tokens [complete_from, length) have begun or done their backward
 
 
-class StateStore:
+class KVStore:
     """Keys, values and their gradients by occurrence of a sequence and by layer. Only split sequences enter it.
 
     `page_tokens`: how many tokens a page has room for at most; a part that is longer gets a page of its own.
@@ -51,7 +51,7 @@ class StateStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence is in flight."""
+        """True if no sequence is in flight."""
         return not self._sequences
 
     def start_forward(self, span: Span, shared: SharedPart | None = None) -> None:
@@ -127,11 +127,11 @@ class StateStore:
             del block
             next(now, None)
 
-    def add_gradients(self, span: Span, layer: int, start: int) -> None:
-        """Let the pages of these tokens have gradients, as `blocks` does where these are asked for."""
+    def ensure_gradients(self, span: Span, layer: int, start: int) -> None:
+        """Allocate gradients of the pages of these tokens, as `blocks` does where these are asked for."""
         memory, slices = self._slices(span, layer, start)
         for page_slice in slices:
-            memory.add_gradients(page_slice.page)
+            memory.ensure_gradients(page_slice.page)
 
     def _slices(self, span: Span, layer: int, start: int) -> tuple[PageMemory, list[PageSlice]]:
         sequence = self._sequences[span.occurrence]
@@ -206,9 +206,9 @@ class GatheredMemory(PageMemory):
         """See `pages.PageMemory.give_back`."""
         self._inner.give_back(page.own)
 
-    def add_gradients(self, page: Any) -> None:
-        """See `pages.PageMemory.add_gradients`."""
-        self._inner.add_gradients(page.own)
+    def ensure_gradients(self, page: Any) -> None:
+        """See `pages.PageMemory.ensure_gradients`."""
+        self._inner.ensure_gradients(page.own)
 
     def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
         """See `pages.PageMemory.fetch`."""
@@ -243,7 +243,7 @@ class GatheredMemory(PageMemory):
         next(source, None)
 
     def _pieces(self, start: int, stop: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """How many rows each process sends of tokens [start, stop); and by tokens [first, last) the first of theirs."""
+        """Number of rows that each process sends of tokens [start, stop), and the first row of each run of tokens."""
         holdings = self._part.holdings
         most = max(holding.before(stop) - holding.before(start) for holding in holdings)
         pieces = []

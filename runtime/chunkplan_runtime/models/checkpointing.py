@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chunkplan.cost.checkpointing import Checkpointing, levels_of
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import MIXER, RUN_AGAIN, Current, KeptResults
+from chunkplan_runtime.attention.context import MIXER, RUN_AGAIN, CurrentChunk, KeptResults
 from chunkplan_runtime.kv.host_memory import HostTensors
 from chunkplan_runtime.models.parts import decoder_of, layers_of
 from chunkplan_runtime.models.recurrent import begin_scan_with
@@ -48,8 +48,8 @@ _NORM_BEHIND = re.compile(r"post_?(feedforward|ffw|ffn|mlp)")
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
-def checkpoint_layers(model: Any, current: Current, checkpointing: str) -> None:
-    """Let the layers of a model hold what `checkpointing` says (see `levels_of`), from now on.
+def checkpoint_layers(model: Any, current: CurrentChunk, checkpointing: str) -> None:
+    """Set the activation checkpointing of a model's layers (see `levels_of`).
 
     Raises UsageError where it has no layers that can be run again, or not as many as `checkpointing` is of.
     """
@@ -97,13 +97,13 @@ def _marks(layer: nn.Module, hidden_size: int) -> Iterator[tuple[Any, str]]:
             yield module, RUN_AGAIN
 
 
-def _run_within(current: Current, mark: str, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
+def _run_within(current: CurrentChunk, mark: str, forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
     with current.within(mark):
         return forward(*given, **how)
 
 
 def _checkpointed(
-    index: int, current: Current, level: Checkpointing, forward: Callable[..., Any], *given: Any, **how: Any
+    index: int, current: CurrentChunk, level: Checkpointing, forward: Callable[..., Any], *given: Any, **how: Any
 ) -> Any:
     """Run a layer as a checkpoint where there is a graph; again, with the cache rewound to the segment's beginning."""
     context, cache = current.context, current.cache
@@ -138,8 +138,10 @@ def _checkpointed(
         return checkpoint(run, *given, use_reentrant=False, context_fn=contexts, **how)
 
 
-def _policy(current: Current, level: Checkpointing, _: Any, operator: Any, *given: Any, **how: Any) -> CheckpointPolicy:
-    """Whether what an operator gives is held. It has to say the same when the layer runs again."""
+def _policy(
+    current: CurrentChunk, level: Checkpointing, _: Any, operator: Any, *given: Any, **how: Any
+) -> CheckpointPolicy:
+    """Decide if the result of an operator is saved; the decision is the same when the layer runs again."""
     held = False
     if RUN_AGAIN not in current.marks:
         mixes = MIXER in current.marks

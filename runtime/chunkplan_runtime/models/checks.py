@@ -1,4 +1,4 @@
-"""What of a model's config chunked execution knows, and what is refused of it before anything is built.
+"""Checks of a model's config: what chunked execution supports, and what is refused before anything is built.
 
 Whether gradients are exact is measured (`proof`). Refused here is what no small model would show: what depends on the
 data, on how long a sequence is, or on what else is asked of a training.
@@ -45,13 +45,13 @@ _SIZES = (
 
 
 def is_bidirectional(config: Any) -> bool:
-    """Whether tokens see those that come after them. Only Gemma 3 has an option of its own for it."""
+    """True if tokens see those that come after them. Only Gemma 3 has an option of its own for it."""
     looks_ahead = config.model_type == "gemma3_text" and bool(config.use_bidirectional_attention)
     return not getattr(config, "is_causal", True) or looks_ahead
 
 
 def entry_of(config: Any, name: str, default: Any = None) -> Any:
-    """What a config has under a name; the largest where its layers have different sizes."""
+    """The entry of a config under a name; the largest where its layers have different sizes."""
     try:
         return getattr(config, name, default)
     except RuntimeError:  # transformers refuses to say one for all layers
@@ -70,7 +70,7 @@ def windows(config: Any) -> tuple[int | None, ...]:
 
 
 def kv_shapes(config: Any, layer: int | None = None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a layer keeps of a token: (heads, dim) of its key, and of its value; without `layer`, the largest of all."""
+    """The shapes (heads, dim) of a token's key and value in a layer; without `layer`, the largest of all."""
     by_layer = None if layer is None else getattr(config, "per_layer_config", None)
     if by_layer is not None:
         config = by_layer[layer]
@@ -84,14 +84,14 @@ def kv_shapes(config: Any, layer: int | None = None) -> tuple[tuple[int, int], t
 
 
 def attention_shape(config: Any, layer: int) -> tuple[int, int]:
-    """What attention of a layer gives of a token: (heads, dim)."""
+    """The shape of a token's result of attention in a layer: (heads, dim)."""
     by_layer = getattr(config, "per_layer_config", None)
     heads: int = entry_of(config if by_layer is None else by_layer[layer], "num_attention_heads") or 1
     return heads, kv_shapes(config, layer)[1][1]
 
 
 def max_positions(config: Any) -> int | None:
-    """How many tokens a sequence may have, by the rule that the planner goes by too."""
+    """The largest number of tokens of a sequence, by the same rule as the planner's."""
     return model_config.max_positions(config.to_dict())
 
 
@@ -111,7 +111,7 @@ def check_config(config: Any, where: str, *, router_loss: bool = False) -> None:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong, and what to do about it."""
+    """Problems of a config, each with a hint."""
     text = config.get_text_config(decoder=True)
     if text.model_type != config.model_type:
         hint = f"train its language model, of type {text.model_type}: `python -m chunkplan_runtime.train` takes that"
@@ -169,7 +169,7 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def has_experts(model: nn.Module, config: Any) -> bool:
-    """Whether layers of a model of this config may have experts: the config names some, or weights are called so."""
+    """True if layers of a model of this config may have experts: the config names some, or weights are called so."""
     named = all(any(getattr(config, name, None) for name in names) for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN))
     return named or any(".experts." in name for name, _ in model.named_parameters())
 

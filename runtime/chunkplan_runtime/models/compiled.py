@@ -29,14 +29,14 @@ BACKEND: Mapping[str, Any] = {
 
 
 class Refusable:
-    """What a compiler may refuse when it is first called: from then on it runs as it is, and a note says why."""
+    """A function that a compiler may refuse on its first call: from then on it runs eagerly, and a note says why."""
 
     def __init__(self, what: str, why_not: str | None = None) -> None:
         self._what, self.why_not = what, why_not
         self._noted: set[str] = set()
 
     def run(self, compiled: Callable[..., Any], own: Callable[..., Any], *given: Any, **how: Any) -> Any:
-        """What `compiled` gives, or, as it is, `own`."""
+        """Call `compiled`, or, where it was refused, `own`."""
         if self.why_not is None:
             try:
                 return compiled(*given, **how)
@@ -49,7 +49,7 @@ class Refusable:
         return own(*given, **how)
 
     def note(self, why_not: str) -> None:
-        """Say once why it runs as it is."""
+        """Write one note that says why it runs eagerly."""
         if why_not not in self._noted:
             self._noted.add(why_not)
             print(f"note: {self._what} as they are, not compiled: {why_not}", file=sys.stderr)
@@ -61,10 +61,10 @@ class CompiledLayers(Refusable):
     def __init__(self, model: CausalLM) -> None:
         # What is compiled is compiled in a step, while links between stages are open. To load what it made, and to time
         # it, a compiler waits for all that the device was given: see `devices.py`.
-        has_links = model.cuts[0].layers is not None
+        has_links = model.stages[0].layers is not None
         model.current.compiles = not has_links  # as the loss of its head is in any other case
         try:
-            layers: list[Any] = [layer for part in model.parts for layer in part.own_layers.values()]
+            layers: list[Any] = [layer for part in model.by_stage for layer in part.own_layers.values()]
         except LookupError:
             layers = []
         modules = [module for layer in layers for module in layer.modules()]
@@ -103,7 +103,7 @@ class CompiledLayers(Refusable):
 
 
 def _why_not_now(current: Any) -> str | None:
-    """Why layers do not run as graphs in this action, where something has to see what they call."""
+    """The reason why layers run eagerly in this action, where something has to see what they call."""
     if current.router_loss is not None and current.router_loss.scope != "none":
         return "the load-balancing loss looks at their routers"
     if is_in_torch_dispatch_mode():

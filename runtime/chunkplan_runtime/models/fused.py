@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from chunkplan.cost.fused import FusedKernels
 from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
-from chunkplan_runtime.models.parts import Cut, decoder_of, evaluate_in_float64, layers_of, whole_of
+from chunkplan_runtime.models.parts import ModelStage, decoder_of, evaluate_in_float64, layers_of, whole_of
 
 #: How near a norm has to be to a formula, in float64, and how large what goes in is.
 _EQUAL, _SIZES = 1e-12, torch.tensor([1e-4, 1.0, 1e2, 1e4], dtype=torch.float64)
@@ -32,7 +32,7 @@ _Formula = Callable[[Any, Tensor], Tensor]
 
 
 class Fused(NamedTuple):
-    """How many norms and gated MLPs of a model call a kernel, and classes of norms that do not, with their number."""
+    """The numbers of norms and gated MLPs that call a kernel, and of norms that do not, by class."""
 
     num_norms: int
     num_mlps: int
@@ -53,7 +53,7 @@ _FORMULAS: tuple[_Formula, ...] = (
 
 
 def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused:
-    """Let modules of a model, or of a stage of it, call fused kernels where these compute the same, on `device`.
+    """Patch modules of a model, or of a stage of it, to call fused kernels where these compute the same, on `device`.
 
     Raises UsageError where the kernels are not there, or not for this device.
     """
@@ -81,20 +81,20 @@ def _kernel_of(module: nn.Module) -> str:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it may be a norm of the last dimension; those of torch's own classes are one kernel already."""
+    """True if it may be a norm of the last dimension; those of torch's own classes are one kernel already."""
     is_own = not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "norm" in type(module).__name__.lower()
     weights = dict(module.named_parameters())
     return is_own and "weight" in weights and set(weights) <= {"weight", "bias"} and _eps(module) is not None
 
 
 def _eps(module: nn.Module) -> float | None:
-    """What a norm adds to the mean of squares."""
+    """The epsilon that a norm adds to the mean of squares."""
     found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
     return next((each for each in found if isinstance(each, float)), None)
 
 
 def _patch_by_liger(model: nn.Module, device: torch.device) -> None:
-    """Let Liger patch the modules of a model: its norms, and its gated MLPs that are no experts."""
+    """Patch the modules of a model by Liger: its norms, and its gated MLPs that are no experts."""
     try:
         patch = import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
         is_interpreted = bool(import_module("triton").knobs.runtime.interpret)
@@ -112,7 +112,7 @@ def _patch_by_liger(model: nn.Module, device: torch.device) -> None:
             here[name] = nn.ModuleList(layer for layer in module if next(layer.parameters(), None) is not None)
     code = vars(sys.modules[type(whole).__module__])
     classes = dict(code)  # which it would replace for models to come
-    with Cut(modules=here).in_place(decoder):
+    with ModelStage(modules=here).in_place(decoder):
         patch(whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     code.update(classes)
     modules: list[Any] = list(model.modules())
@@ -125,7 +125,7 @@ def _patch_by_liger(model: nn.Module, device: torch.device) -> None:
 
 
 def _has_activation_of(mlp: nn.Module, kernel: str) -> bool:
-    """Whether the activation of a gated MLP is the one of a kernel of Liger, which does not look at it."""
+    """True if the activation of a gated MLP is that of a kernel of Liger, which does not look at it."""
     activation = next((child for name, child in mlp.named_children() if name.startswith("act")), None)
     expected = partial(F.gelu, approximate="tanh") if "GEGLU" in kernel else F.silu
     values = torch.linspace(-4, 4, 65, dtype=torch.float64)
@@ -151,7 +151,7 @@ def _forward_of(kind: Any, formula: _Formula) -> Callable[..., Tensor]:
 
 
 def _computes(module: nn.Module, formula: _Formula) -> bool:
-    """Whether a norm with other weights computes `formula`, in float64, forward and backward, and gives its dtype.
+    """True if a norm with other weights computes `formula`, in float64, forward and backward, and gives its dtype.
 
     It is tried in training and evaluation, on inputs of three and four dimensions, which are tiny and large too.
     """

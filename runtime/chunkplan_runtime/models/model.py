@@ -22,16 +22,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from chunkplan.cost.model_config import config_file, find_config
 from chunkplan.errors import DataError, UsageError
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import ChunkContext, CurrentChunk
 from chunkplan_runtime.attention.interface import ATTENTION, borders_from_plan, register_attention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.attention.latents import watch_expansion
 from chunkplan_runtime.feed.stream import ChunkTensors
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.models.checkpointing import checkpoint_layers
 from chunkplan_runtime.models.checks import check_config, is_bidirectional, kv_shapes, windows
-from chunkplan_runtime.models.parts import AUTO_MODEL, Cut, decoder_of, layers_of, logits_of, seed_layers
+from chunkplan_runtime.models.parts import AUTO_MODEL, ModelStage, decoder_of, layers_of, logits_of, seed_layers
 from chunkplan_runtime.models.recurrent import StateCache, cache_of, continue_scans, is_recurrent, run_segments
 
 #: What transformers and the hub raise for a config or a checkpoint that they cannot use.
@@ -64,40 +64,40 @@ class Head:
 class CausalLM:
     """A transformers model as the executor sees it: a decoder that gives hidden states, and a head.
 
-    `model` may be one with adapters of peft around it. `cuts`: what runs of it by itself, by virtual stage. `call` runs
+    `model` may be one with adapters of peft around it. `stages`: those of the process, by virtual stage. `call` runs
     everything that uses weights; it gathers sharded ones. `compute_dtype`: of weights in use, if not their own.
     `current`: the chunk that it is at work on. `rows`: what this process has of a `meta_weight`.
     """
 
     model: Any
     kernels: Kernels = field(default_factory=Kernels)
-    cuts: tuple[Cut, ...] = (Cut(),)
+    stages: tuple[ModelStage, ...] = (ModelStage(),)
     call: Callable[..., Any] = operator.call
     compute_dtype: torch.dtype | None = None
-    current: Current = field(default_factory=Current)
+    current: CurrentChunk = field(default_factory=CurrentChunk)
     rows: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for layers in (self.model, *(cut.layers for cut in self.cuts if cut.layers is not None)):
+        for layers in (self.model, *(stage.layers for stage in self.stages if stage.layers is not None)):
             for module in layers.modules():
                 module.chunkplan = self.current
                 watch_expansion(module)
         continue_scans(self.model)
 
     @cached_property
-    def parts(self) -> list[CausalLM]:
-        """It as each of its virtual stages: the same model, of which one runs."""
-        return [self] if len(self.cuts) == 1 else [replace(self, cuts=(cut,)) for cut in self.cuts]
+    def by_stage(self) -> list[CausalLM]:
+        """The model as each of its virtual stages, one of which runs in each."""
+        return [self] if len(self.stages) == 1 else [replace(self, stages=(stage,)) for stage in self.stages]
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embeddings, of the first model stage."""
-        return any(cut.is_first for cut in self.cuts)
+        """True if it has the embeddings, of the first model stage."""
+        return any(stage.is_first for stage in self.stages)
 
     @property
     def is_last(self) -> bool:
-        """Whether it has final hidden states and the head, of the last model stage."""
-        return any(cut.is_last for cut in self.cuts)
+        """True if it has final hidden states and the head, of the last model stage."""
+        return any(stage.is_last for stage in self.stages)
 
     @property
     def config(self) -> Any:
@@ -116,34 +116,34 @@ class CausalLM:
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids there are."""
+        """The number of token ids."""
         return int(self.config.vocab_size)
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
         """The layers that are here, or run as this part of it, by their index in the whole model."""
-        cut = self.cuts[0] if len(self.cuts) == 1 else Cut()
-        layers = enumerate(cut.layers or layers_of(self.model))
+        stage = self.stages[0] if len(self.stages) == 1 else ModelStage()
+        layers = enumerate(stage.layers or layers_of(self.model))
         return {index: layer for index, layer in layers if next(layer.parameters(), None) is not None}
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see only those before them; others run unsplit."""
+        """True if tokens see only those before them; others run unsplit."""
         return not is_bidirectional(self.config)
 
     @cached_property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a state, which goes on from one part of a sequence to the next."""
+        """True if layers keep a state, which goes on from one part of a sequence to the next."""
         return is_recurrent(self.config)
 
     @property
     def head(self) -> Head:
-        """What makes logits of final hidden states."""
+        """The module that makes logits of final hidden states."""
         logits = partial(self.call, logits_of, self.model)
         return Head(lambda hidden: logits(hidden).squeeze(0), self.vocab_size, self.current.compiles)
 
     def hidden_states(
-        self, tensors: ChunkTensors, store: StateStore, inputs: Tensor | None = None, seed: int | None = None
+        self, tensors: ChunkTensors, store: KVStore, inputs: Tensor | None = None, seed: int | None = None
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a chunk after the last layer; on the last stage the final ones.
 
@@ -179,7 +179,7 @@ class CausalLM:
             self.current.inputs = inputs[None]
         kept = {"use_cache": False} if cache is None else {"use_cache": True, cache_of(decoder.__class__)[1]: cache}
         positions = tensors.position_ids.to(device, non_blocking=True)
-        with self.cuts[0].in_place(decoder), borders_from_plan():
+        with self.stages[0].in_place(decoder), borders_from_plan():
             hidden: Tensor | None = decoder(**tokens, position_ids=positions, **kept).last_hidden_state
         self.current.inputs = None
         if not self.is_last:
@@ -203,7 +203,7 @@ class CausalLM:
         checkpoint_layers(self.model, self.current, checkpointing)
 
     def offloaded_bytes(self, num_tokens: int) -> int:
-        """What a chunk of so many tokens holds of inputs of layers in host memory."""
+        """Bytes of inputs of layers in host memory of a chunk of so many tokens."""
         offloaded = self.current.offloaded and self.current.offloaded & self.own_layers.keys()
         return len(offloaded) * num_tokens * int(self.config.hidden_size) * self.dtype.itemsize
 
@@ -292,7 +292,7 @@ def _build(config: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
 
 
 def _options(dtype: torch.dtype) -> dict[str, object]:
-    """What a model is made with whose weights are of `dtype`, and whose attention is that of chunks."""
+    """Options of transformers for a model whose weights are of `dtype` and whose attention is that of chunks."""
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # torch groups no such products
     return {"dtype": dtype, "attn_implementation": ATTENTION, **experts}
 
@@ -360,7 +360,7 @@ def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device 
 
     Twice is as good as once. Raises UsageError where no kernel of `kernels` can run its attention.
     """
-    found = CausalLM(model, kernels or Kernels(), current=getattr(model, "chunkplan", None) or Current())
+    found = CausalLM(model, kernels or Kernels(), current=getattr(model, "chunkplan", None) or CurrentChunk())
     found.attention_kernels(device)
     found.set_checkpointing("none")
     seed_layers(model)

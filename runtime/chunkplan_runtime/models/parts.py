@@ -32,7 +32,7 @@ def whole_of(model: Any) -> Any:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether it has adapters of peft around it."""
+    """True if it has adapters of peft around it."""
     return hasattr(model, "get_base_model")
 
 
@@ -78,7 +78,7 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """What a decoder returned, of which only hidden states are there."""
+    """The output of a decoder, with hidden states alone."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -115,7 +115,7 @@ class _Float64(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelStage:
     """One model stage of a model: only the first embeds tokens, only the last has final hidden states and a head.
 
     `layers`: its own, and what stands for others; None: all. `modules`: what the decoder has then in place of its own.
@@ -151,7 +151,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_layers(model: Any) -> None:
-    """Let each layer, if there is a list of them, set its seed before it runs in training; twice changes nothing."""
+    """Hook each layer, if there is a list of them, to set its seed before it runs in training; idempotent."""
     try:
         layers = layers_of(model)
     except LookupError:

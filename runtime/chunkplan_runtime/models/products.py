@@ -28,7 +28,7 @@ ChunkKey = tuple[int, int]
 
 
 class Factors(NamedTuple):
-    """What the gradient of a weight [n, k] is made of: `left` [rows, n] transposed by `right` [rows, k].
+    """The factors of the gradient of a weight [n, k]: `left` [rows, n] transposed by `right` [rows, k].
 
     Of a stack [groups, n, k]: [groups, rows, ...], or rows of all groups in a row, which end at `ends` [groups].
     """
@@ -42,10 +42,10 @@ class Factors(NamedTuple):
         """The gradient of the weight."""
         return _multiplied(self.left.mT, self.right, self.ends)
 
-    def are_added(self) -> bool:
+    def add_to_sum(self) -> bool:
         """Add the product to the sum of its weight, where that has one; whether it is in it."""
         weight, left, right, _ = self
-        if type(weight) is not Summed or weight.owner is None:
+        if type(weight) is not SummedWeight or weight.owner is None:
             return False
         total = weight.gradient_sum()
         if total.is_cuda:
@@ -97,13 +97,13 @@ class _Product(torch.autograd.Function):
                 x = x.reshape(-1, x.shape[-1])
             left, right = (x, gradient) if ctx.is_swapped else (gradient, x)
             factors = Factors(ctx.weight, left, right, ends)
-            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.are_added():
+            if not (ctx.keep is not None and ctx.keep(factors)) and not factors.add_to_sum():
                 of_weight = factors.product()
         return of_x, of_weight, of_bias, None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):
-    """`_Lookup.apply(weight, ids, padding)`: rows of a weight with a sum, `Summed`."""
+    """`_Lookup.apply(weight, ids, padding)`: rows of a weight with a sum, `SummedWeight`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Tensor, padding: int | None) -> Tensor:
@@ -125,7 +125,7 @@ _product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
 _lookup: Callable[..., Tensor] = super(torch.autograd.Function, _Lookup).apply
 
 
-class Summed(nn.Parameter):
+class SummedWeight(nn.Parameter):
     """A matrix whose gradients are added up in `owner.entry`: see `sum_gradients`; those of a copy are not.
 
     `devices`: where product and sum are one kernel; elsewhere a function of Python would be all that there is to it.
@@ -138,7 +138,7 @@ class Summed(nn.Parameter):
     number: Tensor | None = None
 
     def gradient_sum(self) -> Tensor:
-        """What its gradients are added to."""
+        """The tensor that its gradients are added to, made of zeros when first asked for."""
         total: Tensor | None = getattr(self.owner, self.entry)
         if total is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -164,9 +164,9 @@ class Summed(nn.Parameter):
 def sum_gradients(weight: nn.Parameter, owner: Any, entry: str = "grad") -> None:
     """Add the gradients of a weight up in `owner.entry`, in at least float32, and no longer in its `.grad`."""
     summed: Any = weight
-    if weight.ndim == 2 and weight.device.type in Summed.devices:
+    if weight.ndim == 2 and weight.device.type in SummedWeight.devices:
         number = next(_numbers)
-        summed.__class__ = Summed
+        summed.__class__ = SummedWeight
         summed.owner, summed.entry = owner, entry
         _summed[number] = summed
         summed.number = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
@@ -184,7 +184,7 @@ def _move_gradient(owner: Any, entry: str, weight: Tensor) -> None:
 
 
 def _lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What `F.embedding` gives of a summed weight; None where more than rows is asked for."""
+    """The result of `F.embedding` of a summed weight; None where more than rows is asked for."""
     (ids, weight), padding = args[:2], kwargs.get("padding_idx")
     is_plain = not any(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
     if not is_plain or weight.owner is None or not weight.requires_grad or not torch.is_grad_enabled():
@@ -195,7 +195,7 @@ def _lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 def product_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], keep: Callable[[Factors], bool] | None = None
 ) -> Tensor | None:
-    """What a function of torch gives that is a product with a trained weight, whose backward offers it to `keep`."""
+    """The result of a function of torch that is a product with a trained weight, whose backward offers it to `keep`."""
     operands_of = _OPERANDS.get(function)
     if operands_of is None or not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
@@ -205,7 +205,7 @@ def product_of(
         return None
     x, _, bias, ends = found
     # Of what is added in any case there is no gradient for autograd to go on with, nor to call hooks for.
-    is_added = type(weight) is Summed and weight.owner is not None and x.requires_grad
+    is_added = type(weight) is SummedWeight and weight.owner is not None and x.requires_grad
     return _product(x, None if is_added else weight, bias, ends, weight, is_swapped, keep)
 
 
@@ -233,7 +233,7 @@ _OPERANDS: dict[Any, Callable[..., _Operands]] = {
 
 def _parameter_of(matrix: Tensor) -> tuple[Tensor | None, bool]:
     """The trained parameter that a tensor is, and whether with its last two dimensions swapped; None of any other."""
-    if type(matrix) is Summed and matrix.requires_grad:
+    if type(matrix) is SummedWeight and matrix.requires_grad:
         return matrix, False
     weight = matrix if matrix.is_leaf else matrix._base
     if not isinstance(weight, nn.Parameter) or not matrix.requires_grad or weight.dtype != matrix.dtype:
@@ -245,7 +245,7 @@ def _parameter_of(matrix: Tensor) -> tuple[Tensor | None, bool]:
 
 
 #: Weights with sums, by the numbers that they have in a compiler's graph, whose nodes are given tensors alone.
-_summed: WeakValueDictionary[int, Summed] = WeakValueDictionary()
+_summed: WeakValueDictionary[int, SummedWeight] = WeakValueDictionary()
 _numbers = count()
 
 #: Of nodes that add a product: a compiler takes two that are given the same for one.
@@ -253,10 +253,10 @@ _adding = count()
 
 
 def _product_in_graph(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a linear layer with a summed weight gives, as a node of a compiler's graph."""
+    """The result of a linear layer with a summed weight, as a node of a compiler's graph."""
     is_linear = function is F.linear and not kwargs and torch.is_grad_enabled()
     is_linear = is_linear and not torch._C._is_any_autocast_enabled()
-    if not is_linear or not isinstance(args[1], Summed) or args[1].number is None:
+    if not is_linear or not isinstance(args[1], SummedWeight) or args[1].number is None:
         return None
     found: Tensor = torch.ops.chunkplan.product(*args[:2], args[2] if len(args) > 2 else None, args[1].number)
     return found
@@ -271,7 +271,7 @@ def _node(x: Tensor, matrix: Tensor, bias: Tensor | None, number: Tensor) -> Ten
 def _add_product(x: Tensor, gradient: Tensor, number: Tensor, node: int) -> Tensor:
     weight: Any = _summed[int(number)]
     with torch._C.DisableTorchFunctionSubclass():
-        Factors(weight, gradient, x.reshape(-1, x.shape[-1]), None).are_added()
+        Factors(weight, gradient, x.reshape(-1, x.shape[-1]), None).add_to_sum()
     return torch.zeros_like(number)
 
 
@@ -292,7 +292,7 @@ _node.register_autograd(
 
 
 class WeightHalves(TorchFunctionMode):
-    """What gradients of weights are made of: `kept` of chunks between the halves of their backward, if it `splits`."""
+    """The factors of gradients of weights, `kept` of chunks between the halves of their backward, if it `splits`."""
 
     def __init__(self, *, splits: bool = False) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class WeightHalves(TorchFunctionMode):
             del factors  # each is to be let go of
         while by_weight:
             weight = next(iter(by_weight))
-            left = [factors for factors in by_weight.pop(weight) if not factors.are_added()]
+            left = [factors for factors in by_weight.pop(weight) if not factors.add_to_sum()]
             if left:
                 _SumOfProducts.apply(weight, left).backward()  # type: ignore[no-untyped-call]
 

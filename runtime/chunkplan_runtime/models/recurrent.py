@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from chunkplan.errors import DataError, UsageError
 from chunkplan_runtime.feed.stream import ChunkTensors, padding_tensors
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.parts import decoder_of, layers_of, mixed_seed
 
@@ -49,7 +49,7 @@ class Border:
 
 
 class StateCache(DynamicCache):
-    """A cache of one segment that keeps states, and lets keys and values pass: those are in the `StateStore`.
+    """A cache of one segment that keeps states, and lets keys and values pass: those are in the `KVStore`.
 
     `start`: how many tokens of its sequence lie before. `layer`: the one that attends, where several share one.
     """
@@ -64,7 +64,7 @@ class StateCache(DynamicCache):
             self.rewind(index)
 
     def rewind(self, index: int) -> None:
-        """Let a layer begin with the state that the segment begins with, whether or not it ran."""
+        """Reset a layer to the state that the segment begins with, whether or not it ran."""
         layer: Any = self.layers[index]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             self.layers[index] = layer = _StateLayer(layer.number_of_states)
@@ -109,7 +109,7 @@ class StateCache(DynamicCache):
         return key_states, value_states
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """How many tokens came before, though no keys are kept."""
+        """The number of tokens before, though no keys are kept."""
         return self._start
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
@@ -121,7 +121,7 @@ class StateCache(DynamicCache):
         return query_length, 0
 
     def is_recording_past(self, *_: Any, **__: Any) -> bool:
-        """Say so: else a segment of one token would be taken for a step of generation, which works in place."""
+        """Always true: else a segment of one token would be taken for a step of generation, which works in place."""
         return True
 
 
@@ -152,7 +152,7 @@ def run_segments(
     run: Callable[[ChunkTensors, Tensor | None, int | None, StateCache], Tensor],
     model: Any,
     tensors: ChunkTensors,
-    store: StateStore,
+    store: KVStore,
     inputs: Tensor | None,
     seed: int | None,
 ) -> tuple[Tensor, tuple[tuple[Span, Border], ...]]:
@@ -205,14 +205,14 @@ def run_segments(
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether a model has layers that keep a state; or that count the tokens before a call, as Llama 4's do."""
+    """True if a model has layers that keep a state; or that count the tokens before a call, as Llama 4's do."""
     layers = DynamicCache(config=config).layers
     keeps_state = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     return keeps_state or bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def keeps_kv(config: Any) -> list[bool]:
-    """Of each layer, whether it keeps keys and values: those with a state alone do not."""
+    """Flags of layers that keep keys and values: those with a state alone do not."""
     keeps = [True] * int(config.num_hidden_layers)
     for index, layer in enumerate(DynamicCache(config=config).layers):
         keeps[index] = isinstance(layer, DynamicLayer) or not isinstance(layer, LinearAttentionCacheLayerMixin)
@@ -230,13 +230,13 @@ def cache_of(decoder: Any) -> tuple[Any, str]:
 
 
 def begin_scan_with(state: Tensor | None) -> None:
-    """Let the next scan go on with a state [1, channels, state_size]; with [1, heads, ...] as many scans (Zamba)."""
+    """Start the next scan with a state [1, channels, state_size]; with [1, heads, ...] as many scans (Zamba)."""
     states = () if state is None else (state,) if state.ndim == 3 else state.unbind(1)
     _here.states = list(states)
 
 
 def continue_scans(model: nn.Module) -> None:
-    """Let the scans of a model go on with the states that `begin_scan_with` gives; all others stay as they are."""
+    """Patch the scans of a model to start with the states that `begin_scan_with` gives; all others stay as they are."""
     for code in {type(module).__module__ for module in model.modules()}:
         scan = getattr(sys.modules[code], _SCAN, None)
         if scan is not None and not hasattr(scan, "continues"):
@@ -277,7 +277,7 @@ def _continued(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read(passed: Tensor, rates: Tensor, reads: Tensor, state: Tensor) -> Tensor:
-    """What is read of a state [1, channels, state_size] at each token: [1, channels, num_tokens].
+    """Read a state [1, channels, state_size] at each token: [1, channels, num_tokens].
 
     `passed`: the steps up to each, summed; `rates` [channels, state_size]; `reads` [1, state_size, num_tokens].
     """

@@ -38,7 +38,7 @@ _KNOWN_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 def router_loss_scope(config: Any, asked: str | None, where: str) -> str:
-    """What f is counted over: "batch", "sequence", or "none" for no such loss; None asks for what the config says.
+    """The scope that f is counted over: "batch", "sequence", or "none" for no such loss; None: the config's.
 
     Raises UsageError where there is no such scope, or transformers computes no such loss for the model type.
     """
@@ -99,7 +99,7 @@ class RouterLoss:
         if not self._weight:
             raise UsageError(f"router_aux_loss_coef is {self._weight}, with a load-balancing loss", hint=_HINT)
         self._top_k: int = whole.num_experts_per_tok
-        decoders = [decoder_of(each) for each in dict.fromkeys(part.model for part in model.parts)]
+        decoders = [decoder_of(each) for each in dict.fromkeys(part.model for part in model.by_stage)]
         for number, (module, index) in enumerate(chain.from_iterable(map(_routers, decoders))):
             module.register_forward_hook(partial(self._after_router, number, index))
 
@@ -136,7 +136,7 @@ class RouterLoss:
 
     @property
     def value(self) -> float:
-        """What this process has added to the loss of the step so far: of routers that a backward has come through."""
+        """The loss added by this process in the step so far: of routers that a backward has come through."""
         return 0.0 if self._value is None else self._value.item()
 
     def _after_router(self, router: int, index: int, module: Any, _: Any, output: Any) -> Any:
@@ -172,7 +172,7 @@ class RouterLoss:
         return tuple(outputs) if isinstance(output, tuple) else outputs[0]
 
     def _count(self, logits: Tensor, context: ChunkContext) -> Tensor:
-        """How many tokens of each span choose each expert: [num_spans, num_experts], of padding none."""
+        """The number of tokens of each span that choose each expert: [num_spans, num_experts], of padding none."""
         rows = logits.reshape(-1, logits.shape[-1])  # [num_tokens, num_experts]
         chosen = softmax_of(rows).topk(self._top_k).indices  # [num_tokens, top_k]
         hits = torch.zeros_like(rows, dtype=torch.int64).scatter_(1, chosen, 1)

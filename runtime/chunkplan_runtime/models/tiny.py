@@ -134,13 +134,13 @@ def small_config_of(config: Any, max_positions: int) -> Any:
 
 
 def num_weights(config: Any) -> int:
-    """How many weights a model with this config has."""
+    """The number of weights of a model with this config."""
     with torch.device("meta"):
         return sum(each.numel() for each in AUTO_MODEL.from_config(deepcopy(config)).parameters())
 
 
 def returned_by_layers(config: Any) -> int | None:
-    """How many values a layer of such a model returns, as a small one shows; None: hidden states alone, or no model."""
+    """The number of values that a layer of such a model returns; None: hidden states alone, or no model."""
     if config.model_type in MODEL_TYPES:
         return None
     found: list[Any] = []

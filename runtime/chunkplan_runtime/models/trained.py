@@ -1,4 +1,4 @@
-"""Which weights of a model are trained: adapters alone, all but frozen ones, and which are in 4 bits.
+"""The trained weights of a model: adapters alone, or all but frozen ones; and weights in 4 bits.
 
 Adapters (LoRA, arXiv 2106.09685) are by peft, weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes. A frozen
 weight has no gradient, no state of the optimizer and no fp32 master weight, and no process reduces it.
@@ -82,7 +82,7 @@ def add_lora(
 
 
 def _linear_layers(model: CausalLM) -> tuple[str | list[str], list[str] | None]:
-    """What peft is to adapt of `ALL_LINEAR`, and what not, by the last parts of names.
+    """The layers that peft adapts of `ALL_LINEAR`, and those that it leaves, by the last parts of names.
 
     Not routers, nor what peft refuses beside Mamba, nor experts: peft would make their weights anew in each chunk, and
     keep them. As it goes by the last part of a name, MLPs beside experts and in their place are left out with these.
@@ -103,7 +103,7 @@ def _last_parts(names: set[str]) -> set[str]:
 
 
 def without_adapters(model: CausalLM, targets: tuple[str, ...]) -> str | None:
-    """What to say of layers that `targets` name and that have no adapter, as peft takes a name for experts alone.
+    """A note on layers that `targets` name and that have no adapter, as peft takes a name for experts alone.
 
     Raises UsageError where no layer has one of the names.
     """
@@ -171,7 +171,7 @@ def freeze_weights(model: Any, names: set[str]) -> None:
 
 
 def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """What `from_pretrained` takes to load layers in 4 bits (NF4, with quantized scales) that compute in `dtype`.
+    """Options of `from_pretrained` that load layers in 4 bits (NF4, with quantized scales) and compute in `dtype`.
 
     Raises UsageError where what that takes is not installed, or cannot compute in `dtype`.
     """
@@ -190,10 +190,10 @@ def in_4bit(dtype: torch.dtype, device: torch.device) -> dict[str, object]:
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether it holds weights in 4 bits."""
+    """True if it holds weights in 4 bits."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def num_weights(parameter: Any) -> int:
-    """How many weights a parameter is, of which one that is quantized has two in a byte."""
+    """The number of weights of a parameter, of which a quantized one has two in a byte."""
     return torch.Size(parameter.quant_state.shape).numel() if is_quantized(parameter) else int(parameter.numel())

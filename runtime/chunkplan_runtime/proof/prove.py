@@ -1,4 +1,4 @@
-"""Whether chunked execution is exact for a model: by the error that a small one of its class has (`models.tiny`).
+"""The proof that chunked execution is exact for a model: the error of a small one of its class (`models.tiny`).
 
 It runs sequences whole, with transformers' own plain attention, and in chunks: packed beside one another, split, and
 both in one chunk, with one chunk of a sequence in flight and with two, in float64 on the CPU. Compared are the loss and
@@ -31,7 +31,7 @@ from transformers.utils import logging
 from chunkplan.errors import UsageError
 from chunkplan.files.writing import whole_file
 from chunkplan.planfile.plan import Action, Chunk, Segment
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import CurrentChunk
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.links import Links
@@ -61,7 +61,7 @@ _OPS = {"F": "forward", "f": "forward_kv", "R": "recompute", "B": "backward"}
 
 @dataclass(frozen=True)
 class ModelProof:
-    """How far chunked execution of a small model is off: the relative `error` of its worst gradient, or of the loss.
+    """The proof for a model: the relative `error` of a small one's worst gradient, or of its loss.
 
     `where`: the weight with that error, and what it was run with.
     """
@@ -71,7 +71,7 @@ class ModelProof:
 
     @property
     def holds(self) -> bool:
-        """Whether it is exact but for rounding; not where the error is no number."""
+        """True if it is exact but for rounding; not where the error is no number."""
         return self.error <= TOLERANCE
 
 
@@ -148,24 +148,24 @@ def _whole(model: CausalLM, sequences: list[Sequence], num_targets: int, *, with
 
 def _chunked(model: CausalLM, sequences: list[Sequence], num_targets: int, k: int, scope: str) -> _Run:
     """The same in chunks, on all stages that the model has."""
-    work = work_of(sequences, k, len(model.parts))
-    links = Links(torch.zeros(1, 1, dtype=torch.float64), range(len(model.parts)), {})
+    work = work_of(sequences, k, len(model.by_stage))
+    links = Links(torch.zeros(1, 1, dtype=torch.float64), range(len(model.by_stage)), {})
     executor = RankExecutor(model, links=links, router_loss=scope)
     num_tokens = sum(len(each.tokens) for each in sequences)
     executor.router_loss.begin_step(num_tokens, lambda: executor.evaluate(work, what="counting"))
     loss = executor.run(work, num_targets).loss + executor.router_loss.value
-    of_parts = [take_gradients(part) for part in model.parts]
+    of_parts = [take_gradients(part) for part in model.by_stage]
     names = dict.fromkeys(name for each in of_parts for name in each)
     return loss, {name: torch.stack([each[name] for each in of_parts if name in each]).sum(0) for name in names}
 
 
 def _two_stages(model: CausalLM) -> CausalLM:
     """A model with two stages, cut out of two copies: what one stage has, the other lacks."""
-    num_layers, current = len(model.own_layers), Current()
+    num_layers, current = len(model.own_layers), CurrentChunk()
     layers = (range(num_layers // 2), range(num_layers // 2, num_layers))
     copies = [replace(model, model=deepcopy(model.model), current=current) for _ in layers]
     first, last = (cut_stage(own, layers, RankLayout(pp=2, process=stage)) for stage, own in enumerate(copies))
-    vars(last)["parts"] = [first, last]  # which run as if they were virtual stages of one process
+    vars(last)["by_stage"] = [first, last]  # which run as if they were virtual stages of one process
     return last
 
 
@@ -183,7 +183,7 @@ def random_sequences(vocab_size: int) -> list[Sequence]:
 
 
 def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
-    """What a rank does with the chunks of `sequences`, of each of which `k` may hold activations."""
+    """The work of a rank with the chunks of `sequences`, of each of which `k` may hold activations."""
     parts = {name: [each for each in CHUNKS if each[0][0] == name] for name in range(len(sequences))}
     labels = [torch.from_numpy(shifted_labels(each.tokens.numpy(), each.target.numpy())) for each in sequences]
     tokens, chunks, tensors = [each.tokens for each in sequences], {}, {}
@@ -219,7 +219,7 @@ def work_of(sequences: list[Sequence], k: int, num_stages: int = 1) -> RankWork:
 
 
 def draws_noise(model: CausalLM, tokens: Tensor) -> bool:
-    """Whether a model takes random numbers when it is trained."""
+    """True if a model draws random numbers in training."""
     before = torch.random.get_rng_state()
     with _plain_attention(model), torch.no_grad():
         model.model(tokens[None].long(), use_cache=False)
@@ -300,7 +300,7 @@ def _compared(found: _Run, whole: _Run, how: str) -> ModelProof:
 
 
 def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: str | None = None) -> str:
-    """What the load-balancing loss is over, see `router_loss_scope`; refused is a model that is not exact with it.
+    """Refuse a model that is not exact; the scope of its load-balancing loss, see `router_loss_scope`.
 
     Types that the tests of this project hold are let through, and what was proved before, on one stage or on several,
     is not proved again, for the same features and versions. Raises UsageError.
@@ -325,7 +325,7 @@ def check_exact(config: Any, where: str, *, num_stages: int = 1, router_loss: st
 
 
 def proof_of(config: Any, num_stages: int) -> ModelProof:
-    """What is found for a model, or was and is written down for the same features and versions; raises as `prove`."""
+    """The proof for a model, or the cached one for the same features and versions; raises as `prove`."""
     described = {"features": tiny_document(config.to_dict()), "stages": num_stages, "with": _versions()}
     key = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -343,7 +343,7 @@ def proof_of(config: Any, num_stages: int) -> ModelProof:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of what the result depends on; of the runtime itself the content of its files."""
+    """Versions that the result depends on; of the runtime itself the content of its files."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     own = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return {"torch": version("torch"), "transformers": version("transformers"), "runtime": own}

@@ -46,7 +46,7 @@ class _Arguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """How many GPUs a process has."""
+        """The number of GPUs of a process."""
         return int(self.device.type == "cuda")
 
     def to_dict(self) -> dict[str, object]:

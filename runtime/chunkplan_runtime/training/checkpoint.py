@@ -84,7 +84,7 @@ class BestLoss:
 
     @property
     def should_stop(self) -> bool:
-        """Whether as many evaluations as are waited for have been no lower."""
+        """True if as many evaluations as are waited for have been no lower."""
         return self._patience is not None and self.since >= self._patience
 
 
@@ -188,15 +188,15 @@ def _hash(state: object) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of_epochs: bool = False) -> dict[str, str]:
-    """What is not as it was before, by name, in words; a plan of more epochs only where `of_epochs` asks for it."""
+    """Settings that differ from before, by name, in words; a plan of more epochs only where `of_epochs` asks for it."""
     differ = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     if not of_epochs and before.get(EPOCHS, 0) < now.get(EPOCHS, 0):
         differ.remove(EPOCHS)  # its first steps are the same
     return {name: f"{name} was {shorten(before.get(name))}, is {shorten(now.get(name))}" for name in differ}
 
 
-def why_not_as_long(done: int, before: int, now: int, rates: Callable[[int], list[float]]) -> str:
-    """Why a run of `done` steps that was to have `before` cannot have as many as `now`; "" where it can.
+def rate_mismatch(done: int, before: int, now: int, rates: Callable[[int], list[float]]) -> str:
+    """The reason why a run of `done` steps planned for `before` cannot have `now`, by its learning rates; "" if it can.
 
     `rates`: learning rates of the steps that are done, by how many there are in all.
     """
@@ -206,14 +206,14 @@ def why_not_as_long(done: int, before: int, now: int, rates: Callable[[int], lis
     return "learning rates of the steps that are done go by how many there are" if differ else ""
 
 
-class Earlier(NamedTuple):
+class ResumePoint(NamedTuple):
     """A run that goes on: its last checkpoint, and what that says."""
 
     checkpoint: Path
     state: Mapping[str, Any]
 
 
-def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> Earlier | None:
+def find_resume_point(folder: RunFolder, config: TrainConfig, data: TrainingData, job: Job) -> ResumePoint | None:
     """The run in `folder` that is to go on; None where it has no checkpoint.
 
     Raises UsageError: it is finished, with all steps that are asked for; DataError: its last checkpoint is damaged.
@@ -225,7 +225,7 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     state = read_state(checkpoint)
     before, now, done = state["fixed"], samples_of(data.plan.manifest), state["num_steps"]
     if not is_finished or data.num_steps(config) > done or changes({name: before.get(name) for name in now}, now):
-        return Earlier(checkpoint, state)
+        return ResumePoint(checkpoint, state)
     epochs, steps = data.plan.manifest["epochs"], data.plan.manifest["totals"]["num_steps"]
     asked = {"--max-epochs": (config.max_epochs, epochs), "--max-steps": (config.max_steps, steps)}
     if more := [f"{flag} is {number:,}" for flag, (number, most) in asked.items() if number and number > most]:
@@ -236,14 +236,14 @@ def find_earlier(folder: RunFolder, config: TrainConfig, data: TrainingData, job
     raise folder.finished(f"no more than its {done:,} steps are asked for")
 
 
-def refuse_other_run(earlier: Earlier, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
+def refuse_other_run(earlier: ResumePoint, fixed: Mapping[str, Any], config: TrainConfig, num_steps: int) -> None:
     """Raise UsageError where samples, model or way of learning, `fixed` by name, are not those of the earlier run."""
     done = earlier.state["step"]
 
     def rates(steps: int) -> list[float]:
         return [config.learning_rate(step, steps) for step in range(done)]
 
-    why_not = why_not_as_long(done, earlier.state["num_steps"], num_steps, rates)
+    why_not = rate_mismatch(done, earlier.state["num_steps"], num_steps, rates)
     differ = changes(earlier.state["fixed"], json.loads(json.dumps(fixed)), of_epochs=bool(why_not))
     if told := [text for name, text in differ.items() if why_not or name not in _ENDS]:
         hint = "resume with what it was started with, or start anew in another --output"
@@ -259,7 +259,7 @@ class PlanIdentity(TrainerCallback, ExportableState):
         self.samples = samples
 
     def state(self) -> dict[str, Any]:
-        """What transformers saves in a checkpoint, and makes this callback from when it resumes."""
+        """The state that transformers saves in a checkpoint, and restores this callback from when it resumes."""
         return {"args": {"samples": self.samples}, "attributes": {}}
 
 
@@ -286,7 +286,7 @@ def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *
         raise UsageError(f"a checkpoint of another plan: {told}", where=found, hint=hint)
 
     def rates(num_steps: int) -> list[float]:
-        """Of the steps that are done and the next, which the optimizer has already; none where losses decide."""
+        """Learning rates of the steps that are done and the next; none where losses decide."""
         if has_own_rates:
             return []
         optimizer = SGD([torch.zeros(1)], lr=args.learning_rate)
@@ -296,7 +296,7 @@ def checkpoint_of_plan(asked: str | bool, args: TrainingArguments, plan: Plan, *
         return [factor(step) for factor in getattr(schedule, "lr_lambdas", ()) for step in steps]
 
     now = args.max_steps if args.max_steps > 0 else plan.manifest["totals"]["num_steps"]
-    if why_not := why_not_as_long(state.global_step, state.max_steps, now, rates):
+    if why_not := rate_mismatch(state.global_step, state.max_steps, now, rates):
         raise UsageError(
             f"a checkpoint of a run of {state.max_steps:,} steps, this one has {now:,}: {why_not}",
             where=found,

@@ -201,7 +201,7 @@ class ChunkTrainer(Trainer):
         return DataLoader(cast(Any, self.eval_dataset), batch_size=None, collate_fn=_as_it_is)
 
     def num_examples(self, dataloader: Any) -> int:
-        """How many sequences an epoch of the loader's plan has."""
+        """The number of sequences of an epoch of the loader's plan."""
         num_sequences: int = dataloader.dataset.num_sequences
         return num_sequences
 

@@ -57,7 +57,7 @@ _log = partial(option, group="what is kept")
 
 
 def _unset(words: str | None = None) -> Any:
-    """What declares an option that may be left out; `words` say what then holds."""
+    """Declare an option that may be left out; `words` say what then holds."""
     return {"default": None, "default_words": words}
 
 
@@ -255,7 +255,7 @@ class TrainConfig(Options):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the lowest evaluation loss is kept."""
+        """True if the checkpoint of the lowest evaluation loss is kept."""
         return self.early_stopping is not None if self.keep_best is None else self.keep_best
 
 

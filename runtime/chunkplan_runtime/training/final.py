@@ -93,7 +93,7 @@ def check_mergeable(model: Any) -> None:
 
 
 def merge_adapters(model: Any, trained: Mapping[str, Tensor]) -> Any:
-    """What a process has of a peft model, with the adapters of `trained`, by name, added to their weights by peft.
+    """A process's weights of a peft model by name, with the adapters of `trained` merged by peft.
 
     Sums are in float32, of float64 weights in that, and rounded once to the dtype of the weight.
     """

@@ -1,4 +1,4 @@
-"""What a run writes down: its configuration, the numbers of steps and evaluations, and its largest step."""
+"""Records of a run: its configuration, the metrics of steps and evaluations, and its largest step."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SpikeWatch:
         self.losses = list(losses)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether a step's loss is a spike beside those before; from then on it is one of them."""
+        """True if a step's loss is a spike beside those before; from then on it is one of them."""
         before = self.losses
         self.losses = [*before, loss][-_WINDOW:]
         return self._factor > 0 and len(before) >= _FEWEST and loss > self._factor * median(before)
@@ -143,7 +143,7 @@ class LargestStep:
 
 
 def stage_rows(spent: Sequence[Spent], layout: RankLayout) -> list[Row]:
-    """What each process did and waited for in a step, in their order, each a row of JSON; times in seconds.
+    """Times of work and waiting of each process in a step, in their order, each a row of JSON; in seconds.
 
     What is not busy of a stage until the last one of its pipeline is done is waiting, `bubble` its share, 0..1. It is
     idle from then on until the last pipeline is done, when gradients can be reduced.

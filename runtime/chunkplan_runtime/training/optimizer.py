@@ -1,4 +1,4 @@
-"""What updates weights: fp32 master weights of those in bfloat16, and the optimizers by name, with their states.
+"""Optimizers by name, with their states, and fp32 master weights of those in bfloat16.
 
 Most updates are too small to change a bfloat16 weight, so an fp32 master weight is updated, to which gradients are
 added as soon as autograd has them (Micikevicius et al., arXiv 1710.03740). The moments of `adamw-8bit` (Dettmers et
@@ -142,7 +142,7 @@ def make_adamw_8bit(device: torch.device, groups: ParamsT, **options: Any) -> to
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What an optimizer remembers of every weight that it has changed, by `NAME:ENTRY`."""
+    """The state of an optimizer for every weight that it has changed, by `NAME:ENTRY`."""
     return {
         f"{name}:{entry}": value
         for name, weight in weights.items()
@@ -172,5 +172,5 @@ def blocks_shape(weight: Tensor) -> tuple[int, int] | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
+    """The local shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -52,7 +52,7 @@ class RunFolder:
             raise UsageError(f"another run is at work in {self.path}", hint=hint) from error
 
     def unlock(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder to other runs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -75,7 +75,7 @@ class RunFolder:
                 remove_left_behind(parent, name, by_anyone=True)
 
     def how_to_resume(self) -> str:
-        """What a run that was stopped left behind to go on from, in words."""
+        """Words on how to resume a stopped run from what it left behind."""
         checkpoints = self.checkpoints()
         if checkpoints:
             return f"the same command with --resume goes on from {checkpoints[-1]}"
@@ -124,7 +124,7 @@ def saving(target: Path) -> Iterator[None]:
 
 
 def why(error: BaseException) -> str:
-    """What an error says, without its number and the name of a temporary file; of several processes, the first one."""
+    """The text of an error, without its number and a temporary file's name; of several processes, the first one's."""
     process, (first, _) = min(getattr(error, "failures", {0: (error, None)}).items())
     text: str = first.strerror if isinstance(first, OSError) and first.strerror else str(first).splitlines()[0]
     return text + (f" (process {process})" if process else "")

@@ -1,4 +1,4 @@
-"""What a run prints on stderr: what it is and is compared with, a line a step, and on a terminal a progress bar."""
+"""The screen of a run on stderr: its facts and comparison, a line a step, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.models.trained import num_weights
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.metrics import Row
-from chunkplan_runtime.training.setup import Built, TrainingData
+from chunkplan_runtime.training.setup import LoadedModel, TrainingData
 
 #: Of a line that is not shown on a terminal.
 _COLUMNS = 120
@@ -43,7 +43,7 @@ _Difference = tuple[str, str, str]
 
 
 class Comparison(NamedTuple):
-    """Whether the plan's `times` are of this run, FLOP/s of a device, None if not known, and `lines` that say so."""
+    """A plan compared with a run: whether `times` hold for it, FLOP/s of a device or None, and `lines` that say so."""
 
     times: bool
     peak_flops: float | None
@@ -92,7 +92,7 @@ def compare(config: TrainConfig, data: TrainingData, job: Job) -> Comparison:
 def _differences(
     cost: CostModel, config: TrainConfig, data: TrainingData, device: list[_Difference]
 ) -> list[_Difference]:
-    """What differs of the model, of the `device`, of how layers compute and of what is trained."""
+    """Differences of the model, of the `device`, of how layers compute and of what is trained."""
     model_config, planned = data.model_config, cost.shape
     found: list[_Difference] = []
     try:
@@ -129,7 +129,7 @@ def _differences(
 
 
 def _what_helps(options: list[str], config: TrainConfig) -> list[str]:
-    """What to type so that there is no difference: a calibration first, where `build` takes its profile."""
+    """The commands that remove the differences: a calibration first, where `build` takes its profile."""
     build = f"`chunkplan build` with `{' '.join(options)}`"
     if not any(_PROFILE in each for each in options):
         return [f"          to have them: {build}"]
@@ -153,7 +153,7 @@ def _config_file(config: TrainConfig) -> str:
 def describe_run(
     config: TrainConfig,
     data: TrainingData,
-    built: Built,
+    built: LoadedModel,
     num_steps: int,
     tokenizer: list[Path],
     comparison: Comparison,
@@ -208,7 +208,7 @@ def describe_run(
 
 
 def group_lines(groups: Groups | None) -> list[str]:
-    """Say how many groups of processes this one is in, and how long making them took; nothing of one process."""
+    """Lines on the process groups of this process, and the time making them took; none for one process."""
     if groups is None:
         return []
     sharing = len(groups.exchanges.groups)

@@ -17,7 +17,7 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_held_out, load_plan
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import CurrentChunk
 from chunkplan_runtime.attention.kernels import Kernels
 from chunkplan_runtime.devices import device_name, find_device, is_profile_of, local_device_index
 from chunkplan_runtime.distributed.job import Job
@@ -35,7 +35,7 @@ from chunkplan_runtime.models.model import (
     meta_weight,
     new_model,
 )
-from chunkplan_runtime.models.parts import Cut
+from chunkplan_runtime.models.parts import ModelStage
 from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.config import SHARED, TrainConfig
 
@@ -69,7 +69,7 @@ class TrainingData:
         return plan_stream(self.model_config, plan, self.analysis, pin_memory=self.pin_memory, **how)
 
     def num_steps(self, config: TrainConfig) -> int:
-        """How many steps of the plan the run has."""
+        """The number of steps of the run."""
         steps = self.plan.steps()
         if config.max_epochs is not None:
             steps = steps.filter(pc.field("epoch") < config.max_epochs)
@@ -77,7 +77,7 @@ class TrainingData:
         return min(num_steps, config.max_steps or num_steps)
 
     def epochs_done(self, step: int) -> float:
-        """How many epochs of the plan are done where `step` comes next, with the share that is done of one."""
+        """The number of epochs done where `step` comes next, with the share that is done of one."""
         return float(step * self.plan.manifest["epochs"] / self.plan.manifest["totals"]["num_steps"])
 
 
@@ -145,7 +145,7 @@ def choose_device(config: TrainConfig, *, alone: bool = True) -> TrainConfig:
     return replace(config, device=device, precision=config.precision or ("fp32" if device == "cpu" else "bf16"))
 
 
-class Built(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model as one of several processes has it.
 
     `own`: what is trained here, on the CPU where sharding brings it to the device weight by weight. `whole`: all of it;
@@ -161,7 +161,7 @@ class Built(NamedTuple):
     compiled: CompiledLayers | None = None
 
 
-def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> Built:
+def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> LoadedModel:
     """Load or draw a model, after `choose_device`: of a saved one each of several processes reads what it has of it.
 
     Raises UsageError: it cannot be loaded, or an option is not one for it; DataError: weights are missing or misshapen.
@@ -183,11 +183,11 @@ def build_model(config: TrainConfig, model_config: Any, plan: Plan, job: Job) ->
         trained.freeze_weights(model.model, frozen)
     compiled = CompiledLayers(own) if config.compile else None
     own.set_checkpointing(config.checkpointing or "none")
-    return Built(own, whole, identity, note, fused, compiled)
+    return LoadedModel(own, whole, identity, note, fused, compiled)
 
 
 def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> tuple[CausalLM, str | None, str | None]:
-    """What a process has of a model without adapters, the identity of the whole, and what there is to say of it."""
+    """Load a process's part of a model without adapters; also the identity of the whole, and a note."""
     device, dtype, layout, note = torch.device(config.device), _DTYPES[str(config.precision)], job.layout, None
     layers: list[range] = []
     if job.groups is not None:
@@ -238,7 +238,7 @@ def _meta_whole(own: CausalLM, model_config: Any, dtype: torch.dtype, job: Job) 
     model.generation_config = own.model.generation_config
     if hasattr(own.model, "_weight_conversions"):
         model._weight_conversions = own.model._weight_conversions
-    return replace(own, model=model, cuts=(Cut(),), rows={}, current=Current())
+    return replace(own, model=model, stages=(ModelStage(),), rows={}, current=CurrentChunk())
 
 
 def check_layout(config: TrainConfig, layout: RankLayout) -> None:

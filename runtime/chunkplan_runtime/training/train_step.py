@@ -17,7 +17,7 @@ from chunkplan.planfile.measured import Spent, StepTimeline
 from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_weight
 from chunkplan_runtime.distributed.sharding import Shards
-from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, meet_nobody
+from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a step's gradients came with.
+    """The losses and the norm that come with a step's gradients.
 
     `loss`: the mean of a target token, without the load-balancing loss of routers, which is `router_loss` with its
     weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in their order. `times`: of
@@ -48,7 +48,7 @@ class Gradients:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite, so that an update with these gradients makes sense."""
+        """True if loss and norm are finite, so that an update with these gradients makes sense."""
         return all(map(math.isfinite, (self.loss, self.norm, self.router_loss or 0.0)))
 
 
@@ -71,14 +71,14 @@ class StepExecutor:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
-        meet = shards.meeting(work, self._job.layout) if shards else meet_nobody
+        collectives = shards.collectives_of(work, self._job.layout) if shards else no_collectives
         for rank in work.ranks:
             around, reduce = timed(rank.dp_rank), None
             if shards:
                 around = shards.around(around)
                 reduce = shards.reduce_in_backward if rank is work.last else None
-            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, meet))
-        meet(None)
+            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, collectives))
+        collectives(None)
         return losses
 
     def evaluate(self, work: StepWork) -> list[RankLoss]:
@@ -91,9 +91,9 @@ class StepExecutor:
         if shards is None:
             return [run(rank) for rank in work.ranks]
         shards.begin_forwards()
-        meet = shards.meeting(work, self._job.layout, only_forwards=True)
-        found = [run(rank, meet=meet) for rank in work.ranks]
-        meet(None)
+        collectives = shards.collectives_of(work, self._job.layout, only_forwards=True)
+        found = [run(rank, collectives=collectives) for rank in work.ranks]
+        collectives(None)
         shards.end_forwards()
         return found
 

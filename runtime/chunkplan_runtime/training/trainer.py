@@ -27,7 +27,7 @@ from chunkplan_runtime.training import metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
 from chunkplan_runtime.training.checkpoint import (
     BestLoss,
-    find_earlier,
+    find_resume_point,
     read_state,
     refuse_other_run,
     restore_random_states,
@@ -88,10 +88,10 @@ class TrainingRun:
         check_tokenizer(self.tokenizer, data.analysis, model_config.vocab_size)
         self.config = config = _resolve(config, data, self.tokenizer, job)
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
-        self.fixed = {**samples_of(data.plan.manifest), **_essence(data), **fixed_options(config)}
+        self.fixed = {**samples_of(data.plan.manifest), **_config_identity(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
         refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
-        earlier = find_earlier(folder, config, data, job)
+        earlier = find_resume_point(folder, config, data, job)
         tokens_note = setup.compare_tokens(data.analysis, job)
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if the model does not take it
@@ -121,7 +121,7 @@ class TrainingRun:
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
 
     def finish(self) -> None:
-        """Do the steps that are left, write their files, and save the model."""
+        """Run the steps that are left, write their files, and save the model."""
         say, folder = self.screen.say, self.folder
         for line in self.description:
             say(line)
@@ -160,7 +160,7 @@ class TrainingRun:
         say(f"metrics   {folder.metrics}")
 
     def _train(self) -> None:
-        """Do the steps that are left, as far as nothing says to stop, with what follows each of them."""
+        """Run the steps that are left until something says to stop, with what follows each of them."""
         callbacks, epoch = self.callbacks, -1
         callbacks.state.global_step, callbacks.state.epoch = self.start, self.data.epochs_done(self.start)
         callbacks.call("on_train_begin")
@@ -328,7 +328,7 @@ def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path
     return resolved
 
 
-def _essence(data: setup.TrainingData) -> dict[str, Any]:
+def _config_identity(data: setup.TrainingData) -> dict[str, Any]:
     """The model's config, without what says only where it came from."""
     origin = ("transformers_version", "_name_or_path", "dtype", "architectures")
     entries = json.loads(data.model_config.to_json_string(use_diff=False))  # in which infinity has a name

@@ -16,7 +16,7 @@ import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes, percent, seconds
-from chunkplan.reporting.page.summary_words import plan_facts
+from chunkplan.reporting.page.content import plan_facts
 from tests.support.page_cases import Page, build_plan, tuning_of, write_and_read
 
 Command = Callable[..., Any]
@@ -54,7 +54,7 @@ def change_value(plan: Path, file: str, name: str, row: int, value: Any) -> None
         ({"holdout": 0.3}, ["held out", "to train on"]),
         ({"holdout": 0.3, "part": "eval"}, ["held out", "held out, to evaluate on"]),
         ({"epochs": 3}, ["epochs"]),
-        ({"last_batch": "drop"}, ["dropped with short last batches"]),
+        ({"last_batch": "drop"}, ["of short last batches dropped"]),
     ],
 )
 def test_lengths_before_are_those_of_what_the_plan_holds(
@@ -93,11 +93,18 @@ def test_a_plan_of_everything_once_is_said_to_be_nothing_else(plan: Plan, tmp_pa
     assert "does not hold every sequence" not in text
 
 
-@pytest.mark.parametrize(("global_batch", "words"), [(15, "15"), (16, "up to 16"), (256, "60")])
+@pytest.mark.parametrize(
+    ("global_batch", "words"),
+    [
+        (15, "4, 15 sequences each"),
+        (16, "4, 16 sequences each; an epoch's last has fewer"),
+        (256, "1, of 60 sequences"),
+    ],
+)
 def test_no_step_is_said_to_have_more_sequences_than_there_are(tmp_path: Path, global_batch: int, words: str) -> None:
     plan = build_plan(tmp_path, global_batch=global_batch)
     report = chunkplan.plan_report(plan)
-    assert dict(plan_facts(plan, report))["sequences a step"] == words
+    assert dict(plan_facts(plan, report))["steps"] == words
 
 
 def test_tables_have_all_that_inspect_shows(plan: Plan, tmp_path: Path) -> None:
@@ -162,7 +169,7 @@ def test_a_tuning_of_other_data_or_another_model_is_said_on_the_page_and_on_stde
         "The tuning is for another model",
         f"The tuning has other numbers for the GPU {cost_model['hardware']['name']} than the plan.",
         "The tuning is for fp32, the plan's times are for bf16.",
-        "The tuning is for 8 GPUs, the plan is for 4.",
+        "The tuning is for 8 GPUs, the plan is for 4 GPUs.",
         "The tuning is for steps of 8 sequences, those of the plan have 16.",
     ]
     made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))

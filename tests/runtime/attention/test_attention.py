@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, masking_utils
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import ChunkContext, CurrentChunk
 from chunkplan_runtime.attention.function import ChunkAttention, LayerAttention
 from chunkplan_runtime.attention.interface import Mask, borders_from_plan, chunk_attention, mask_of, register_attention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels
 from chunkplan_runtime.kv.host_memory import HostMemory
 from chunkplan_runtime.kv.pages import PageMemory
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
 from tests.support.alive import store_bytes
@@ -99,7 +99,7 @@ def attend_in_chunks(query, key, value, grad_out, cuts, page_tokens, memory, win
 def attend_with(layer, query, key, value, grad_out, cuts, page_tokens, memory, shorts=()):
     """The same as a layer does it."""
     length = cuts[-1]
-    store = StateStore(page_tokens, memory)
+    store = KVStore(page_tokens, memory)
     leaves, results = [tensor.clone().requires_grad_() for tensor in (query, key, value)], []
     parts = [Span(7, start, end, length=length, chunk_start=0) for start, end in pairwise((0, *cuts))]
     for part in parts:
@@ -164,7 +164,7 @@ def test_attention_in_parts_is_attention_of_the_whole_sequence(data):
 
 
 def test_pages_are_given_back_as_their_parts_run_backward():
-    store = StateStore(page_tokens=8)
+    store = KVStore(page_tokens=8)
     kv, held = torch.zeros(1, 2, 4, 8), []
     parts = [Span(0, start, start + 4, length=24, chunk_start=0) for start in range(0, 24, 4)]
     for part in parts:
@@ -228,7 +228,7 @@ def attend():
     def run(batch=1, causal=True, attention_mask=None, **asked):
         layer = Layer()
         layer.is_causal = causal
-        layer.chunkplan = Current(ChunkContext((Span(0, 0, 3, length=3, chunk_start=0),), StateStore(8), Kernels()))
+        layer.chunkplan = CurrentChunk(ChunkContext((Span(0, 0, 3, length=3, chunk_start=0),), KVStore(8), Kernels()))
         query, key = torch.randn(batch, 4, 3, 8), torch.randn(batch, 2, 3, 8)
         return chunk_attention(layer, query, key, key, attention_mask, **asked)[0]
 

@@ -30,7 +30,7 @@ from chunkplan_runtime.layout import RankLayout
 from chunkplan_runtime.models.model import new_model, read_config
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.screen import Comparison, describe_run
-from chunkplan_runtime.training.setup import Built, open_data
+from chunkplan_runtime.training.setup import LoadedModel, open_data
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
@@ -461,7 +461,7 @@ def test_a_run_prints_why_flash_attn_is_left_aside(attention, is_told, made, ins
     model = new_model(model_config, torch.bfloat16, 0, kernels=Kernels(attention), runs_on=torch.device("cuda", 0))
     model.kernels.left_out["torch-cudnn"] = "it fails on this device (no plan)"
     data, nothing = open_data(config, model_config, RankLayout()), Comparison(True, None, [])
-    said = describe_run(config, data, Built(model, model), 12, [], nothing, Job())
+    said = describe_run(config, data, LoadedModel(model, model), 12, [], nothing, Job())
     assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
     told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
     assert (said[2] == told) == is_told and (told in said) == is_told

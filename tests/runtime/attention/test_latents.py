@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
-from chunkplan_runtime.attention.context import ChunkContext, Current
+from chunkplan_runtime.attention.context import ChunkContext, CurrentChunk
 from chunkplan_runtime.attention.interface import Mask, chunk_attention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import Kernels
@@ -23,7 +23,7 @@ from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import kv_shapes
 from chunkplan_runtime.models.model import new_model
@@ -84,7 +84,7 @@ class Kept:
 
 @pytest.fixture
 def kept(monkeypatch):
-    found, write = Kept(), StateStore.write
+    found, write = Kept(), KVStore.write
 
     def watched(self, span, layer, tensors, **how):
         if tensors[0].dim() == 4:  # where pages are counted they hold nothing
@@ -92,7 +92,7 @@ def kept(monkeypatch):
             found.dtypes.update(tensor.dtype for tensor in tensors)
         write(self, span, layer, tensors, **how)
 
-    monkeypatch.setattr(StateStore, "write", watched)
+    monkeypatch.setattr(KVStore, "write", watched)
     return found
 
 
@@ -180,13 +180,13 @@ def test_where_keys_are_not_what_was_made_of_latents_they_are_kept_themselves(ho
 
 def most_bytes(model, work):
     """The most that pages take in a step: when the last part of a sequence has run backward."""
-    executor, held, finish = RankExecutor(model), [], StateStore.finish_backward
+    executor, held, finish = RankExecutor(model), [], KVStore.finish_backward
 
     def watched(self, span):
         held.append(store_bytes(self))
         finish(self, span)
 
-    with patch.object(StateStore, "finish_backward", watched):
+    with patch.object(KVStore, "finish_backward", watched):
         executor.run(work, 10)
     assert executor.stores[0].is_empty
     return max(held)
@@ -357,7 +357,7 @@ def test_any_parts_have_the_gradients_of_the_whole_sequence(
     for each in (*inputs, *other):
         each.grad = None
 
-    store = StateStore(page_tokens, HostMemory(torch.device("cpu")) if on_host else None)
+    store = KVStore(page_tokens, HostMemory(torch.device("cpu")) if on_host else None)
     done = []
     start = 0
     for part in parts:
@@ -368,7 +368,7 @@ def test_any_parts_have_the_gradients_of_the_whole_sequence(
             for a, b in zip(whole, other, strict=True)
         ]
         store.start_forward(span)
-        current = Current(ChunkContext(spans, store, attend))
+        current = CurrentChunk(ChunkContext(spans, store, attend))
         for layer in layers:
             layer.chunkplan = current
         latent, rotary, *rest = given_tensors

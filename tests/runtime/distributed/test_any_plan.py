@@ -1,4 +1,4 @@
-"""Random plans of any kind on two and four processes, which share anything: nobody waits for ever, all is exact."""
+"""Random plans of any kind on two and four processes, which share anything: no deadlock, all is exact."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_shared_is_refused_by_name(made, tmp_path, trainers, tiny
     (tmp_path / "two.json").write_text(json.dumps(tiny_config("qwen2", num_key_value_heads=2)))
     heads = "4 processes cannot share the model's 2 key and value heads evenly"
     for size, plan, more, message, hint in (
-        (4, "heads", ("--model-config", tmp_path / "two.json"), heads, "--model-config"),
+        (4, "heads", ("--model-config", tmp_path / "two.json"), heads, "--model"),
         (2, "heads", (), "as many replicas as it has ranks, 4, not 2", f"--like {made / 'heads'} --dp 2 --output"),
     ):
         told = together(trainers, size, options(made, tmp_path / "run", *more, plan=plan))

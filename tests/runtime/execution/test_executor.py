@@ -16,7 +16,7 @@ from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.execution.loss import cross_entropy
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
 from chunkplan_runtime.kv.pages import KVRequest
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import Head, new_model
 from tests.support.alive import store_bytes
@@ -70,7 +70,7 @@ def test_bfloat16_is_close_to_float64_and_keeps_kv_gradients_in_float32(run_step
     assert loss == pytest.approx(exact_loss, rel=0.01)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm()
-    store, span = StateStore(page_tokens=8), Span(0, 0, 4, length=8, chunk_start=0)
+    store, span = KVStore(page_tokens=8), Span(0, 0, 4, length=8, chunk_start=0)
     kv = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     store.start_forward(span)
     store.write(span, 0, (kv, kv))

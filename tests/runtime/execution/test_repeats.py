@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from chunkplan.errors import DataError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.parity import compare_plan
@@ -111,7 +111,7 @@ def test_a_part_twice_in_a_chunk_is_refused(run, handmade_plan, random_sequences
 
 
 def test_a_part_twice_in_a_group_is_refused():
-    store, part = StateStore(page_tokens=8), Span(0, 0, 8, length=8, chunk_start=0, group_id=1)
+    store, part = KVStore(page_tokens=8), Span(0, 0, 8, length=8, chunk_start=0, group_id=1)
     store.start_forward(part)
     store.start_backward(part)
     store.finish_backward(part)

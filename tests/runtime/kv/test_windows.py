@@ -11,7 +11,7 @@ from chunkplan.cost.model_config import shape_of_config
 from chunkplan.cost.token_bytes import key_gradients
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.models.model import new_model
 
 CHUNK, NUM_CHUNKS = 8, 24
@@ -28,7 +28,7 @@ def test_no_more_tokens_have_gradients_than_the_planner_counts(
     plan = handmade_plan(random_sequences([NUM_CHUNKS * CHUNK]), [{0: chunks}], k=k)
     stores = []
     counts = []
-    make, blocks = StateStore.__init__, StateStore.blocks
+    make, blocks = KVStore.__init__, KVStore.blocks
 
     def made(store, *args, **options):
         make(store, *args, **options)
@@ -40,8 +40,8 @@ def test_no_more_tokens_have_gradients_than_the_planner_counts(
             counts.append(max(sum(page.capacity for page in pages if page.gradients) for pages in layers))
             yield block
 
-    monkeypatch.setattr(StateStore, "__init__", made)
-    monkeypatch.setattr(StateStore, "blocks", counted)
+    monkeypatch.setattr(KVStore, "__init__", made)
+    monkeypatch.setattr(KVStore, "blocks", counted)
     model = new_model(AutoConfig.for_model(**config), torch.float64, seed=3)
     work = next(iter(PlanStream(*open_plan(*plan), vocab_size=97, max_positions=256)))
     RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)

@@ -16,7 +16,7 @@ from chunkplan.cost.model_config import shape_of_config
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.parity import compare_plan
@@ -113,14 +113,14 @@ def test_keys_and_values_are_written_once_where_attention_is_held(
     for level in CHECKPOINTINGS:
         model = new_model(config, torch.float64, seed=3)
         model.set_checkpointing(level)
-        write = StateStore.write
+        write = KVStore.write
 
         def count(*given, level=level, write=write, **how):
             written[level] += 1
             return write(*given, **how)
 
         with monkeypatch.context() as patch:
-            patch.setattr(StateStore, "write", count)
+            patch.setattr(KVStore, "write", count)
             RankExecutor(model).run(work.ranks[0], work.step.num_target_tokens)
     layers = config.num_hidden_layers
     assert written == dict.fromkeys(CHECKPOINTINGS, 7 * layers) | dict.fromkeys(("full", "offload"), (7 + 4) * layers)

@@ -16,7 +16,7 @@ from chunkplan_runtime.models import compiled
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import fuse
 from chunkplan_runtime.models.model import new_model
-from chunkplan_runtime.models.products import Summed, sum_gradients
+from chunkplan_runtime.models.products import SummedWeight, sum_gradients
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.training.optimizer import TrainedWeights
@@ -36,7 +36,7 @@ REFUSED = {
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """Sums are made in products."""
-    monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
+    monkeypatch.setattr(SummedWeight, "devices", frozenset({"cpu"}))
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_two_products_of_the_same_are_both_added(graphs):
         lambda x: plain(x) * 2,
     ):
         run(x).square().sum().backward()
-    assert isinstance(layer.weight, Summed) and layer.weight.grad is None and total.grad is not None
+    assert isinstance(layer.weight, SummedWeight) and layer.weight.grad is None and total.grad is not None
     torch.testing.assert_close(total.grad, plain.weight.grad, rtol=1e-14, atol=0)
     assert len(graphs) == 2
 

@@ -171,7 +171,7 @@ def held_after_actions(model, work):
             held.append(alive.num_bytes() - executor.kept_attention.host.num_bytes)
             on_host.append(sum(each.home.nbytes for each in kept if each.chunk is not None))
 
-        executor.run(work, 20, meet=meet)
+        executor.run(work, 20, collectives=meet)
     return held[1:], on_host[1:]
 
 

@@ -15,7 +15,7 @@ from chunkplan.errors import UsageError
 from chunkplan.extras import pip_install
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import load_model, new_model
 from chunkplan_runtime.models.trained import add_lora, in_4bit, num_weights, without_adapters
@@ -124,7 +124,7 @@ def activations(config, dtype, rank):
 
     tensors = chunk_of(23)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        model.hidden_states(tensors, StateStore(23))
+        model.hidden_states(tensors, KVStore(23))
     return sum(storage.nbytes() for storage in kept.values()) / 23
 
 

@@ -16,7 +16,7 @@ from chunkplan.planning.memory import stage_host_bytes
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import ChunkTensors, PlanStream, open_plan
 from chunkplan_runtime.kv.host_memory import HostTensors
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.trained import add_lora
@@ -107,7 +107,7 @@ def test_the_planner_predicts_what_the_device_holds_of_chunks_in_flight(tiny_con
     with Alive() as alive:
         graphs = []
         for _ in range(4):
-            graphs.append(model.hidden_states(chunk_of(num_tokens), StateStore(num_tokens)))
+            graphs.append(model.hidden_states(chunk_of(num_tokens), KVStore(num_tokens)))
             gc.collect()
             held.append(alive.num_bytes() - model.current.host_inputs.num_bytes)
     cost = CostModel(shape=shape_of_config(config, "a test"), lora_rank=rank, checkpointing="offload")
@@ -123,7 +123,7 @@ def peak_of(config, level, num_tokens):
     """The most bytes on the device in the backward of a chunk."""
     model = model_of(config, 0, level)
     with Alive() as alive:
-        hidden = model.hidden_states(chunk_of(num_tokens), StateStore(num_tokens))
+        hidden = model.hidden_states(chunk_of(num_tokens), KVStore(num_tokens))
         on_host = model.current.host_inputs.num_bytes
         gradient = torch.ones_like(hidden)
         for weight in model.model.parameters():

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.models.model import new_model
 from chunkplan_runtime.models.parts import evaluate_in_float64
-from chunkplan_runtime.models.products import Summed, sum_gradients
+from chunkplan_runtime.models.products import SummedWeight, sum_gradients
 from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.proof.prove import random_sequences, work_of
 from chunkplan_runtime.training.optimizer import TrainedWeights
@@ -34,7 +34,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """Sums are made in products."""
-    monkeypatch.setattr(Summed, "devices", frozenset({"cpu"}))
+    monkeypatch.setattr(SummedWeight, "devices", frozenset({"cpu"}))
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_compiled_layer_is_one_graph_and_adds_to_the_same_sum():
     torch.compile(layer, backend="eager", fullgraph=True)(x).sum().backward()
     compiled, master.grad = master.grad, None
     layer(x).sum().backward()
-    assert isinstance(layer.weight, Summed) and layer.weight.grad is None
+    assert isinstance(layer.weight, SummedWeight) and layer.weight.grad is None
     torch.testing.assert_close(compiled, master.grad)
 
 

@@ -15,7 +15,7 @@ from chunkplan_runtime.devices import no_device_waits
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.feed.stream import ChunkTensors
 from chunkplan_runtime.kv.host_memory import HostMemory
-from chunkplan_runtime.kv.store import StateStore
+from chunkplan_runtime.kv.store import KVStore
 from chunkplan_runtime.layout import Span
 from chunkplan_runtime.models.checks import check_plan
 from chunkplan_runtime.models.model import new_model
@@ -98,7 +98,7 @@ def test_checkpoints_keep_less(model):
         )
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(partial(keep_size, sizes), lambda saved: saved):
-            made.hidden_states(tensors, StateStore(30))
+            made.hidden_states(tensors, KVStore(30))
         return sum(sizes)
 
     assert kept_bytes(checkpointing=True) < kept_bytes(checkpointing=False) / 5
@@ -136,7 +136,7 @@ def test_no_pages_are_reserved_for_layers_with_a_state_alone(model):
 def test_memory_is_flat_in_the_length_of_a_sequence(model):
     """A part saves as much wherever it lies, leaves a state of one size at its end, and takes no page."""
     made = model("mamba2")
-    store, size = StateStore(16), 16
+    store, size = KVStore(16), 16
     saved = []
     states = []
     for start in range(0, 8 * size, size):
@@ -161,7 +161,7 @@ def test_memory_is_flat_in_the_length_of_a_sequence(model):
 def test_without_the_gradients_of_states_it_would_not_be_exact(model, handmade_plan, random_sequences, monkeypatch):
     sequences = [(ids % 64, target) for ids, target in random_sequences(LENGTHS)]
     plan, analysis = handmade_plan(sequences, [{0: MIXED}], k=2)
-    monkeypatch.setattr(StateStore, "take_state_gradients", lambda *_: {})
+    monkeypatch.setattr(KVStore, "take_state_gradients", lambda *_: {})
     assert compare_plan(plan, analysis, model("mamba2")).max_relative_error > 1e-3
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from chunkplan import PlanConfig, build
-from chunkplan_runtime.attention.context import Current
+from chunkplan_runtime.attention.context import CurrentChunk
 from chunkplan_runtime.distributed.stages import cut_stage
 from chunkplan_runtime.execution.executor import RankExecutor
 from chunkplan_runtime.feed.stream import PlanStream, open_plan
@@ -144,7 +144,7 @@ def run_stages(model, case, folder):
     stages = [model]
     if case.pp == 2:
         cuts = (range(half), range(half, len(model.own_layers)))
-        copies = [replace(model, model=deepcopy(model.model), current=Current()) for _ in cuts]
+        copies = [replace(model, model=deepcopy(model.model), current=CurrentChunk()) for _ in cuts]
         stages = [cut_stage(own, cuts, RankLayout(pp=2, process=rank)) for rank, own in enumerate(copies)]
     failed = []
 

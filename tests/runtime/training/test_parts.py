@@ -20,7 +20,7 @@ from chunkplan_runtime.models.trained import add_lora
 from chunkplan_runtime.training.config import LR_SCHEDULES, TrainConfig
 from chunkplan_runtime.training.metrics import FlopCounter
 from chunkplan_runtime.training.optimizer import TrainedWeights, make_optimizer
-from chunkplan_runtime.training.trainer import _essence
+from chunkplan_runtime.training.trainer import _config_identity
 
 CONFIG = TrainConfig(plan=Path("p"), output=Path("o"), model="m")
 
@@ -309,6 +309,6 @@ def pairs(window, lengths):
 def test_what_a_checkpoint_says_of_a_model_is_json_also_where_a_config_has_infinity():
     config = AutoConfig.for_model("mamba2", num_hidden_layers=1)
     assert config.time_step_limit == (0.0, float("inf"))
-    said = _essence(SimpleNamespace(model_config=config))
+    said = _config_identity(SimpleNamespace(model_config=config))
     assert json.loads(json.dumps(said, allow_nan=False)) == said
     assert said["model.state_size"] == config.state_size
