@@ -127,14 +127,14 @@ class Sleeper:
     A chunk that processes share they begin together: attention of one layer of heads of one number, which exchanges all
     that the runtime would, and computes nothing. Weight halves sleep in `weight_halves`.
 
-    `seconds` of a forward, one that keeps KV alone, and a backward or its input half, by the spans of a chunk; `parts`:
-    its virtual stages, of which a process has one or several.
+    `seconds` of a forward, one that keeps KV alone, and a backward or its input half, by the spans of a chunk.
+    `by_stage`: its virtual stages, of which a process has one or several.
     """
 
     seconds: dict[tuple[Span, ...], tuple[float, float, float]]
     is_first: bool
     is_last: bool
-    parts: list[Sleeper]
+    by_stage: list[Sleeper]
     head: Head = field(default_factory=lambda: Head(nn.Linear(1, 2), 2))
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32

@@ -60,7 +60,7 @@ def work_of_steps(sample: Sample, patterns: tuple[AttentionPattern, ...]) -> Wor
 
 
 def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> float:
-    """The least time of a step with its reduction, on average, in nanoseconds: no simulation finds less.
+    """The least time of a step with its reduction, on average, in nanoseconds; no simulation of `cost` finds less.
 
     It is the most of three, over the stages: an even share for each of the ranks of all work, of what chunks take
     beside it, and of what is run again as K leaves it, but for attention, which may be kept; the same for the ranks

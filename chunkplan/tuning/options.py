@@ -179,7 +179,7 @@ class TuneOptions(Options):
     )
     thorough: bool = option(
         FLAG,
-        "Simulate every choice, on many steps: minutes, for at most 2% more speed.",
+        "Simulate every choice, on many steps: minutes, for a few percent at most.",
         group=_TRIED,
         default=False,
     )

@@ -53,7 +53,7 @@ class Search:
     def bound_ns(self, config: PlanConfig, costs: Iterable[CostModel]) -> float:
         """The least time that a configuration can take with the first of `costs` that may fit; inf: none may.
 
-        Layers may have the level before it too, as far as there is room.
+        Layers may have the level before it too, as far as there is room: then this is an estimate, not a bound.
         """
         before = None
         for cost in costs:

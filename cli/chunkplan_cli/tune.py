@@ -116,7 +116,7 @@ def _print(console: Console, tuning: Tuning) -> None:
         + (
             f"{num_fitting:,} of {len(tuning.choices):,} choices fit"
             if options.thorough
-            else "by their bounds others are no faster; `--thorough` simulates them too"
+            else "others are left out by their bounds; `--thorough` simulates them too"
         ),
         style="dim",
     )

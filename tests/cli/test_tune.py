@@ -54,7 +54,7 @@ def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data:
 @pytest.mark.soak
 def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
     """Every line fits the terminal, and no run of layers is broken in two."""
-    options = ("--model", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB")
+    options = ("--model", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB", "--thorough")
     for columns in (80, 120):
         ran = run(data, "tune", "lengths.npy", *options, columns=columns)
         assert ran.returncode == 0, ran.stderr
