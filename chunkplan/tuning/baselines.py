@@ -278,7 +278,7 @@ def _fewest_layers(levels: Sequence[Checkpointing], config: PlanConfig, cost: Co
 
 
 def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: TuneOptions) -> bool:
-    """Whether stages that hold `moments` int64 [pp, 8] fit."""
+    """True if stages that hold `moments` int64 [pp, 8] fit the memory of a GPU."""
     return max(stage.total for stage in memory_of_stages(config, cost, moments)) <= options.gpu_memory
 
 

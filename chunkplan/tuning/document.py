@@ -32,7 +32,7 @@ _HINT = "write it again with `chunkplan tune`"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a plan takes from a tuning.
+    """The part of a tuning that a plan takes over.
 
     `config` has the entries that were chosen (`PLAN_ENTRIES`), global batch and seed; what else is in it are defaults.
     `token_histogram` and `longest_sequence`: of the data that it was found for.
@@ -100,7 +100,7 @@ def _options_entry(options: TuneOptions) -> dict[str, object]:
 
 
 def answers(document: TuningDocument, options: TuneOptions) -> bool:
-    """Whether a document is what `tune` with these options has found, for whatever data."""
+    """True if a document is the result of `tune` with these options, for whatever data."""
     cost = CostModel.from_dict(document["cost_model"], where="")
     same = (cost.shape, cost.hardware) == (options.shape, options.gpu)
     return same and document["options"] == _options_entry(options)

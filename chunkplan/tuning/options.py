@@ -1,4 +1,4 @@
-"""What is tuned for: a model on GPUs, and what to try."""
+"""Options of a tuning: a model on GPUs, and the choices to try."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_STAGES = 16
 
 
 class GpuLayout(NamedTuple):
-    """How GPUs are used: dp x tp x pp of them."""
+    """A layout of GPUs: dp x tp x pp of them."""
 
     dp: int
     tp: int
@@ -38,7 +38,7 @@ class GpuLayout(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs a layout uses in all."""
+        """Number of GPUs of the layout."""
         return self.dp * self.tp * self.pp
 
 
@@ -91,7 +91,7 @@ _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    """What to tune for.
+    """The model, GPUs and batch to tune for, and the choices to try.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
     Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"

@@ -66,7 +66,7 @@ class FirstLook(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found for `options`.
+    """The result of a tuning for `options`.
 
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
@@ -93,7 +93,7 @@ class Tuning:
 
     @property
     def best(self) -> Choice:
-        """What a plan is built with: the recommended choice, or where there is none, the fastest."""
+        """The choice to build a plan with: the recommended one, else the fastest."""
         return self.recommended or self.chosen
 
     @property
@@ -106,12 +106,12 @@ class Tuning:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the best baseline the best choice is; None where no baseline fits."""
+        """Speedup of the best choice over the best baseline; None where no baseline fits."""
         return None if self.best_baseline is None else self.best_baseline.step_ns / self.best.step_ns
 
     @property
     def has_gain(self) -> bool:
-        """Whether there is anything to gain over the baselines."""
+        """True if the best choice is faster than all baselines by at least `A_GAIN`, or no baseline fits."""
         return self.gain is None or self.gain >= A_GAIN
 
     @property
@@ -256,7 +256,7 @@ class _Overall:
 
 
 def _ignore(doing: str, done: int, total: int) -> None:
-    """Do nothing: a first look is not counted in the progress, or nobody asks for it."""
+    """Ignore progress: a first look does not count in it, or nobody asks for it."""
 
 
 def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:

@@ -80,7 +80,7 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
 
 
 def describe_old(target: Path) -> str | None:
-    """Say what `target` holds now, if it is something that the new analysis replaces."""
+    """Describe what `target` holds now, if it is something that the new analysis replaces."""
     from chunkplan.planfile.manifest import read_manifest
 
     if not target.is_dir() or not any(target.iterdir()):
@@ -140,7 +140,7 @@ _OF_WHAT_IS_READ = frozenset(("empty", "undesirable", "template", "too-long"))
 
 
 def _is_lost(source: SourceEntry) -> bool:
-    """Whether nothing of a source could be read, be it as a whole or record by record."""
+    """True if no record of a source could be read."""
     return source["rejected"] == source["records"] > 0 and _OF_WHAT_IS_READ.isdisjoint(source["reasons"])
 
 
@@ -233,7 +233,7 @@ def _warn_of_left_out(sources: list[SourceEntry]) -> None:
 
 
 def _left_out(sources: list[SourceEntry], kind: str) -> str:
-    """Say in how many sequences the chat template leaves this out, and of which record the first is."""
+    """Return the number of sequences that the chat template leaves this out of, and the first such record."""
     number = sum(source["left_out"].get(kind, 0) for source in sources)
     return f"in {counted(number, 'sequence')}, the first of {_first_left_out(sources, kind)}" if number else ""
 
@@ -328,7 +328,7 @@ def _totals(report: LengthReport, analysis: Analysis) -> RichTable:
 
 
 def _in_all(estimate: Estimate | None) -> str:
-    """Say what a sample means for all data."""
+    """Return the estimate for all data in words."""
     return f"in all {estimate.value:,} ({estimate.low:,}-{estimate.high:,})" if estimate else ""
 
 
@@ -337,7 +337,7 @@ def _join(*notes: str) -> str:
 
 
 def _dropped(report: LengthReport, analysis: Analysis) -> str:
-    """Say what a reader should know before trusting the number of sequences."""
+    """Return notes on records that were rejected or cut, and on sequences without a target."""
     rejected: dict[str, int] = analysis.manifest.get("rejected", {})
     reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
     notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
@@ -366,7 +366,7 @@ def _cumulative(report: LengthReport) -> Table:
 
 
 def _range(quantile: Quantile) -> str:
-    """Say between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
+    """Return the interval of lengths of a quantile of all data; for the longest only its lower end is known."""
     low = quantile.num_tokens if quantile.share == 1 else quantile.low
     return f"{'?' if low is None else f'{low:,}'}-{'?' if quantile.high is None else f'{quantile.high:,}'}"
 

@@ -50,7 +50,7 @@ _SHARD = Domain(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """How records become tokens, and which processes and machines do the work."""
+    """Options of tokenizing, and of the processes and machines that do it."""
 
     tokenizer: str | None = option(
         text("NAME"),
@@ -101,7 +101,7 @@ class AnalyzeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(Options):
-    """Where options come from beside the command line."""
+    """The file that options come from beside the command line."""
 
     config: Path | None = option(
         path("FILE.toml"),
@@ -259,6 +259,6 @@ def with_files(
 
 
 def _place(file: Path, name: str, entry: str) -> str:
-    """Where an entry stands in a file: in the table `name`, those of columns for a source in one of its own."""
+    """Location of an entry in a file: in the table `name`; columns of a source have a table of their own."""
     source, _, role = entry.rpartition(":") if name == "columns" else ("", "", entry)
     return f"{file}: {toml_name(name, *([source] if source else []), role)}"

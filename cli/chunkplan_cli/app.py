@@ -124,7 +124,7 @@ def run_command() -> NoReturn:
 
 
 def _called(words: list[str]) -> Any:
-    """What the command line returns; a signal that comes while compiled code returns ends it as any other does."""
+    """Run the command line; a signal that arrives as compiled code returns ends it as any other does."""
     try:
         return app(words, prog_name="chunkplan", standalone_mode=False)
     except SystemError as error:  # Python says so of what its handler raised then
@@ -149,6 +149,6 @@ def _fail(error: ChunkplanError) -> NoReturn:
 
 
 def _program() -> str:
-    """Say what was run, as it is typed: typer's errors do not always say which command they are of."""
+    """Return the command as typed: Typer's errors do not always name the command."""
     given = sys.argv[1] if len(sys.argv) > 1 else ""
     return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"

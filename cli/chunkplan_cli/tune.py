@@ -144,7 +144,7 @@ def _title(tuning: Tuning) -> str:
 
 
 def _layout_words(choice: Choice) -> str:
-    """Say how GPUs are used, and how many layers stages have where they differ."""
+    """Return the layout of a choice, with the layers of stages where they differ."""
     dp, tp, pp = choice.layout
     layers = choice.config.layers(choice.cost.shape.num_layers)
     uneven = f" (layers {','.join(map(str, layers))})" if layers[0] != layers[-1] else ""
@@ -197,7 +197,7 @@ def _choices(tuning: Tuning, *, wide: bool) -> Table:
 
 
 def _how(choice: Choice) -> list[str]:
-    """Say how a choice is run, beside its ChunkSize, K and layout."""
+    """Return the settings of a choice beside its ChunkSize, K and layout."""
     words = [str(choice.config.schedule)] if choice.layout.pp > 1 else []
     words += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
     layers = choice.config.stage_layers
@@ -235,7 +235,7 @@ def _verdict(tuning: Tuning) -> RichTable:
 
 
 def _on_host(choice: Choice) -> str:
-    """Say what is in host memory."""
+    """Return what a choice keeps in host memory."""
     words = ["keys and values"] if choice.cost.kv_offload else []
     words += ["inputs of layers"] if "offload" in choice.cost.levels else []
     words += ["attention of what is run again"] if choice.config.keep_attention != "off" else []
@@ -282,7 +282,7 @@ def _memory_words(tuning: Tuning) -> str:
 
 
 def _level_words(choice: Choice) -> str:
-    """Say which levels of activation checkpointing the layers have, where these differ, stage by stage."""
+    """Return the levels of activation checkpointing of the layers, stage by stage, where these differ."""
     levels, layers = choice.cost.levels, choice.config.layers(choice.cost.shape.num_layers)
     if len(set(levels)) == 1:
         return ""
@@ -326,14 +326,14 @@ def _fewest_words(tuning: Tuning) -> str:
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:
-    """Say what a choice is, with its layout where several were compared."""
+    """Return a choice in words, with its layout where several were compared."""
     words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice.config.k, choice.config.k_by_length)}"]
     words += [_layout_words(choice)] if tuning.layouts else []
     return ", ".join([*words, *_how(choice)])
 
 
 def _saving_words(choice: Choice) -> list[str]:
-    """Say how a choice saves memory."""
+    """Return how a choice saves memory."""
     words = checkpointing_words(choice.cost.checkpointing)
     words += ["KV offload"] if choice.cost.kv_offload else []
     shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1

@@ -109,11 +109,10 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Say how many times as fast a step is as with the fastest baseline that fits and loses no token.
+    """Return the speedup of a step over the fastest baseline that fits and loses no token.
 
-    The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
-    step; or of the choice that the tuning takes, where there is no plan. Of a plan with other settings it is said what
-    that choice takes.
+    The step is that of `own`, the choice of a plan; without one, the mean step of `summary`, for a plan that is none of
+    the choices; without a plan, that of the chosen one. For a plan with other settings the chosen step is added.
     """
     today = min(
         (row for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]),
@@ -141,7 +140,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
 
 
 def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
-    """Say how to find what a plan gains: there is no tuning, or it `is_other`, for something else than the plan."""
+    """Return how to measure a plan's gain: there is no tuning, or it `is_other`, for something else than the plan."""
     gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
     why = "the tuning is not for this plan; " if is_other else ""
     command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"

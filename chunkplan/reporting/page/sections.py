@@ -327,7 +327,7 @@ def gantt_section(
 
 
 def _left_out(drawn: DrawnStep) -> list[str]:
-    """Say which ranks and actions of a step are drawn, where not all are."""
+    """Explain which ranks and actions of a step are drawn, where not all are."""
     said, number = [], drawn.step.step
     is_shared = any(simulation.step is not None for simulation in drawn.ranks.values())
     if len(drawn.ranks) < len(drawn.step.chunks):
