@@ -276,29 +276,6 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "a place" / "plan").config.global_batch == 256
 
 
-@pytest.mark.soak
-def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
-    """Over what fits and loses nothing; where nothing of today does, that is said, and where it is as fast as chunks.
-
-    It costs nobody else a second.
-    """
-    np.save(tmp_path / "some.npy", np.repeat([500, 30_000, 120_000], [3000, 3, 1]))
-    np.save(tmp_path / "alike.npy", np.array([5, 9, 4000, 90_000] * 9))
-    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 4_000_000]))
-    assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
-    shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
-    gain = re.search(r"Qwen2\.5-7B on 8 x h100, by prediction: a step takes .*x as fast as (.*)", shown)
-    assert gain and gain[1].endswith(", the fastest baseline that fits and loses no token.")
-    shown = " ".join(run(tmp_path, "analyze", "alike.npy", "--headline").stdout.split())
-    assert re.search(r"; nothing to gain: packed, shared by \d ranks takes ", shown)
-    shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
-    assert "; no baseline fits without cutting sequences; one sequence a micro-batch would need " in shown
-    assert "as fast as" not in shown
-    for other in (("--json",), ("--shard", "1/2")):
-        ran = run(tmp_path, "analyze", "some.npy", "--headline", *other)
-        assert ran.returncode == 2 and f"--headline and {other[0]} exclude each other" in ran.stderr
-
-
 def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
     """...nor loads what would: the report is there at once, as a document too."""
     np.save(tmp_path / "lengths.npy", np.array([5, 90_000]))
@@ -311,10 +288,3 @@ def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
         "assert not {'numba', 'ortools', 'chunkplan.tuning.tune'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
-
-
-def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
-    """The line about chunks must not stand in its way."""
-    (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
-    ran = run(tmp_path, "analyze", "data.jsonl", "--headline")
-    assert ran.returncode == 0, ran.stderr
