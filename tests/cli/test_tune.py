@@ -37,20 +37,6 @@ def text_of(screen: str) -> str:
     return " ".join(screen.replace("│", " ").split())
 
 
-def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data: Path) -> None:
-    """On one GPU and on several. Every line fits the terminal."""
-    for gpus, columns in (("1", 120), ("4", 80)):
-        ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--gpus", gpus, columns=columns)
-        assert ran.returncode == 0, ran.stderr
-        titles = ("Baselines", "In chunks", "─ recommended ─")
-        assert sorted(titles, key=ran.stdout.index) == list(titles)
-        shown = text_of(ran.stdout)
-        assert re.search(r"gain ([\d.]+x as fast as .* loses no token|nothing to gain: .* takes [\d.]+ m?s on)", shown)
-        for row in ("setting ChunkSize", "an epoch ", "fewest GPUs ", "tokens lost none; cut to", "tokens/s, MFU"):
-            assert row in shown
-        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
-
-
 @pytest.mark.soak
 def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
     """Every line fits the terminal, and no run of layers is broken in two."""
@@ -69,17 +55,6 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
         assert [level for runs, count in counted for level in levels_of(runs.replace(", ", ","), count)] == [
             *levels_of(levels, 24)
         ]
-
-
-@pytest.mark.soak
-def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path) -> None:
-    """Every line fits the terminal."""
-    of_one = ("tune", "lengths.npy", "--model", ".", *("--chunk-sizes", "8192"), *GRID[2:])
-    for more, title in (((), "recommended"), (("--tp", "2"), "fastest, plan only")):
-        ran = run(data, *of_one, *more, columns=80)
-        assert ran.returncode == 0, ran.stderr
-        assert f"\n> {title}   * less memory" in ran.stdout and f"─ {title} ─" in ran.stdout
-        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= 80
 
 
 @pytest.mark.soak
@@ -125,19 +100,6 @@ def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> No
     ran = run(data, "tune", "lengths.npy", *options, columns=120)
     assert "plan only" not in ran.stdout
     assert re.search(r"setting .*, zero-bubble", ran.stdout)
-
-
-def test_one_json_document_says_all_of_it(data: Path) -> None:
-    ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--json")
-    document = json.loads(ran.stdout)
-    assert document["recommended"] is True
-    assert len(document["baselines"]) >= 4
-    assert [choice["step_seconds"] for choice in document["choices"] if choice["fits"]] == sorted(
-        choice["step_seconds"] for choice in document["choices"] if choice["fits"]
-    )
-    assert document["choices"][document["pareto"][0]]["step_seconds"] == document["choices"][0]["step_seconds"]
-    for name in ("tokens_per_second", "mfu", "bubble", "recompute_share", "memory", "plan_only"):
-        assert name in document["chosen"]
 
 
 @pytest.mark.soak
@@ -229,14 +191,6 @@ def test_the_fewest_gpus_are_enough_and_half_of_them_are_not(data: Path, tmp_pat
     assert run(tmp_path, "tune", lengths, "--gpus", str(fewest), *asked).returncode == 0
     ran = run(tmp_path, "tune", lengths, "--gpus", str(fewest // 2), *asked)
     assert ran.returncode == 2 and f"hint: more GPUs (--gpus {fewest} is enough)" in ran.stderr
-
-
-def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
-    lengths = str(data / "lengths.npy")
-    ran = run(tmp_path, "build", lengths, "--auto", "--model", str(data), "--chunk-size", "3000", "--k", "3")
-    assert ran.returncode == 0, ran.stderr
-    config = load_plan(tmp_path / "chunkplan-out" / "plan").config
-    assert (config.chunk_size, config.k) == (3000, 3)
 
 
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
