@@ -158,7 +158,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def source_of(hardware: Hardware) -> str:
-    """What a profile comes from, of `ERRORS`: those that are not shipped are made by `chunkplan calibrate`."""
+    """The origin of a profile, a key of `ERRORS`; those that are not shipped are made by `chunkplan calibrate`."""
     if hardware.name in _MEASURED:
         return "measured"
     return "data sheet" if hardware.name in SHIPPED else "calibrated"

@@ -26,7 +26,7 @@ _JUDGED = 0.1
 
 @dataclass(frozen=True)
 class LengthEstimate:
-    """How lengths were estimated: tokens of `num_counted` records were counted, of `num_records` in all.
+    """The way lengths were estimated: tokens of `num_counted` records were counted, of `num_records` in all.
 
     `error`: the median share that the estimate is off by, of the longest tenth of those that were counted.
     """
@@ -95,7 +95,7 @@ def _by_record(analysis: Analysis) -> tuple[Int64Array, Float64Array, Int64Array
 
 
 def _line(num_bytes: Float64Array, parts: Int64Array, tokens: Float64Array) -> Float64Array:
-    """What a sequence has beside its text, and tokens for each that its bytes stand for: by least squares, each record
+    """Tokens of a sequence beside its text, and tokens for each that its bytes stand for: by least squares, each record
     weighted as if its tokens varied by the root of their number."""
     weights = 1 / np.sqrt(num_bytes)
     found, *_ = np.linalg.lstsq(np.stack([parts, num_bytes], axis=1) * weights[:, None], tokens * weights, rcond=None)

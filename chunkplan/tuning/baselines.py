@@ -81,7 +81,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class _Way:
-    """What a baseline does whatever the layout: see `Baseline`. `steps`: micro-batches of each step of a sample.
+    """A baseline on any layout: see `Baseline`. `steps`: micro-batches of each step of a sample.
 
     `levels`: of activation checkpointing, of which it takes the first that fits. `sharding` is None where it may be any
     that the options allow.

@@ -98,7 +98,7 @@ class Tuning:
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """What gains are against: the fastest baseline that fits and loses no token, or of those that the options name;
+        """The baseline that gains are against: the fastest baseline that fits and loses no token, or of those that the options name;
         None where none fits."""
         named = self.options.baseline
         fitting = [row for row in self.baselines if row.fits and (row.key == named if named else not row.lost)]

@@ -132,7 +132,7 @@ def _lengths(
 
 
 def _is_measured(data: list[str]) -> bool:
-    """Whether it is an analysis, or a file of lengths, rather than data to read."""
+    """True for an analysis or a file of lengths, False for data to read."""
     from chunkplan.planfile.load import is_analysis, load_lengths
 
     path = Path(data[0])

@@ -260,7 +260,7 @@ def _gain_words(tuning: Tuning) -> str:
 
 
 def _against(tuning: Tuning) -> list[tuple[str, str]]:
-    """Say how many times as fast as each of the other baselines that fit the best choice is."""
+    """The speed of the best choice over each of the other baselines that fit."""
     from chunkplan.tuning.tune import A_GAIN
 
     step_ns, fitting = tuning.best.step_ns, [row for row in tuning.baselines if row.fits]
