@@ -1,4 +1,4 @@
-"""The page about exports: its commands and screens are as they run, and its TRL script trains what it says."""
+"""What docs/integrations.md says of exported rows: its commands and screens are as they run, and its TRL script trains what it says."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import chunkplan
 from chunkplan.exporting.export import FORMATS, Export
 from chunkplan.exporting.rows import SplitSequences, WholeSequences
 from tests.support.analyses import write_analysis
-from tests.support.places import ROOT
+from tests.support.places import ROOT, section
 
-PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+PAGE = section("integrations.md", "Rows for other trainers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -99,7 +99,7 @@ def losses_of_rows(model_folder: Path, num_rows: int) -> list[tuple[float, int]]
 @pytest.mark.docs
 def test_the_page_names_every_format_and_every_entry_of_export_json() -> None:
     for name in FORMATS:
-        assert re.search(rf"^## {name}\b", PAGE, re.M), name
+        assert re.search(rf"^### {name}\b", PAGE, re.M), name
     for kind in (Export, WholeSequences, SplitSequences):
         for name in kind.__dataclass_fields__:
-            assert f"`{name}`" in PAGE.split("## export.json")[1], name
+            assert f"`{name}`" in PAGE.split("### export.json")[1], name
