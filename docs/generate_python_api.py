@@ -168,7 +168,8 @@ Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_los
 ```
 
 `checkpointing` is a [level](cost-model.md#activation-checkpointing). With `kv_offload` keys and values of split
-sequences are in host memory. `router_loss` is that [of `ChunkTrainer`](integrations.md#chunktrainer). `seed` is dropout's.
+sequences are in host memory. `router_loss` is that [of `ChunkTrainer`](integrations.md#chunktrainer). `seed` is
+dropout's.
 """
 
 TRAINING = """## Training, parity and calibration

@@ -1,4 +1,4 @@
-"""What docs/integrations.md says of exported rows: its commands and screens are as they run, and its TRL script trains what it says."""
+"""What docs/integrations.md says of exported rows: commands and screens are as they run, its TRL script trains."""
 
 from __future__ import annotations
 
