@@ -45,7 +45,7 @@ SCRIPTS = Path(sys.executable).parent
 
 #: Whose options documents name: those of `chunkplan`, and the trainer.
 PROGRAMS = (
-    *("analyze", "merge", "tune", "build", "inspect", "diff", "simulate", "validate", "parity", "calibrate", "export"),
+    *("gain", "analyze", "merge", "tune", "build", "inspect", "diff", "simulate", "validate", "parity", "calibrate", "export"),
     "train",
 )
 
@@ -55,7 +55,7 @@ COMMANDS = {
     "planner.md": ("build",),
     "context-parallel.md": ("build",),
     "schedules.md": ("simulate", "build"),
-    "tuning.md": ("tune", "build"),
+    "tuning.md": ("gain", "tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
     "integrations.md": PROGRAMS,
     "quickstart.md": PROGRAMS,
