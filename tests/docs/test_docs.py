@@ -45,7 +45,20 @@ SCRIPTS = Path(sys.executable).parent
 
 #: Whose options documents name: those of `chunkplan`, and the trainer.
 PROGRAMS = (
-    *("gain", "analyze", "merge", "tune", "build", "inspect", "diff", "simulate", "validate", "parity", "calibrate", "export"),
+    *(
+        "gain",
+        "analyze",
+        "merge",
+        "tune",
+        "build",
+        "inspect",
+        "diff",
+        "simulate",
+        "validate",
+        "parity",
+        "calibrate",
+        "export",
+    ),
     "train",
 )
 
