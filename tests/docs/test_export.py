@@ -15,6 +15,7 @@ from chunkplan.exporting.export import FORMATS, Export
 from chunkplan.exporting.rows import SplitSequences, WholeSequences
 from tests.support.analyses import write_analysis
 from tests.support.places import ROOT, section
+from tests.support.walks import commands_of
 
 PAGE = section("integrations.md", "Rows for other trainers")
 
@@ -51,7 +52,7 @@ def test_the_screens_of_the_page_are_those_of_the_sample_data(command) -> None:
     """To the letter, at 100 columns."""
     sample = ROOT / "sample_data"
     chunkplan.analyze([sample / "code.jsonl"], "analysis", tokenizer=sample / "tokenizer")
-    screens = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
+    screens = list(commands_of(PAGE))
     assert len(screens) == 2
     for typed, screen in screens:
         ran = command(*shlex.split(typed)[1:], width=100)
