@@ -125,7 +125,7 @@ All are a `chunkplan.errors.ChunkplanError` with `message`, `where`, `hint` and 
 
 RUNTIME = """## chunkplan_runtime
 
-Needs the extra `runtime`; `ChunkTrainer` ([chunk-trainer.md](chunk-trainer.md)) also needs `hf`.
+Needs the extra `runtime`; `ChunkTrainer` ([integrations.md](integrations.md#chunktrainer)) also needs `hf`.
 [runtime.md](runtime.md) explains how a plan is executed.
 
 ### A training loop of your own
@@ -161,7 +161,7 @@ Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_los
 ```
 
 `checkpointing` is a [level](cost-model.md#activation-checkpointing); `kv_offload` keeps keys and values of split
-sequences in host memory; `router_loss` is that [of `ChunkTrainer`](chunk-trainer.md). `seed` is dropout's.
+sequences in host memory; `router_loss` is that [of `ChunkTrainer`](integrations.md#chunktrainer); `seed` is dropout's.
 """
 
 TRAINING = """## Training, parity and calibration
