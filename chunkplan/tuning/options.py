@@ -70,6 +70,9 @@ _SIZE = Domain(
     whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", _read_size, metavar="SIZE", example="80GiB"
 )
 
+#: Ways to train without chunks that are timed beside the choices.
+BASELINES = ("single", "padded", "packed", "zero-3", "context-parallel", "megatron", "cut")
+
 _NUM_GPUS = whole(1, MOST)
 
 
@@ -167,6 +170,13 @@ class TuneOptions(Options):
         depends=None,
     )
     keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
+    baseline: str | None = option(
+        one_of(*BASELINES, metavar="NAME"),
+        f"What gains are against: {', '.join(BASELINES)}.",
+        group=_TRIED,
+        default=None,
+        default_words="the fastest that fits and loses no token",
+    )
     thorough: bool = option(
         FLAG,
         "Simulate every choice, on many steps: minutes, for a few percent at most.",

@@ -18,7 +18,6 @@ from chunkplan.config.intake import CONVERSATIONS
 from chunkplan.errors import ChunkplanError
 from chunkplan.quantities import counted, power_of_two
 from chunkplan.reporting.tables import Table
-from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import drawn_table, note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
@@ -43,10 +42,8 @@ _INDENT = 5 * " "
 _KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
 
 
-def print_analysis(
-    analysis: Analysis, *, as_json: bool, replaced: str | None, gain: bool = False, beside: Sequence[str] = ()
-) -> None:
-    """Print the length report and, if asked for, what chunks would gain; then what was read, and where the analysis is.
+def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
+    """Print the length report; then what was read, and where the analysis is.
 
     `beside` are the files that lie beside the data and are none.
     """
@@ -58,8 +55,6 @@ def print_analysis(
         print_json({"analysis": str(analysis.path), "report": report.to_dict(), **kept})
     else:
         print_length_report(stdout(), report, analysis)
-        if gain:
-            _print_gain(analysis)
     _say_what_was_read(analysis, beside)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
@@ -82,15 +77,6 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
     named = [f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda one: (-one[1], one[0]))]
     if names:
         note(*_beside(f"not read, no data: {counted(len(names), 'file')}", f"({_several(named[:_KEYS], len(kinds))})"))
-
-
-def _print_gain(analysis: Analysis) -> None:
-    from chunkplan.tuning.tune import headline
-    from chunkplan_cli.tune import print_headline
-
-    with note_compilation():
-        found = headline(analysis)
-    print_headline(stdout(), found)
 
 
 def describe_old(target: Path) -> str | None:

@@ -123,12 +123,6 @@ def analyze(
     work: CliValues,
     intake: CliValues,
     file: CliValues,
-    headline: Annotated[
-        bool,
-        typer.Option(
-            "--headline", help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute."
-        ),
-    ] = False,
     output: Annotated[
         Path | None, output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace.")
     ] = None,
@@ -151,20 +145,14 @@ def analyze(
     from chunkplan.workspace import Workspace, find_tokenizer
 
     place = Workspace.find(workspace)
-    work, intake = _with_files(FileOptions(**file).config, place, work, intake)
+    work, intake = with_files(FileOptions(**file).config, place, work, intake)
     how = AnalyzeOptions(**work)
-    for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
-        if headline and is_given:
-            raise UsageError(
-                f"--headline and {other} exclude each other",
-                hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
-            )
     options = IntakeOptions(**intake)
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
     if how.shard is not None:
         target = output or place.root / f"shard-{how.shard[0]}-of-{how.shard[1]}"
-        with _reading(data, options, how, place, beside) as request:
+        with reading_of(data, options, how, place, beside) as request:
             _write_shard(request, target, how.shard)
         say_what_lies_beside(beside)
         merge = shlex.join(["chunkplan", "merge", *(["--workspace", str(workspace)] if workspace else [])])
@@ -173,16 +161,16 @@ def analyze(
         return
     target = output or place.analysis
     replaced = describe_old(target)
-    with _reading(data, options, how, place, beside) as request:
+    with reading_of(data, options, how, place, beside) as request:
         analysis = write_analysis(request, target)
     if how.model is not None:
         warn_of_positions(analysis, how.model)
-    print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline, beside=beside)
+    print_analysis(analysis, as_json=as_json, replaced=replaced, beside=beside)
     print_next(output, workspace)
 
 
 @contextmanager
-def _reading(
+def reading_of(
     data: list[str], options: IntakeOptions, how: AnalyzeOptions, place: Workspace, beside: list[str]
 ) -> Iterator[IntakeRequest]:
     """Yield what is asked for, with its progress shown until the block ends; files that are no data go to `beside`.
@@ -233,7 +221,7 @@ def with_length_column(values: Mapping[str, Any]) -> CliValues:
     return CliValues({**others, "columns": {**columns, "length": values["length_column"]}})
 
 
-def _with_files(
+def with_files(
     config: Path | None, place: Workspace, work: CliValues, intake: CliValues
 ) -> tuple[CliValues, CliValues]:
     """Return the options of the command line joined with those of files, which it wins over, and say which are used.

@@ -158,6 +158,33 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
     return figure
 
 
+def ways_figure(document: TuningDocument) -> go.Figure:
+    """Draw a bar for the time of a step with the choice of a tuning, and below it one for each baseline."""
+    rows = [("chunkplan", document["chosen"]["step_seconds"], GREEN)]
+    for row in document["baselines"]:
+        more = f", {percent(row['lost_tokens'])} lost" if row["lost_tokens"] else ""
+        color = ORANGE if row["fits"] else GREY
+        rows.append((row["name"] + (more if row["fits"] else ", no fit"), row["step_seconds"], color))
+    names, times, colors = (list(column) for column in zip(*rows, strict=True))
+    figure = go.Figure()
+    figure.add_bar(
+        orientation="h",
+        x=times,
+        y=list(range(len(rows))),
+        marker={"color": colors},
+        text=[f"{plain(name)}: {seconds(time * 1e6)}" for name, time in zip(names, times, strict=True)],
+        textposition="none",
+        hovertemplate="%{text}<extra></extra>",
+    )
+    for place, (name, time) in enumerate(zip(names, times, strict=True)):  # above its bar, on whatever screen
+        label = {"text": f"{plain(name)}: {seconds(time * 1e6)}", "showarrow": False, "xanchor": "left", "yshift": 16}
+        figure.add_annotation(x=0, y=place, **label)
+    y_axis = {"visible": False, "range": [len(rows) - 0.5, -0.8]}
+    figure.update_traces(width=0.36)
+    figure.update_layout(layout(60 + 48 * len(rows), xaxis=axis("seconds a step", rangemode="tozero"), yaxis=y_axis))
+    return figure
+
+
 def limit_words(document: TuningDocument) -> str:
     """Return the memory of a GPU in words, and where the chart has it."""
     limit = document["options"]["gpu_memory"]

@@ -34,6 +34,7 @@ from chunkplan.reporting.page.sections import (
     numbers_section,
     plan_lengths_section,
     steps_section,
+    ways_section,
 )
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import PlanReport, report_of
@@ -292,6 +293,7 @@ def plan_page(
         )
     lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
+        *([] if tuning is None else [ways_section(tuning)]),
         plan_lengths_section(lengths, said, chunks.frame, summary.chunk_size),
         *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
         candidates_section(tuning, warnings, plan),
@@ -315,6 +317,7 @@ def plan_page(
 def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
     """Return the HTML of an analysis, which is that of `text`; `tuning` is as `tuning_document` has it."""
     sections = [
+        *([] if tuning is None else [ways_section(tuning)]),
         analysis_lengths_section(analysis.num_tokens),
         *sources_section(sources_of(analysis)),
         *examples_section(text),

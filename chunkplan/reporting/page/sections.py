@@ -15,7 +15,13 @@ from chunkplan.planfile.manifest import SourceEntry
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.quantities import counted, kept_words
 from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
-from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
+from chunkplan.reporting.page.candidates import (
+    candidates_figure,
+    candidates_tables,
+    choice_of_plan,
+    limit_words,
+    ways_figure,
+)
 from chunkplan.reporting.page.gantt import MOST_ACTIONS, MOST_HATCHED, DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
 from chunkplan.reporting.page.over_steps import (
@@ -236,6 +242,13 @@ def plan_lengths_section(
         charts=[Chart("lengths-chart", words, {"": lengths_figure(before, after, chunk_size)})],
         tables=[lengths_table(name, each) for name, each in shown],
     )
+
+
+def ways_section(tuning: TuningDocument) -> Section:
+    """Show what a step takes with each way of today, and with the choice that the tuning takes."""
+    note = "Each way of today is on the layout that is fastest for it, with the same kernels and the same memory."
+    words = "Time of a step with each way to train, in seconds."
+    return Section("ways", "Ways to train", [note], charts=[Chart("ways-chart", words, {"": ways_figure(tuning)})])
 
 
 def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
