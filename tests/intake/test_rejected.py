@@ -175,14 +175,3 @@ def test_a_source_that_is_mostly_blank_is_warned_of(command: Run) -> None:
     assert "15 rejected: empty" in ran.out
     assert "\nwarning: mostly blank: 2 of 3 records in most-0.jsonl, 2 of 3 records in most-1.jsonl" in ran.err
     assert "most-4.jsonl and 2 more\n" in ran.err
-
-
-def test_text_files_are_mostly_blank_together(command: Run) -> None:
-    """An empty file among others is nothing to warn of."""
-    Path("package").mkdir()
-    for number in range(6):
-        Path(f"package/{number}.txt").write_text("a b c" if number > 2 else "")
-    assert "warning: mostly blank" not in command("analyze", "package", "--tokenizer", TOKENIZER).err
-    Path("package/5.txt").write_text(" \n")
-    ran = command("analyze", "package", "--tokenizer", TOKENIZER)
-    assert "\nwarning: mostly blank: 4 of 6 records in text files\n" in ran.err
