@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
@@ -18,25 +17,11 @@ from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERS, question_and_answer
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
+_write = partial(write_records, rows=4)
 DROP = IntakeOptions(undesirable="drop")
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    """Records in the format that the name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(records))
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=4)
-    else:
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
-    return path
 
 
 def _rejected(folder: Path) -> list[tuple[int | None, str]]:
