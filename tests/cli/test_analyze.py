@@ -154,12 +154,6 @@ def test_where_others_can_be_read_a_source_of_nothing_else_may_be_left_out(run: 
     assert run(*said, "--on-error", "skip").code == 0
 
 
-def test_json_over_several_lines_is_said_only_where_it_is(run: Run) -> None:
-    for lines, says in (('{\n"text": "a b"\n}', True), ("{\ntext: a b\n}", False), ("[\n1,\n2]", False)):
-        write("x.jsonl", lines)
-        assert ("--format x.jsonl=json" in run("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) == says
-
-
 def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
     write("bad.jsonl", {"text": "fine"}, {"text": " "}, "[1]", {"text": 3}, "{", {"text": "also fine"})
     stopped = run("analyze", "bad.jsonl", "--tokenizer", TOKENIZER)
