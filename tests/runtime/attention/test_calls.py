@@ -141,7 +141,7 @@ MORE = [
 
 @with_cudnn
 @pytest.mark.parametrize(("num_queries", "num_keys", "form"), FORMS + WINDOWED + MORE)
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
 def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, kv_heads, dtype, tolerance):
     if (kernel.name.startswith("torch") and form.softcap) or (kernel.name == "torch-cudnn" and form.reach is not None):
