@@ -19,8 +19,8 @@ from chunkplan_runtime.train import make_parser
 HEAD = """# The command line
 
 Arguments and options of every command, each described once, in a sentence, with its default in brackets;
-`chunkplan COMMAND --help` says more. `make docs` writes this page from the commands (`docs/generate_cli.py`). Data goes to the standard output; progress,
-notes, warnings and errors to the standard error. [errors.md](errors.md) has exit codes and messages.
+`chunkplan COMMAND --help` says more. `make docs` writes this page (`docs/generate_cli.py`). Data goes to the standard
+output, all else to the standard error. [errors.md](errors.md) has exit codes and messages.
 `chunkplan --install-completion` installs completion for bash, zsh, fish or PowerShell.
 
 | variable | |
@@ -37,8 +37,8 @@ SHARED = "## Options of most commands"
 
 TRAINER = """## python -m chunkplan_runtime.train
 
-Trains on all processes that `torchrun` starts ([training.md#several-processes](training.md#several-processes)). It takes the options
-of [`chunkplan train`](#chunkplan-train) except for {others}; `--plan` and `--output` are required.
+Trains on [all processes that `torchrun` starts](training.md#several-processes). It takes the options of
+[`chunkplan train`](#chunkplan-train) except for {others}; `--plan` and `--output` are required.
 """
 
 

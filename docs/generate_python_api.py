@@ -41,9 +41,9 @@ for number in chunkplan.diff(plan.path, other.path).numbers:
     print(number.name, number.before, number.after)
 ```
 
-`import chunkplan` is fast: what a name needs is imported when you first use it, and torch never. `make docs` writes this
-page from signatures and docstrings (`docs/generate_python_api.py`); `help(NAME)` shows types and the full docstring. A
-default of `...` is long, or depends on other fields.
+`import chunkplan` imports what a name needs when you first use it, and torch never. `make docs` writes this page from
+signatures and docstrings (`docs/generate_python_api.py`); `help(NAME)` shows types and the full docstring. A default of
+`...` is long, or depends on other fields.
 """
 
 #: Command -> the functions that do what it does.
@@ -161,8 +161,7 @@ Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_los
 ```
 
 `checkpointing` is a [level](cost-model.md#activation-checkpointing); `kv_offload` keeps keys and values of split
-sequences in host memory; `router_loss` is that [of
-`ChunkTrainer`](integrations.md#chunktrainer). `seed` is dropout's.
+sequences in host memory; `router_loss` is that [of `ChunkTrainer`](integrations.md#chunktrainer); `seed` is dropout's.
 """
 
 TRAINING = """## Training, parity and calibration
