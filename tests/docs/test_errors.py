@@ -203,14 +203,14 @@ WRONG = [
     ("build analysis --chunk-size 99 --k 1 --mix none.jsonl=2", 2, "the analysis has no source …"),
     ("build lengths.npy --chunk-size 99 --k 1 --schedule 1f1b", 2, "schedule … is for …, pp is …"),
     (
-        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --memory-tokens 999",
+        "build lengths.npy --chunk-size 999 --k 3 --pp 2 --max-activation-tokens 999",
         2,
-        "a stage has to hold activations of … tokens at once, memory-tokens allows …",
+        "a stage has to hold activations of … tokens at once, max-activation-tokens allows …",
     ),
     (
-        "build lengths.npy --chunk-size 3000 --k 1 --pp 2 --memory-tokens 3000 --schedule 1f1b",
+        "build lengths.npy --chunk-size 3000 --k 1 --pp 2 --max-activation-tokens 3000 --schedule 1f1b",
         2,
-        "… holds activations of … tokens on stage …, memory-tokens allows …",
+        "… holds activations of … tokens on stage …, max-activation-tokens allows …",
     ),
     ("build lengths.npy --chunk-size 999 --k 1 --pp 99", 2, "… has … layers, too few for …"),
     (

@@ -51,7 +51,7 @@ def test_bad_answers_stop_the_run_by_name_or_are_dropped_and_counted(tmp_path: P
     with pytest.raises(DataError, match="`label` is false") as caught:
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert caught.value.where == f"{file}:1"
-    assert "--undesirable drop" in caught.value.hint
+    assert "--kto-negatives drop" in caught.value.hint
     analysis = analyze(file, tmp_path / "out", DROP, tokenizer=TOKENIZER)
     assert analysis.record.tolist() == [1, 2, 4, 5, 7, 8]
     assert analysis.manifest["rejected"] == {"undesirable": 3}
@@ -193,9 +193,9 @@ def test_what_was_dropped_is_on_the_screen_and_in_the_document(command: Run) -> 
     stopped = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER)
     assert (stopped.code, stopped.out) == (3, "")
     assert stopped.err.startswith("error: kto.jsonl:2: `label` is false: ")
-    ran = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER, "--undesirable", "drop")
+    ran = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER, "--kto-negatives", "drop")
     assert "3 rejected: undesirable" in ran.out
     assert "read kto.jsonl: messages, 6 records, 3 rejected\n" in ran.err
     assert "6 records = 3 sequences + 3 rejected\n" in ran.err
-    document = json.loads(command("analyze", "kto.jsonl", "--undesirable", "drop", "--json").out)
+    document = json.loads(command("analyze", "kto.jsonl", "--kto-negatives", "drop", "--json").out)
     assert document["rejected"] == document["sources"][0]["reasons"] == {"undesirable": 3}
