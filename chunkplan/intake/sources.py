@@ -1,17 +1,16 @@
-"""Which files are read: the arguments of `analyze`, folders and patterns among them, as a list of sources in order.
+"""Resolves the arguments of `analyze`, folders and patterns among them, to a list of sources in order.
 
 The same arguments give the same list on every machine: what a folder or a pattern stands for is sorted by path.
 
-Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
-and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan, its order or a cache of ours is; of an export of rows, what says how it was made. So is what
-Spark hides: files and folders that begin with `_`, less folders of a partition (`_year=2026`). What is named itself is
-read, whatever it is called.
+Folders and patterns leave out files that are no data: hidden ones, files of models, tokenizers and datasets that are
+known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), folders of an analysis, a shard, a plan, its order
+or a cache of ours, and the description of an export of rows. So are files and folders that Spark hides: those that
+begin with `_`, except partitions (`_year=2026`). A file that is named itself is read, whatever its name.
 
-The first bytes of a text say how it is compressed, or that it is a table, whatever its name says.
+The first bytes of a file decide its compression and whether it is a table, whatever its name.
 
-Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
-others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
+Links to folders are not followed, as they may form cycles; such a link is a source without records, after all others,
+so that it is reported. A file that looks like data and cannot be opened is a source too: its `damage` says why.
 """
 
 from __future__ import annotations
@@ -40,11 +39,13 @@ _KINDS = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".txt": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".npy": "npy",
 }
-_TEXT_KINDS = ("jsonl", "json", "text")
+_TEXT_KINDS = ("jsonl", "json", "text", "csv", "tsv")
 
 #: Suffixes that are read, for people.
 KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _TEXT_KINDS)} also with " + ", ".join(
@@ -77,11 +78,12 @@ _LONGEST_PATH = 1 << 16
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input. `kind` is jsonl, json, parquet, arrow, text, npy or link; `compression` None, gzip, zstd or bz2.
+    """One input. `kind` is one of `_KINDS` or link; `compression` None, gzip, zstd or bz2.
 
     `path` is a path, a URL, or "-". `num_bytes` is None for what can only be read once: the standard input and pipes.
     A link is one to a folder, in which nothing is read. `damage` says why something in a folder cannot be opened.
-    What `is_evaluation` is evaluated on, and not trained.
+    What `is_evaluation` is evaluated on, and not trained. A text is a record for each line where `text_split` is
+    "line", or for each stretch between two separators.
     """
 
     path: str
@@ -90,6 +92,7 @@ class SourceFile:
     num_bytes: int | None
     damage: str | None = None
     is_evaluation: bool = False
+    text_split: str | None = None
 
 
 def describe(path: str) -> tuple[str, str | None] | None:
@@ -111,18 +114,19 @@ def describe(path: str) -> tuple[str, str | None] | None:
 
 @dataclass(frozen=True)
 class _Search:
-    """What a search goes by, and what it finds besides data: `suffixes` are those the user says, see `find_sources`."""
+    """State of a search: `suffixes` are the user's (see `find_sources`), `beside` collects files that are no data."""
 
     beside: list[str]
     suffixes: Mapping[str, str]
+    text_split: str | None = None
 
     def describe(self, path: str) -> tuple[str, str | None] | None:
-        """As `describe`, of the suffix that the user says where one is said."""
+        """Like `describe`, by the user's suffix if one is given."""
         said = self._said(path)
         return describe(path if said is None else f"x.{said.removeprefix('.')}")
 
     def is_data(self, path: str) -> bool:
-        """Whether a file of a folder or a pattern is data, by its name."""
+        """True if a file of a folder or a pattern is data, by its name."""
         name = name_of(path)
         if name.startswith("."):
             return False
@@ -140,6 +144,7 @@ def find_sources(
     suffixes: Mapping[str, str] | None = None,
     *,
     evaluation: Sequence[str | Path] = (),
+    text_split: str | None = None,
 ) -> list[SourceFile]:
     """The sources that `paths` name, in order, then those to evaluate on; a file that is named twice is two of them.
 
@@ -157,14 +162,14 @@ def find_sources(
     standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
     its files are.
     """
-    search = _Search([] if beside is None else beside, suffixes or {})
+    search = _Search([] if beside is None else beside, suffixes or {}, text_split)
     for name, suffix in search.suffixes.items():
         if describe(f"x.{suffix.removeprefix('.')}") is None:
             place = SourceOverrides.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
-                f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first four also such as jsonl.gz",
+                f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first six also such as jsonl.gz",
             )
     evaluated = [replace(one, is_evaluation=True) for path in map(str, evaluation) for one in _find(path, search)]
     places = {_place(source) for source in evaluated}
@@ -207,11 +212,12 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
     num_bytes = files.size(path)
     if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
         described = by_bytes(path, *described)
-    return SourceFile(path, *described, num_bytes)
+    split = search.text_split if described[0] == "text" else None
+    return SourceFile(path, *described, num_bytes, text_split=split)
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:
-    """What a folder or a pattern stands for: data, or a link to a folder."""
+    """The source for a path found in a folder or by a pattern: data, or a link to a folder."""
     if files.is_folder_link(path):
         return SourceFile(path, LINK, None, 0)
     damage = files.damage(path)
@@ -272,14 +278,14 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether Spark and Hive read nothing in what has this name: `_SUCCESS`, `_temporary`; not a partition."""
+    """True for names that Spark and Hive skip, such as `_SUCCESS` and `_temporary`, but not for partitions."""
     return name.startswith("_") and "=" not in name
 
 
 def _outermost_hidden(path: str, pattern: str, named: int) -> str | None:
-    """What is hidden of a `path` that a pattern matches, less what a part of the pattern with a leading `_` stands for.
+    """Outermost hidden part of a `path` that a pattern matches, unless a part of the pattern begins with `_` too.
 
-    The first `named` characters of both are the same, and name themselves what they name.
+    The first `named` characters are the same in both, and are taken as they are.
     """
     asked = [part for part in pattern[named:].split("/") if _is_hidden(part)]
     parts = path[named:].split("/")
@@ -355,9 +361,9 @@ def _listed(path: str, key: str) -> list[str]:
 
 
 def _is_source(files: Files, path: str, search: _Search) -> bool:
-    """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare.
+    """True if a file of a folder or a pattern is data, or may have been: a broken link to a folder has no suffix.
 
-    What is neither is noted as beside data.
+    Other files are noted as beside data.
     """
     found = search.is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
     found = found and not (name_of(path) == EXPORT and _begin(path, _EXPORTED))
@@ -371,14 +377,14 @@ def _is_ours(files: Files, folder: str) -> bool:
 
 
 def _says_ours(folder: str, names: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is a cache, an analysis, a shard, a plan, or a plan's order."""
+    """True for a folder whose file names are those of a cache, an analysis, a shard, a plan, or a plan's order."""
     if EXPORT in names and (found := _begin(join(folder, EXPORT), _EXPORTED)):
         return found[1] == b"torch-pipelining"  # all others are data
     return CACHE_TAG in names or (MANIFEST in names and _begin(join(folder, MANIFEST), _OURS) is not None)
 
 
 def _begin(path: str, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
-    """How a file that we may have written begins, where it does as `pattern` has it."""
+    """Match `pattern` at the beginning of a file that chunkplan may have written."""
     try:
         with open_file(path) as file:
             return pattern.match(file.read(_LONGEST_PATH))

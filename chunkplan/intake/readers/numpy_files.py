@@ -15,8 +15,8 @@ import numpy.typing as npt
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled
-from chunkplan.intake.readers.streams import check_head, fetch, unreadable
+from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled, unreadable
+from chunkplan.intake.readers.streams import check_head, fetch
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
@@ -42,7 +42,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 def rows(
     piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
 ) -> Iterator[RowBlock]:
-    """See `readers.read`."""
+    """Implements `readers.read`."""
     values = _values(piece)
     for start in range(0, len(values), max_rows):
         lengths = np.array(values[start : start + max_rows])
@@ -63,7 +63,7 @@ def digest(piece: Piece) -> str:
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lengths there are."""
+    """Number of lengths of a piece."""
     return piece.stop - piece.start
 
 

@@ -1,7 +1,7 @@
-"""What is read in order: compressed files, the standard input, URLs, JSON arrays, objects over several lines.
+"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines, CSV.
 
-What cannot be cut by seeking is read once and spooled: temporary files of whole lines, one a piece. Elements of an
-array are told apart in bounded memory, whatever their size; what is in them is for who reads the lines.
+Sources that cannot be cut by seeking are read once and spooled to temporary files of whole lines, one for each piece.
+Elements of an array of any size are split in bounded memory; their content is left to the reader of lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
-from chunkplan.intake.readers.rows import BOM
+from chunkplan.intake.readers.delimited import rows_of_csv, split_texts
+from chunkplan.intake.readers.rows import BOM, unreadable
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
@@ -53,7 +54,7 @@ _IS_MARK[_COMMA] = True
 
 @dataclass
 class Taken:
-    """How many bytes of a file, as it is stored, have been read so far."""
+    """Counts the bytes read so far of a file as it is stored, before decompression."""
 
     num_bytes: int = 0
 
@@ -138,13 +139,8 @@ def check_head(head: bytes, path: str) -> None:
         raise unreadable("a pointer of Git LFS, not the data", path, hint="run `git lfs pull` where it was cloned")
 
 
-def unreadable(message: str, path: str, *, hint: str) -> RecordError:
-    """The error of a file, or the rest of one."""
-    return RecordError(message, reason="unreadable", where=path, hint=hint)
-
-
 def is_spooled(file: SourceFile) -> bool:
-    """Whether lines of a file cannot be cut by seeking."""
+    """True if a file of lines cannot be cut by seeking."""
     return file.compression is not None or file.num_bytes is None or is_url(file.path)
 
 
@@ -166,6 +162,10 @@ def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[
     """
     data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
+    if file.text_split is not None:
+        return split_texts(data, file.text_split), "elements"
+    if file.kind in ("csv", "tsv"):
+        return rows_of_csv(data, file), "elements"
     if file.kind == "json":
         for block in data:  # so much that it says whether it is an array, and if not has a line, unless that is long
             start += block
@@ -182,9 +182,9 @@ def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[
 
 
 def _is_spread(text: bytes) -> bool:
-    """Whether a file that begins with `text` has objects over several lines: the first line goes on in the next.
+    """True if a file that begins with `text` has objects over several lines: the first line goes on in the next.
 
-    Where the next one begins with `{`, these are lines of which the first is cut short.
+    If the next line begins with `{`, they are lines of which the first is truncated.
     """
     first, _, rest = text.partition(_LF)
     rest = rest.lstrip(_SPACES)
@@ -345,9 +345,9 @@ class _Marks:
         self._is_escaped = False  # the first byte of the next block
 
     def find(self, block: bytes) -> Int64Array:
-        """Where in `block`, which follows the last, brackets up to the depth are that begin or end there, and commas.
+        """Positions in the next `block` of brackets up to the tracked depth, and of commas, int64 [n].
 
-        Of an array, 1 is the depth of its elements; of objects one after another, 0.
+        Elements of an array are at depth 1, objects one after another at depth 0.
         """
         if self._is_escaped and block[:1] in (b'"', b"\\"):  # a bracket behind a backslash is one all the same
             block = b"_" + block[1:]
