@@ -1,4 +1,4 @@
-"""What docs/distributed.md says is so: its commands run, by torchrun, and leave what it says.
+"""What docs/training.md says of several processes is so: its commands run, by torchrun, and leave what it says.
 
 Training runs as written, but on two processes with a plan like the one of the page, which takes half the time.
 """
@@ -47,7 +47,7 @@ from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
-PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("\n## Several processes\n")[1]
 SCREEN, MEASURED, LIKE, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
