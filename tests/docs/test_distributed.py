@@ -166,7 +166,7 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
     assert watching.STALLED_AFTER == 300
     monkeypatch.setattr(watching, "STALLED_AFTER", 0.05)
     heartbeat = watching.Heartbeat(HashStore(), 1, 2)
-    with heartbeat.telling(lambda: Activity(place), lambda: None):
+    with heartbeat.reporting(lambda: Activity(place), lambda: None):
         for look in range(6):
             assert capsys.readouterr().err == "", look
             heartbeat.look_for_stall(RankLayout(1, 2, 1).describe(), 0.01)
