@@ -262,20 +262,18 @@ def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
     """All ranks of a step have as many chunks and sequences as the configuration asks for, none empty."""
-    config, shape = columns.config, (columns.num_steps, -1)
-    num_chunks = np.diff(columns.rank_chunks).reshape(shape)
+    config, num_chunks = columns.config, np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
     most = num_chunks.max(axis=1, keepdims=True)
-    expected = most if config.micro_batches in (None, "fewest") else np.full_like(most, config.micro_batches)
-    others = np.argwhere((num_chunks != expected) & (config.equal_chunks or config.micro_batches is not None)).tolist()
-    for step, rank in others[:1]:
+    expected = np.full_like(most, config.micro_batches) if isinstance(config.micro_batches, int) else most
+    wrong = np.argwhere((num_chunks != expected) & (config.equal_chunks or config.micro_batches is not None)).tolist()
+    for step, rank in wrong[:1]:
         message = f"{num_chunks[step, rank]} chunks, expected {expected[step, 0]} on every rank of the step"
-        yield Violation("", message, step, rank, count=len(others))
+        yield Violation("", message, step, rank, count=len(wrong))
     if config.micro_batches is not None:
         yield columns.at(np.diff(columns.segments) == 0, lambda row: "a micro-batch without a sequence")
     if config.equal_sequences:
-        sizes = sum_runs(np.diff(columns.segments), columns.rank_chunks).reshape(shape)
-        uneven = (sizes != sizes[:, :1]).any(axis=1)
-        yield columns.at_step(uneven, lambda row: f"ranks have {sizes[row]} sequences, expected equally many")
+        sizes = sum_runs(np.diff(columns.segments), columns.rank_chunks).reshape(num_chunks.shape)
+        yield columns.at_step((sizes != sizes[:, :1]).any(axis=1), lambda row: f"unequal {sizes[row]} sequences")
 
 
 def check_chunk_size(columns: ChunkColumns) -> Iterator[Violation | None]:

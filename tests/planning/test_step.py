@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.planning.step import plan_step
 from chunkplan.validation.validate import validate
+from tests.support.plan_rows import tamper
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,23 @@ def test_what_cannot_be_planned_says_why(lengths: list[int], options: dict[str, 
         plan_step(lengths, **{"dp": 2, "cap": 64, **options})
     assert raised.value.hint
     assert isinstance(raised.value, DataError | UsageError)
+
+
+@pytest.mark.parametrize(
+    ("built", "claimed", "message"),
+    [
+        ({"micro_batches": "fewest"}, {"micro_batches": 2}, "1 chunks, expected 2"),
+        ({"micro_batches": 1}, {"micro_batches": 1, "equal_sequences": True}, r"unequal \[1 3\] sequences"),
+        ({"split": "none", "equal_chunks": True}, {"micro_batches": 1, "equal_chunks": False}, "without a sequence"),
+    ],
+)
+def test_a_plan_that_breaks_its_counts_is_refused(
+    tmp_path: Path, built: dict[str, Any], claimed: dict[str, Any], message: str
+) -> None:
+    lengths = [40] if "split" in built else [40, 5, 6, 7]
+    np.save(tmp_path / "lengths.npy", np.array(lengths))
+    config = PlanConfig(chunk_size=64, k=1, dp=2, cp="off", global_batch=4, **built)
+    chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)
+    tamper(tmp_path / "plan", lambda rows: None, split="none", **claimed)
+    found = [violation.message for violation in validate(tmp_path / "plan").violations]
+    assert any(re.search(message, each) for each in found), found
