@@ -212,6 +212,7 @@ class PlanConfig(Options):
         tokens(1, 2**62 - 1),
         "Most tokens whose activations a stage may hold.",
         group=_ORDER,
+        called="max-activation-tokens",
         default=None,
         default_words="no bound",
     )
@@ -229,6 +230,7 @@ class PlanConfig(Options):
         FLAG,
         "Fill the free room in the chunks of split sequences with short ones.",
         group=_CHUNKS,
+        called="fill-tails",
         depends=lambda config: config.pp == 1,
         default_words="on one stage",
     )
@@ -307,8 +309,8 @@ class PlanConfig(Options):
             )
         if self.memory_tokens is not None and self.memory_tokens < self.chunk_size:
             raise UsageError(
-                f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
-                hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
+                f"max-activation-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
+                hint="a stage holds one chunk at least: raise max-activation-tokens or lower chunk-size",
             )
         num_model_stages = self.pp * self.virtual_stages
         if self.stage_layers is not None and len(self.stage_layers) != num_model_stages:

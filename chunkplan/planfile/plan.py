@@ -291,7 +291,7 @@ class Plan:
             yield step_of_rows(totals, _take(chunks, step, chunks_path), _take(schedule, step, schedule_path))
 
 
-def step_of_rows(totals: dict[str, Any], chunks: StepRows, schedule: StepRows) -> PlanStep:
+def step_of_rows(totals: Mapping[str, Any], chunks: StepRows, schedule: StepRows) -> PlanStep:
     """A step of the `totals` in its row of steps.parquet, of its rows of chunks.parquet and of schedule.parquet."""
     names = [entry.name for entry in fields(Chunk) if entry.name in chunks]
     segments = [tuple(starmap(Segment, of_chunk)) for of_chunk in chunks["segments"]]

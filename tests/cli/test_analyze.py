@@ -71,10 +71,10 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
         (("--length-column", "n"), {"columns": {"length": "n"}}),
         (("--ignore-column", "n", "--ignore-column", "a.jsonl:m"), {"ignore_columns": ("n", "a.jsonl:m")}),
-        (("--turns", "each"), {"turns": "each"}),
-        (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
+        (("--train-turns", "each"), {"turns": "each"}),
+        (("--max-length", "7", "--overlong", "drop"), {"max_length": 7, "long": "drop"}),
         (("--on-error", "skip"), {"on_error": "skip"}),
-        (("--undesirable", "drop"), {"undesirable": "drop"}),
+        (("--kto-negatives", "drop"), {"undesirable": "drop"}),
         (("--no-tokens",), {"tokens": False}),
         (("--sample", "0.25"), {"sample": 0.25}),
         (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
@@ -115,10 +115,10 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
     everything = analyzed(run, "dataset.jsonl")
     num_long = int((everything.num_tokens > 100).sum())
     assert 0 < num_long < everything.num_sequences
-    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "drop")
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--overlong", "drop")
     assert f"{num_long} rejected: too-long" in ran.out
     assert f"10 records = {10 - num_long} sequences + {num_long} rejected\n" in ran.err
-    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "error")
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--overlong", "error")
     assert ran.code == 3
     [(found, cut)] = re.findall(r"jsonl:6: (\d+) tokens, more than 100\nhint: .* truncate cuts (\d+) tokens", ran.err)
     assert int(found) - int(cut) == 100
@@ -130,15 +130,15 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
         (
             [("good", None), ("good", False), ("good", True)],
             (),
-            "--undesirable drop leaves such records out, counted; remove `label` if it means another thing; "
+            "--kto-negatives drop leaves such records out, counted; remove `label` if it means another thing; "
             "--on-error skip counts such records and goes on (1 of the 3 read here)",
         ),
         ([("bad", False)] * 2, (), "give records with good answers too, or remove `label` if it means another thing"),
         ([(3, None)] * 2, ("--format", "prompt+completion"), "fix this record, or leave it out"),
         (
             [("too long", None)],
-            ("--max-length", 2, "--long", "error"),
-            "raise --max-length, or say --long truncate",
+            ("--max-length", 2, "--overlong", "error"),
+            "raise --max-length, or say --overlong truncate",
         ),
     ],
 )

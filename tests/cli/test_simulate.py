@@ -230,10 +230,16 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "a schedule of one stage": ((*K2, "--schedule", "algorithm2"), "is for one stage"),
     "both ways to name a schedule": ((*K2, "--schedule", "1f1b", "--compare", "1f1b"), "exclude each other"),
-    "too little memory for a chunk": ((*K2, "--schedule", "search", "--memory-tokens", 2000), "below one chunk"),
-    "too little memory for K chunks": ((*K2, "--schedule", "search", "--memory-tokens", 3000), "memory"),
+    "too little memory for a chunk": (
+        (*K2, "--schedule", "search", "--max-activation-tokens", 2000),
+        "below one chunk",
+    ),
+    "too little memory for K chunks": (
+        (*K2, "--schedule", "search", "--max-activation-tokens", 3000),
+        "max-activation-tokens allows",
+    ),
     "too little memory for 1F1B": (
-        (*K2, "--schedule", "1f1b", "--memory-tokens", 4096),
+        (*K2, "--schedule", "1f1b", "--max-activation-tokens", 4096),
         "holds activations of 8,192 tokens",
     ),
     "virtual stages that are one": (
@@ -273,7 +279,7 @@ def test_mistakes_about_a_plan_say_what_the_plan_has(run: Run, plans: Path) -> N
         ("--rank", 2): "hint: the plan has ranks 0 to 1",
         ("--chunk-size", 512): "--chunk-size is for --lengths",
         ("--cost", "unit"): "--cost is for --lengths",
-        ("--schedule", "search", "--memory-tokens", 1500): "memory",
+        ("--schedule", "search", "--max-activation-tokens", 1500): "max-activation-tokens",
         ("one", "--schedule", "1f1b"): "is for two stages or more",
     }.items():
         ran = run("simulate", *words)

@@ -316,7 +316,7 @@ def test_thinking_that_is_left_out_is_a_note_beside_the_turns(command: Run, tmp_
     ran = command(*given)
     assert said in ran.err
     assert "warning" not in ran.err
-    assert "leaves out" not in command(*given, "--turns", "each").err
+    assert "leaves out" not in command(*given, "--train-turns", "each").err
 
 
 def test_shards_the_cache_and_one_run_count_the_same(

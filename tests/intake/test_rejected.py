@@ -51,7 +51,7 @@ def test_bad_answers_stop_the_run_by_name_or_are_dropped_and_counted(tmp_path: P
     with pytest.raises(DataError, match="`label` is false") as caught:
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert caught.value.where == f"{file}:1"
-    assert "--undesirable drop" in caught.value.hint
+    assert "--kto-negatives drop" in caught.value.hint
     analysis = analyze(file, tmp_path / "out", DROP, tokenizer=TOKENIZER)
     assert analysis.record.tolist() == [1, 2, 4, 5, 7, 8]
     assert analysis.manifest["rejected"] == {"undesirable": 3}
