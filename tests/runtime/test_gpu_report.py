@@ -196,11 +196,13 @@ def test_plans_are_those_that_the_program_makes(benchmarks, tmp_path, names):
     assert {path.name for path in gpu_plans.FOLDER.iterdir()} == {*gpu_plans.PLANS, "lengths.json"}
 
 
+@pytest.mark.docs
 def test_the_page_is_that_of_the_files_that_are_kept():
     page = runpy.run_path(str(BENCHMARKS / "gpu_page.py"))["page"](BENCHMARKS / "measured")
     assert (ROOT / "docs" / "gpu-report.md").read_text(encoding="utf-8") == page
 
 
+@pytest.mark.docs
 def test_figures_of_a_gpu_in_the_readme_are_those_that_are_kept():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     figures = (
