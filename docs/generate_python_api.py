@@ -51,7 +51,7 @@ FUNCTIONS = {
     "analyze": ["chunkplan.analyze", "chunkplan.write_shard"],
     "merge": ["chunkplan.merge"],
     "tune": ["chunkplan.tune"],
-    "build": ["chunkplan.build", "chunkplan.build_like"],
+    "build": ["chunkplan.build", "chunkplan.build_like", "chunkplan.plan_step", "chunkplan.prewarm"],
     "inspect": [
         *("chunkplan.length_report", "chunkplan.plan_report", "chunkplan.view_chunk"),
         *("chunkplan.view_record", "chunkplan.write_report"),

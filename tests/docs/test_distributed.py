@@ -122,6 +122,7 @@ def test_the_commands_say_what_is_said(ran):
     assert [row["loss"] for row in lines(folder / "run" / "metrics.jsonl")] == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.soak
 def test_the_run_leaves_what_is_said(ran):
     output = ran[0] / "run"
     [table] = re.findall(r"`processes`, a row for each:\n\n(.*?)\n\n", PAGE, re.S)
@@ -139,6 +140,7 @@ def test_the_run_leaves_what_is_said(ran):
     assert (output / "final" / "model.safetensors").exists() and (output / "final" / "tokenizer.json").exists()
 
 
+@pytest.mark.soak
 def test_numbers_of_processes_are_those_that_are_said(ran):
     plan = load_plan(ran[0] / "chunkplan-out" / "plan")
     assert choose_layout(plan, 4, 0).dp == 2
