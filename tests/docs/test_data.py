@@ -42,13 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "needing",
-    [
-        "bad.jsonl|rejected.jsonl|analyze data",
-        pytest.param("", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("needing", ["bad.jsonl|rejected.jsonl|analyze data", pytest.param("", marks=pytest.mark.soak)])
 def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
     """Commands in order, in one folder, those of a few subjects, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
