@@ -197,7 +197,7 @@ class CostModel(Options):
     )
     load_in_4bit: bool = option(
         FLAG,
-        "Keep the weights below the adapters in 4 bits (QLoRA, NF4).",
+        "Keep the weights below the adapters in 4 bits (QLoRA).",
         group=Advanced(MACHINE),
         default=False,
     )

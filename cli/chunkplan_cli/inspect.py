@@ -46,7 +46,7 @@ class InspectOptions(Options):
         default_words="that of the analysis",
     )
     analysis: Path | None = option(
-        domains.path("DIR"), "The plan's analysis, if it is not where it was.", group=Advanced(OPTIONS), default=None
+        domains.path("DIR"), "The plan's analysis, if it was moved.", group=Advanced(OPTIONS), default=None
     )
     actions: bool = option(
         domains.FLAG, "List the actions of each stage of that step, in order.", group=OPTIONS, default=False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +41,6 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 def plain(text: str) -> str:
     """What a screen says, whatever its width and colour."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_record_is_shown_before_anything_is_analyzed(command: Run, width: int) -> None:
-    ran = command("inspect", "--record", f"{TOOLS}:3", "--tokenizer", TOKENIZER, width=width)
-    assert (ran.code, ran.err) == (0, "")
-    cells = [
-        sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in line)
-        for line in ran.out.splitlines()
-    ]
-    assert max(cells) <= width
-    shown = plain(ran.out)
-    assert "read as conversations (`conversations` in 74 of the first 74 records;" in shown
-    assert "messages 2 user, 4 assistant, 2 tool" in shown
-    assert "not read" not in shown and "defaults" not in shown
-    assert 'movie with ID 12345?<|im_end|>␊ <|im_start|>assistant␊ ⟦{"name": "get_movie_details"' in shown
-    assert shown.count("⟦") == shown.count("⟧") == 1 + 4
-
-
-def test_keys_that_were_not_read_are_named(command: Run, tmp_path: Path) -> None:
-    write(tmp_path / "data.jsonl", {**THOUGHTFUL, "source": "x", "nothing": None})
-    shown = plain(command("inspect", "--record", "data.jsonl:1", "--tokenizer", TOKENIZER).out)
-    assert "keys `messages` not read `id`, `source` messages 2 user, 2 assistant" in shown
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "phi3"])

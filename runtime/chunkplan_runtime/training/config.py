@@ -93,14 +93,9 @@ class TrainConfig(Options):
     """
 
     plan: Path = option(_DIR, "The plan, from `chunkplan build`.", group=DATA)
-    analysis: Path | None = option(
-        _DIR, "The plan's analysis, if it is not where it was.", default=None, group=Advanced(DATA)
-    )
+    analysis: Path | None = option(_DIR, "The plan's analysis, if it was moved.", default=None, group=Advanced(DATA))
     eval_plan: Path | None = option(
-        _DIR,
-        "The plan of held-out sequences.",
-        **_unset("that of `build --holdout`, beside the plan"),
-        group=Advanced(DATA),
+        _DIR, "The held-out plan.", **_unset("that of `build --holdout`, beside the plan"), group=Advanced(DATA)
     )
     output: Path = option(_DIR, "The run's folder: metrics, checkpoints, final/.", group=DATA)
     model: str | None = _model(_NAME, "A saved model: a folder, or a name on the Hugging Face Hub.", default=None)
@@ -130,9 +125,7 @@ class TrainConfig(Options):
         **_PLANNED,
     )
     lora_rank: int | None = _lora(whole(), "Train adapters (LoRA) of this rank; 0: all weights.", **_PLANNED)
-    load_in_4bit: bool | None = _more_lora(
-        FLAG, "Keep the weights below the adapters in 4 bits (QLoRA, NF4).", **_PLANNED
-    )
+    load_in_4bit: bool | None = _more_lora(FLAG, "Keep the weights below the adapters in 4 bits (QLoRA).", **_PLANNED)
     lora_alpha: float = _more_lora(_ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0)
     lora_dropout: float = _more_lora(_BELOW_1, "Dropout on the input of an adapter.", default=0.0)
     lora_targets: tuple[str, ...] = _more_lora(
@@ -156,9 +149,7 @@ class TrainConfig(Options):
     warmup: float = _learning(
         _WARMUP, "Steps in which the learning rate rises from 0; below 1: a share of all steps.", default=0.0
     )
-    min_lr: float = _more_learning(
-        _SHARE, "Learning rate at the end of --lr-schedule, as a share of --lr.", default=0.0
-    )
+    min_lr: float = _more_learning(_SHARE, "Learning rate at the end, as a share of --lr.", default=0.0)
     weight_decay: float = _more_learning(_FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01)
     beta1: float = _more_learning(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9)
     beta2: float = _more_learning(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999)
