@@ -19,13 +19,12 @@ from chunkplan.planning.splitting import TargetMask, count_part_targets
 
 @dataclass(frozen=True)
 class ChunkedBlock:
-    """The sequences of some steps, each in its place, and the chunks that they make.
+    """The sequences of some steps with their ranks and bins, and the chunks that they make.
 
-    `step_starts` int64 [num_steps + 1]: where the sequences of each step begin; `ids` int32, `necessary_ns` int64
-    [num_sequences]: what each takes whole, forward and backward, without what chunks cost beside; `times`: those of the
-    plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of everything done with each chunk on all
-    model stages, and of what of it is recomputing. `bound_ns` int64 [num_steps]: see `share_sequences`;
-    None where no sequence may be shared.
+    `step_starts` int64 [num_steps + 1]: offsets of each step's sequences; `ids` int32, `necessary_ns` int64
+    [num_sequences]: forward and backward of each as a whole, without the overhead of chunks; `times`: those of the
+    plan's schedule; `cost_ns`, `recompute_ns` int64 [num_chunks]: the time of each chunk on all model stages, and the
+    recomputation in it. `bound_ns` int64 [num_steps]: see `share_sequences`; None where no sequence may be shared.
     """
 
     step_starts: Int64Array

@@ -82,7 +82,7 @@ def plan_block(
     """
     chunked = chunk_block(block, dataset, config, cost, is_cancelled)
     scheduled = schedule_block(block, chunked, config, cost, is_cancelled)
-    if keep_on_gpu(chunked.chunks, scheduled.actions, config, cost).size:
+    if keep_on_gpu(chunked.chunks, chunked.times.durations, scheduled.actions, config, cost).size:
         times, cost_ns, recompute_ns = time_chunks(chunked.chunks, config, cost)
         is_same = np.array_equal(times.durations, chunked.times.durations)  # the link to the host held up nothing
         chunked = replace(chunked, times=times, cost_ns=cost_ns, recompute_ns=recompute_ns)

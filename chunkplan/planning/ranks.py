@@ -151,8 +151,8 @@ def pack_and_rebalance(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Pack the ranks of one step: (bin of each sequence, standalone chunks of each rank, time of each rank in ns).
 
-    Changes `rank_of` where that makes the slowest rank faster, now that it is known how many chunks each has. `loads`
-    and `num_shared` int64 [dp]: what each rank takes for what it shares with others, in ns, and these chunks.
+    Changes `rank_of` where that makes the slowest rank faster, as packing tells the number of chunks of each. `loads`
+    and `num_shared` int64 [dp]: time in ns and number of the chunks that each rank shares with others.
     """
     bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
     num_standalone = np.zeros(params.dp, np.int64)  # [dp]

@@ -93,10 +93,10 @@ _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer"
 class TuneOptions(Options):
     """The model, GPUs and batch to tune for, and the choices to try.
 
-    `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
-    Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
-    and, where stages have two layers, "zero-bubble-v"), and where ranks may share sequences (`cp`), that too where a
-    schedule allows it. `sharding` "auto" shares gradients and weights where that makes room for what is faster.
+    `gpu_memory` in bytes; `gpus` in all, used in the fastest layout with `tp`, or else `dp`, `tp` and `pp`. The choices
+    are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and,
+    where stages have two layers, "zero-bubble-v"), with and without shared sequences (`cp`) if the schedule allows
+    them. `sharding` "auto" shards gradients and weights where that makes room for a faster choice.
 
     Raises:
         UsageError: a value is out of range.

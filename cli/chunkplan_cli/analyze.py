@@ -174,9 +174,9 @@ def analyze(
 def reading_of(
     data: list[str], options: IntakeOptions, how: AnalyzeOptions, place: Workspace, beside: list[str]
 ) -> Iterator[IntakeRequest]:
-    """Yield what is asked for, with its progress shown until the block ends; files that are no data go to `beside`.
+    """Yield the request, with its progress shown until the block ends; files that are no data go to `beside`.
 
-    An error of sources that cannot be read gets the command that leaves them out.
+    An error of unreadable sources gets the command that leaves them out as its hint.
     """
     from chunkplan.compiling import compiled_ahead
     from chunkplan.intake.reading import IntakeRequest
@@ -225,10 +225,10 @@ def with_length_column(values: Mapping[str, Any]) -> CliValues:
 def with_files(
     config: Path | None, place: Workspace, work: CliValues, intake: CliValues
 ) -> tuple[CliValues, CliValues]:
-    """Return the options of the command line joined with those of files, which it wins over, and say which are used.
+    """Merge the options of the command line with those of files, over which they win, and print those that are used.
 
-    The file of --config wins over that of the workspace, whose entries may be for sources that are not there.
-    Of what is said by source or role, each entry is joined by itself.
+    The file of --config wins over that of the workspace, whose entries may be for sources that are not there. Options
+    by source or role are merged entry by entry.
     """
     called = {name: one.called for kind in (AnalyzeOptions, IntakeOptions) for name, one in options_of(kind).items()}
     joined = dict(with_length_column({**work, **intake}))

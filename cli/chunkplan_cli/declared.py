@@ -1,6 +1,6 @@
 """Flags of a command that come from configurations: their names, groups, help and completion are the fields'.
 
-And where a command finds what it is about: what was given, or what lies in the workspace.
+Also finds the subject of a command: the given path, or that in the workspace.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def find_analysis(given: Path | None, place: Workspace) -> Path:
 
 
 def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
-    """Return the plan, or whatever else was given in its place, or the plan of the workspace.
+    """Return the given path, or the plan of the workspace.
 
     Raises:
         UsageError: there is none; `others` is what may be given, as in "PLAN".

@@ -191,10 +191,8 @@ def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | No
 
 
 def _tuning_of(shown: Path, analysis: Path | None, place: Workspace) -> Path | None:
-    """The tuning of the workspace, for what lies there under its name; for all else one that was made for the same.
-
-    That is the tuning of the workspace, or the one in the folder that what is shown lies in.
-    """
+    """The tuning of the workspace, for its own analysis and plan; for others that of the workspace or of their folder,
+    if it was made for the same."""
     from chunkplan.reporting.page.write import is_tuning_of
     from chunkplan.workspace import Workspace
 
