@@ -21,8 +21,8 @@ BUDGETS = {
     ("chunkplan/reporting/", "cli/"): 9_885,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_035,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_285,
-    ("",): 56_860,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_300,
+    ("",): 56_960,
 }
 MOST_FILES = 291
 
