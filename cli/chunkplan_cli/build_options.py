@@ -12,7 +12,7 @@ from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Options, in_words, option, options_of, read_toml, same
+from chunkplan.options import Advanced, Options, in_words, option, options_of, read_toml, same
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
@@ -44,13 +44,13 @@ class BuildOptions(Options):
     like: Path | None = option(
         path("PLAN"),
         "Build a plan of the same steps and samples for other ranks: what is not given is as in PLAN.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
     )
     from_file: Path | None = option(
         path("FILE"),
         "With --auto: the result of `tune`.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         flag="--from",
         default_words="WORKSPACE/tuning.json, if it is for this model and hardware",
@@ -58,13 +58,13 @@ class BuildOptions(Options):
     config: Path | None = option(
         path("FILE.toml"),
         "A file with these options, such as `chunk-size = 8192`; the command line wins.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
     )
     workers: int | None = option(
         whole(1),
         "Threads; the plan is the same with any number.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         default_words="one for each processor",
     )

@@ -83,7 +83,7 @@ RunOption = Annotated[
 ]
 
 
-@takes(asked=SimulateOptions, machine=(CostModel, _MACHINE))
+@takes("machine", asked=SimulateOptions, machine=(CostModel, _MACHINE))
 def simulate(
     plan: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="The plan. Default: WORKSPACE/plan.", show_default=False)
