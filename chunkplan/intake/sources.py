@@ -27,6 +27,7 @@ from pathlib import Path
 from chunkplan.config.intake import SCHEMAS, SourceOverrides
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
+from chunkplan.intake import hub
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
 from chunkplan.intake.signatures import by_bytes, what_to_do
 from chunkplan.intake.source_columns import is_named
@@ -156,8 +157,9 @@ def find_sources(
 
     A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
     pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
-    JSONL from the standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote
-    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there. Raises
+    JSONL from the standard input, a URL of any of these, or the name of a dataset on the Hugging Face Hub (`hub`). A
+    folder that `save_to_disk` of Hugging Face datasets wrote stands for the files its `state.json` lists, a folder of
+    splits for all of these, in the order written there. Raises
     UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
     standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
     its files are.
@@ -197,11 +199,14 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
         files = files_of(path)
         if files.is_folder(path):
             found = [_found(files, each, search) for each in _below(files, path, search)]
-            return _by_split(_check_any(found, f"{path} has no data in it or below", search.beside), len(path))
+            found = _check_any(found, f"{path} has no data in it or below", search.beside)
+            return _by_split(found, [one.path[len(path) :] for one in found])
         if files.exists(path):
             return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
             return _of_pattern(files, path, search)
+    if hub.is_name(path) and ("." not in name_of(path) or describe(path) is None):
+        return _of_dataset(path, search)
     raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
 
 
@@ -242,16 +247,22 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
     return found
 
 
-def _by_split(found: list[SourceFile], start: int) -> list[SourceFile]:
-    """`found` in a folder, of which what is called an evaluation split beside one to train on is evaluated on.
+def _by_split(found: list[SourceFile], names: list[str]) -> list[SourceFile]:
+    """`found`, of which the evaluation splits beside one to train on, as `names` call them, are evaluated on."""
+    splits = [(name, match) for name in names for match in _SPLIT.finditer(name)]
+    trained = {name[: match.start(1)] for name, match in splits if match[1].lower().startswith("train")}
+    others = ((name, match) for name, match in splits if not match[1].lower().startswith("train"))
+    evaluated = {name for name, match in others if name[: match.start(1)] in trained}
+    return [replace(one, is_evaluation=name in evaluated) for one, name in zip(found, names, strict=True)]
 
-    The names are looked at from letter `start` of the paths on.
-    """
-    splits = [(one.path, match) for one in found for match in _SPLIT.finditer(one.path, start)]
-    trained = {path[: match.start(1)] for path, match in splits if match[1].lower().startswith("train")}
-    others = ((path, match) for path, match in splits if not match[1].lower().startswith("train"))
-    evaluated = {path for path, match in others if path[: match.start(1)] in trained}
-    return [replace(one, is_evaluation=one.path in evaluated) for one in found]
+
+def _of_dataset(path: str, search: _Search) -> list[SourceFile]:
+    """The files of a dataset on the Hub, whose splits are called as it says, or as its files are."""
+    ends = [f"{suffix}{packed}" for suffix in _KINDS for packed in ("", *COMPRESSIONS)]
+    found = [(str(file), split) for file, split in hub.fetch_dataset(path, ends) if search.is_data(str(file))]
+    names = [split or file.partition("/snapshots/")[2].partition("/")[2] for file, split in found]
+    sources = [_source(files_of(file), file, search) for file, _ in found]
+    return _by_split(_check_any(sources, f"the dataset {path} has no data in it", search.beside), names)
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:
