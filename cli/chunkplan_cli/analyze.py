@@ -194,7 +194,7 @@ def reading_of(
                 use_cache=how.use_cache,
                 progress=progress,
                 beside=beside.extend,
-                unused=lambda places: note(f"ignored, as there is no such source: {', '.join(places)}"),
+                notes=note,
             )
     except UnreadableSourcesError as error:
         command = shlex.join(["chunkplan", *sys.argv[1:], *_SKIP])
