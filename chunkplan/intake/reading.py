@@ -170,8 +170,9 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
     request = replace(request, options=options)
     found = [f"ignored, as there is no such source: {', '.join(unused)}"] if unused else []
-    for note in [*train.notes, *evaluation.notes, *found] if request.notes is not None else ():
-        request.notes(note)
+    if request.notes is not None:
+        for note in (*train.notes, *evaluation.notes, *found):
+            request.notes(note)
     if shard is not None:
         _check_can_be_dealt(files)
     store = Store(request.cache, is_trusted=request.use_cache)
