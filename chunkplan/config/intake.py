@@ -204,7 +204,7 @@ RECORD_BYTES = Domain(
 _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 
 #: Options that a manifest has only where they are given.
-_UNSAID = {"chat_template_kwargs": {}, "text_split": None, "text_end": "auto"}
+_UNSAID: dict[str, object] = {"chat_template_kwargs": {}, "text_split": None, "text_end": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,9 @@ class ModelShape:
     tied_embeddings: bool = False
     max_positions: int | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
     @property
     def num_layers(self) -> int:
         """Number of layers."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from chunkplan.errors import UsageError
-from chunkplan.extras import pip_install
 
 #: A name on the Hub, perhaps with a part of the dataset.
 _NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<part>[\w.-]+(/[\w.-]+)?))?", re.ASCII)
@@ -28,7 +28,7 @@ def is_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None and not Path(path.partition("/")[0]).exists()
 
 
-def fetch_dataset(path: str, patterns: Sequence[str], revision: str | None = None) -> list[tuple[Path, str]]:
+def fetch_dataset(path: str, patterns: Sequence[str]) -> list[tuple[Path, str]]:
     """Fetch what `path` names; its files, each with its split, or "" where only the name of the file may say that.
 
     `patterns` are those of the ends of data files, where README.md does not say which files are data.
@@ -40,14 +40,15 @@ def fetch_dataset(path: str, patterns: Sequence[str], revision: str | None = Non
     match = _NAME.fullmatch(path)
     assert match is not None
     name, part = match["name"], match["part"] or ""
-    splits = _choose(name, part, _configs(_snapshot(name, ["README.md"], revision) / "README.md"))
+    splits = _choose(name, part, _configs(_snapshot(name, ["README.md"]) / "README.md"))
     splits = splits or {"": [f"*{part}*{pattern}" for pattern in patterns]}
-    folder = _snapshot(name, [pattern for one in splits.values() for pattern in one], revision)
-    from huggingface_hub.utils import filter_repo_objects
-
+    folder = _snapshot(name, [pattern for one in splits.values() for pattern in one])
     there = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     found = {
-        file: split for split, chosen in splits.items() for file in filter_repo_objects(there, allow_patterns=[*chosen])
+        file: split
+        for split, chosen in splits.items()
+        for file in there
+        if any(fnmatchcase(file, pattern) for pattern in chosen)
     }
     if not found:
         raise UsageError(
@@ -57,25 +58,29 @@ def fetch_dataset(path: str, patterns: Sequence[str], revision: str | None = Non
     return [(folder / file, split) for file, split in found.items()]
 
 
-def _snapshot(name: str, patterns: list[str], revision: str | None) -> Path:
-    """The folder of a dataset in the cache, with the files of these patterns."""
-    try:
-        from huggingface_hub import constants, get_session, snapshot_download
-    except ImportError as error:
-        message = f"there is no file {name}, and a dataset on the Hugging Face Hub needs huggingface_hub"
-        raise UsageError(message, hint=pip_install("hub")) from error
-    is_silent, reason = constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
-    if not is_silent:
+def silent_hub() -> str | None:
+    """The words for a Hub that does not answer, which its client would retry for a minute; None where it does."""
+    from huggingface_hub import constants, get_session
+
+    if not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER)
         except Exception:  # of whichever library makes the connection
-            is_silent, reason = True, f"{constants.ENDPOINT} does not answer"
+            return f"{constants.ENDPOINT} does not answer"
+    return None
+
+
+def _snapshot(name: str, patterns: list[str]) -> Path:
+    """The folder of a dataset in the cache, with the files of these patterns."""
+    from huggingface_hub import constants, snapshot_download
+
+    silent = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silent_hub()
     try:
-        wanted = {"repo_type": "dataset", "revision": revision, "allow_patterns": patterns}
-        return Path(snapshot_download(name, **wanted, local_files_only=is_silent))
+        is_offline = silent is not None
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, local_files_only=is_offline))
     except Exception as error:  # it raises whatever came of the network, the cache and the name
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        why = f"{reason}, and it was not fetched before" if is_silent else first
+        why = f"{silent}, and it was not fetched before" if silent else first
         raise UsageError(
             f"there is no file {name}, and no dataset of that name can be fetched from the Hugging Face Hub: {why}",
             hint="check the name, the network and `hf auth login`; or give files, folders, patterns or URLs of data",

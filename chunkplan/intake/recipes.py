@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from chunkplan.config.intake import IntakeOptions, SourceOverrides
 from chunkplan.errors import DataError, UsageError
-from chunkplan.extras import pip_install
 from chunkplan.intake.files import is_url
 from chunkplan.intake.hub import is_name
 from chunkplan.intake.records import JsonObject
@@ -23,8 +22,8 @@ from chunkplan.intake.schemas.keys import COUNTS
 from chunkplan.intake.schemas.messages import ROLES
 from chunkplan.intake.sources import describe, find_sources
 
-#: The file, and perhaps the names of some of its entries.
-_LLAMA_FACTORY = re.compile(r"(?P<file>(.*/)?dataset_info\.json)(:(?P<names>.+))?")
+#: Files that may declare data, and perhaps the names of some of their entries.
+_DECLARED = re.compile(r"(?P<file>(.*/)?dataset_info\.json|.*\.ya?ml)(:(?P<names>.+))?", re.DOTALL)
 
 #: Where an entry of LLaMA-Factory has its data.
 _PLACES = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
@@ -106,11 +105,14 @@ def declared(paths: Sequence[str | Path]) -> Declared:
     """
     found = Declared()
     for path in map(str, paths):
-        match = _LLAMA_FACTORY.fullmatch(path)
-        if match and Path(match["file"]).is_file() and (entries := _llama_factory(Path(match["file"]))) is not None:
-            _add_llama_factory(found, Path(match["file"]), entries, match["names"])
-        elif path.endswith((".yml", ".yaml")) and Path(path).is_file() and (config := _axolotl(Path(path))):
-            _add_axolotl(found, Path(path), config)
+        match = _DECLARED.fullmatch(path)
+        file = Path(match["file"]) if match else Path()
+        content = _content(file) if file.is_file() else None
+        entries = content if isinstance(content, dict) else {}
+        if any(isinstance(entry, dict) and not entry.keys().isdisjoint(_PLACES) for entry in entries.values()):
+            _add_llama_factory(found, file, entries, match and match["names"])
+        elif isinstance(entries.get("datasets"), list):
+            _add_axolotl(found, file, entries)
         else:
             found.paths.append(path)
     return found
@@ -140,16 +142,14 @@ def _add(
         found.places |= dict.fromkeys([name, *keys], entry.place)
 
 
-def _llama_factory(path: Path) -> dict[str, JsonObject] | None:
-    """The entries of a dataset_info.json, None where it is another, such as that of Hugging Face datasets."""
+def _content(path: Path) -> Any:
+    """What is in a file of JSON or YAML, which has JSON in it."""
+    import yaml
+
     try:
-        entries = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=str(path), hint="fix the file") from error
-    is_one = isinstance(entries, dict) and any(
-        isinstance(entry, dict) and not entry.keys().isdisjoint(_PLACES) for entry in entries.values()
-    )
-    return entries if is_one else None
+        return yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"not YAML: {' '.join(str(error).split())}", where=str(path), hint="fix the file") from error
 
 
 def _add_llama_factory(found: Declared, path: Path, entries: dict[str, JsonObject], names: str | None) -> None:
@@ -191,19 +191,6 @@ def _is_new(role: str, tag: str) -> bool:
 
 def _on_hub(name: str, config: str | None, split: str | None) -> str:
     return ":".join(filter(None, [name, "/".join(filter(None, [config, split]))]))
-
-
-def _axolotl(path: Path) -> JsonObject | None:
-    """The content of a YAML that declares `datasets`; None where it is another."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise UsageError(f"{path} is YAML, which needs pyyaml", hint=pip_install("hub")) from error
-    try:
-        config = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"not YAML: {' '.join(str(error).split())}", where=str(path), hint="fix the file") from error
-    return config if isinstance(config, dict) and isinstance(config.get("datasets"), list) else None
 
 
 def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
@@ -248,6 +235,8 @@ def _places_of(config: Path, entry: _Entry) -> Iterator[str]:
 def _said_by(entry: _Entry) -> tuple[str | None, dict[str, str]]:
     """The schema of an entry of axolotl, and the key of each role."""
     values, kind = entry.values, entry.values.get("type")
+    schema: str | None
+    fields: Mapping[str, str]
     if isinstance(kind, dict):
         _Entry(f"{entry.place}: type", kind).only(*_FIELDS)
         schema, fields, values = "instruction", _FIELDS, {**values, **kind}

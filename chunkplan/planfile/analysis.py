@@ -25,6 +25,7 @@ from chunkplan.planfile.manifest import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
 from chunkplan.planfile.schema import SEQUENCES, TOKENS, to_numpy
 from chunkplan.planfile.tables import conform, read_columns
+from chunkplan.quantities import short_repr
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Analysis:
     num_target_tokens: Int32Array
     content_hash: str
     manifest: dict[str, Any] = field(repr=False)
+
+    __repr__ = short_repr
 
     @cached_property
     def source(self) -> Int32Array:

@@ -21,7 +21,7 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
-from chunkplan.quantities import ZERO
+from chunkplan.quantities import ZERO, short_repr
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, Progress, evaluate, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
@@ -89,6 +89,8 @@ class Tuning:
     tokens_per_step: float
     token_histogram: dict[int, float]
     positions: Positions | None
+
+    __repr__ = short_repr
 
     @property
     def best(self) -> Choice:

@@ -196,7 +196,7 @@ def test_a_name_that_is_not_there_and_a_file_in_two_ways_are_refused() -> None:
     write_lines(Path("data/a.jsonl"), [{"q": "Hi!", "a": "Hello."}])
     with pytest.raises(UsageError, match="has no dataset third"):
         analyze("data/dataset_info.json:third", "out")
-    with pytest.raises(UsageError, match="read data/a.jsonl in two ways"):
+    with pytest.raises(UsageError, match=r"read data/a.jsonl in two ways"):
         analyze("data/dataset_info.json", "out")
 
 
@@ -205,7 +205,7 @@ def test_files_of_the_same_names_that_declare_nothing_are_read_as_before() -> No
     Path("b.yaml").write_text("- text: words\n")
     assert declared(["dataset_info.json", "b.yaml", "c.jsonl"]).paths == ["dataset_info.json", "b.yaml", "c.jsonl"]
     Path("dataset_info.json").write_text("{")
-    with pytest.raises(DataError, match="not JSON"):
+    with pytest.raises(DataError, match="not YAML"):
         declared(["dataset_info.json"])
 
 
