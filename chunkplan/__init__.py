@@ -9,8 +9,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from chunkplan.version import __version__ as __version__
-
 if sys.platform == "win32":
     raise ImportError("chunkplan does not run on Windows: install it in WSL, which is Linux on Windows")
 
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     from chunkplan.lengths import length_report as length_report
     from chunkplan.planfile.load import load_analysis as load_analysis
     from chunkplan.planfile.load import load_plan as load_plan
+    from chunkplan.planning.step import plan_step as plan_step
+    from chunkplan.planning.step import prewarm as prewarm
     from chunkplan.reporting.chunk_view import view_chunk as view_chunk
     from chunkplan.reporting.difference import diff as diff
     from chunkplan.reporting.page.write import write_report as write_report
@@ -53,9 +53,11 @@ if TYPE_CHECKING:
     from chunkplan.tuning.options import TuneOptions as TuneOptions
     from chunkplan.tuning.tune import tune as tune
     from chunkplan.validation.validate import validate as validate
+    from chunkplan.version import __version__ as __version__
 
 #: Public name -> the module that has it, which is imported when the name is first asked for.
 HOMES = {
+    "__version__": "chunkplan.version",
     "CostModel": "chunkplan.cost.model",
     "IntakeOptions": "chunkplan.config.intake",
     "IntakeRequest": "chunkplan.intake.reading",
@@ -77,6 +79,8 @@ HOMES = {
     "pack": "chunkplan.exporting.rows",
     "per_step": "chunkplan.reporting.per_step",
     "plan_report": "chunkplan.reporting.plan_report",
+    "plan_step": "chunkplan.planning.step",
+    "prewarm": "chunkplan.planning.step",
     "read_model_config": "chunkplan.cost.model_config",
     "simulate_lengths": "chunkplan.simulation",
     "simulate_plan": "chunkplan.simulation",
@@ -90,7 +94,7 @@ HOMES = {
     "write_trace": "chunkplan.schedule.trace",
 }
 
-__all__ = sorted([*HOMES, "__version__"])
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,7 @@ class _Entry:
 
 
 def declared(paths: Sequence[str | Path]) -> Declared:
-    """What `paths` stand for, those that are no declarations for themselves.
+    """The data that `paths` stand for, those that are no declarations for themselves.
 
     Raises:
         UsageError: an entry asks for what is not done here, or its data are not there.
@@ -143,7 +143,7 @@ def _add(
 
 
 def _content(path: Path) -> Any:
-    """What is in a file of JSON or YAML, which has JSON in it."""
+    """The content of a file of YAML, of which JSON is a part."""
     import yaml
 
     try:
@@ -207,7 +207,7 @@ def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
                 schema, columns = _said_by(entry)
                 suffix = _SUFFIXES.get(str(values.get("ds_type")))
                 _add(found, entry, data, schema, columns, suffix=suffix, paths=paths)
-    also = {"sequence_len": "--max-length {} --long drop", "val_set_size": "build --holdout {}"}
+    also = {"sequence_len": "--max-length {} --overlong drop", "val_set_size": "build --holdout {}"}
     flags = [flag.format(config[key]) for key, flag in also.items() if config.get(key)]
     if any(values.get("type") == "alpaca" for values in config["datasets"]):
         found.notes.append(f"{path}: of `type: alpaca` the keys are read; the text around them is the chat template's")

@@ -1,8 +1,7 @@
 """Chat templates: a conversation as the string a model is trained on, and which spans of it count in the loss.
 
-What the assistant says is what stands in `{% generation %}` blocks where the template has them, else what the template
-puts out for its messages (see `template_turns`). Whatever a template raises is reported as a record that cannot be
-rendered.
+The assistant's text is that in `{% generation %}` blocks if the template has them, else the template's output for its
+messages (see `template_turns`). Any error of a template is reported as a record that cannot be rendered.
 """
 
 from __future__ import annotations
@@ -329,7 +328,7 @@ class ChatTemplate:
                     "assistant, so which of them are left out of the loss is not known",
                     reason="template",
                     hint="use a template with one generation block a message, or train all of the conversation: leave "
-                    "`loss` and weights out, and --turns rendered",
+                    "`loss` and weights out, and --train-turns rendered",
                 )
             kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
         others = [

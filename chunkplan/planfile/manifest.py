@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import MAY_LACK, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.cost.states import reduction_ns
@@ -73,11 +73,11 @@ class TokenFileEntry(TypedDict):
 class SourceEntry(TypedDict):
     """A source of an analysis (docs/plan-format.md). `analyze` writes all entries.
 
-    `evidence`: why it is read by its `schema`. `part`: "eval" of what is not trained. `reasons`: rejected records by
-    reason. `unread_keys`: keys of records that nothing was made of, each with the number of records, or None where that
-    is not known. `num_truncated` sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which
-    the chat template leaves something out, by what it is, or with a token of prompt and answer (`shared`), and
-    `first_left_out` the row of the first of them.
+    `evidence`: why it is read by its `schema`. `part`: "eval" for sources of evaluation. `reasons`: rejected records by
+    reason. `unread_keys`: keys that were not read, each with the number of records, None if not known. `num_truncated`
+    sequences were cut, by `num_truncated_tokens` together. `left_out`: number of sequences that the chat template
+    leaves something out of, by kind, or with a token of prompt and answer (`shared`), and `first_left_out` the row of
+    the first of them.
     """
 
     path: str
@@ -166,9 +166,7 @@ ANALYSIS: Expected = {
     "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
-#: Missing where they are at their defaults.
-_NEW = ("cp", "stage_layers", "keep_attention")
-_PLAN_CONFIG = {f"{name}?" if name in _NEW else name: entry for name, entry in entries_of(PlanConfig).items()}
+_PLAN_CONFIG = {f"{name}?" if name in MAY_LACK else name: entry for name, entry in entries_of(PlanConfig).items()}
 _MIX = Domain(
     lambda value: isinstance(value, dict) and all(map(NUMBER.holds, value.values())), "numbers from 0 by source"
 )

@@ -43,10 +43,7 @@ _KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_ha
 
 
 def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
-    """Print the length report; then what was read, and where the analysis is.
-
-    `beside` are the files that lie beside the data and are none.
-    """
+    """Print the length report, the sources and the path of the analysis; `beside` are files that are no data."""
     from chunkplan.lengths import length_report
 
     report = length_report(analysis)
@@ -173,11 +170,11 @@ def _warn_of_lost(sources: list[SourceEntry]) -> None:
         note(f"hint: to have {counted(len(lines), 'source')} of them read, {TRY}{' '.join(lines)}")
 
 
-#: What of conversations is trained, by `--turns`.
+#: What of conversations is trained, by `--train-turns`.
 _TURNS = {
-    "rendered": ("all that the assistant wrote, as rendered", "(others: --turns last, --turns each)"),
-    "last": ("the last turn", "(--turns last)"),
-    "each": ("every turn, each in a sequence of its own", "(--turns each)"),
+    "rendered": ("all that the assistant wrote, as rendered", "(others: --train-turns last, --train-turns each)"),
+    "last": ("the last turn", "(--train-turns last)"),
+    "each": ("every turn, each in a sequence of its own", "(--train-turns each)"),
 }
 
 

@@ -52,8 +52,8 @@ _LONGEST = 2**31 - 1
 class RecordLayout:
     """The layout of a source's records: a schema, and for each of its roles the key that has it.
 
-    `evidence` is a line for people that says why, `ignored` are keys treated as absent, `marks` the keys that mark
-    tokens in all records of the source, or None where that is not known. `inside` has what the user says of messages.
+    `evidence` explains the choice in a line, `ignored` are keys treated as absent, `marks` the keys that mark tokens in
+    all records of the source, None if not known. `inside` has the user's columns of messages.
     """
 
     schema: str
@@ -140,7 +140,7 @@ def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
             raise RecordError(
                 f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
                 reason="undesirable",
-                hint=f"--undesirable drop leaves such records out, counted; remove `{key}` if it means another thing",
+                hint=f"--kto-negatives drop leaves such records out, counted; remove `{key}` if it means another thing",
             )
         if label is not None and key not in _BESIDE["label"]:  # a key that the user has named
             typed(label, bool, key)
