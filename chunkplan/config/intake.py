@@ -22,7 +22,7 @@ SCHEMAS = (
 #: Those whose records are conversations of any number of turns.
 CONVERSATIONS = ("messages", "conversations")
 
-#: What of a conversation is trained.
+#: The trained turns of a conversation.
 Turns = Literal["rendered", "last", "each"]
 
 #: What is read of one record at most. Encoding takes up to 130 times as much memory where it is encoded whole.

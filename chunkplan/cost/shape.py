@@ -23,7 +23,7 @@ class AttentionPattern(NamedTuple):
     share: float = 1.0
 
 
-#: Of a model that attends to everything in all of its attention layers.
+#: Patterns of a model with full attention in all of its attention layers.
 FULL = (AttentionPattern(),)
 
 

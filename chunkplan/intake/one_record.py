@@ -23,7 +23,7 @@ from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
 
-#: Of a line that is no record, so many bytes are kept.
+#: Bytes to keep of a line that is no record.
 _SHOWN_BYTES = 1 << 16
 
 _LINE = re.compile(r"(?P<path>.+):(?P<number>[0-9]{1,18}):?", re.DOTALL)

@@ -258,7 +258,7 @@ def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, s
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Outcomes]
 
-#: How many URLs are looked at at once.
+#: URLs that are looked at at once.
 _LOOKS = 16
 
 

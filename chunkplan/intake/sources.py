@@ -32,7 +32,7 @@ from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of
 from chunkplan.intake.signatures import by_bytes, what_to_do
 from chunkplan.intake.source_columns import is_named
 
-#: What may stand behind the suffix of a kind that is text.
+#: Suffixes that may follow that of a kind of text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 _KINDS = {
@@ -69,10 +69,10 @@ _SPLIT = re.compile(r"(?:^|[^a-z])(train(?:ing)?|valid(?:ation)?|val|dev|test(?:
 #: The kind of a link to a folder.
 LINK = "link"
 
-#: How the manifest of a folder of ours begins.
+#: Beginning of the manifest of a folder of ours.
 _OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
 
-#: How the file begins that says what an export has in it, with its own path first.
+#: Beginning of the description of an export, with its own path first.
 _EXPORTED = re.compile(rb'\s*\{\s*"path":.*\s*"format":\s*"([\w-]+)",\s*"tool_version":')
 _LONGEST_PATH = 1 << 16
 

@@ -175,7 +175,7 @@ def record_place(path: str, kind: str, record: int) -> str:
     return f"{path}:{record + 1}" if kind == "jsonl" else f"{path}, record {record}"
 
 
-#: What pyarrow raises for a file that is torn or overwritten.
+#: Errors of pyarrow for a file that is truncated or overwritten.
 _DAMAGED = (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
 
 

@@ -21,7 +21,7 @@ from chunkplan.reporting.per_step import plan_chunks
 from chunkplan.reporting.plan_memory import plan_memory
 from chunkplan.summary import summary_of
 
-# Which sources of an analysis another one has, too: by their paths, and moved ones by what is in them.
+# Match the sources of two analyses: by path, and moved ones by content.
 
 
 class ComparedSource(TypedDict):

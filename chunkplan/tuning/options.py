@@ -85,7 +85,7 @@ def _read_gpus(typed: str) -> dict[str, int | Hardware]:
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
-#: What a cost model has of the options as it is.
+#: Options that are fields of a cost model too.
 _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
 
 

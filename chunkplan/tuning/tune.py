@@ -42,7 +42,7 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 #: Times this close are the same: of these the choice is the one that takes least memory.
 _SAME = 1.005
 
-#: What is no slower than this many times the best is tried on more steps, of the fastest so many.
+#: Choices within this factor of the best are tried on more steps, at most so many of the fastest.
 _CLOSE, _CLOSEST = 1.03, 8
 
 #: Choices slower than the best by more than this factor are no trade for less memory.

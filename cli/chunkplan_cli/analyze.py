@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
 
-#: What leaves out sources that cannot be read; a longer command is not repeated with it.
+#: Option that leaves out unreadable sources; a command longer than this is not repeated with it.
 _SKIP = ("--on-error", "skip")
 _LONGEST_COMMAND = 400
 

@@ -37,10 +37,10 @@ READING = (
 #: Options that say together how records are laid out.
 LAYOUT = ("schema", "formats", "columns", "ignore_columns")
 
-#: Those that name files and columns.
+#: Options that name files and columns.
 FILES = ("chat_template", "length_column")
 
-#: Of a longer sequence the two ends are shown: about two screens.
+#: Tokens to show of a sequence, at its two ends if it is longer: about two screens.
 MOST_TOKENS = 800
 
 
