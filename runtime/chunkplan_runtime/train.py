@@ -27,6 +27,9 @@ _EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
 
+#: Seconds in which processes that are told to stop end a step and write a checkpoint, before they are killed.
+_STOPS_WITHIN = 3600
+
 
 class _Terminated(KeyboardInterrupt):
     """Raised on SIGTERM, handled as Ctrl-C, so that nothing is left half written."""
@@ -77,6 +80,7 @@ def start(arguments: list[str], num_processes: int) -> int:
     from torch.distributed.run import parse_args, run
 
     logging.disable()  # the processes say themselves what torch would say of them here
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOPS_WITHIN))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     # A name of this machine need not resolve.
     how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]

@@ -216,6 +216,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
+    def defers_interrupt(self, defers: bool) -> None:
+        """Have the watchdog leave the next Ctrl-C to the end of this process's step, or not."""
+        if self.watchdog is not None:
+            self.watchdog.defers_interrupt = defers
+
     def telling(
         self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
     ) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -34,7 +35,15 @@ from chunkplan_runtime.training.checkpoint import (
     write_checkpoint,
 )
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
-from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
+from chunkplan_runtime.training.final import (
+    check_mergeable,
+    check_tokenizer,
+    find_tokenizer,
+    open_repository,
+    save_final,
+    upload,
+)
+from chunkplan_runtime.training.interrupt import Interrupt
 from chunkplan_runtime.training.run_folder import (
     RunFolder,
     append_lines,
@@ -42,11 +51,15 @@ from chunkplan_runtime.training.run_folder import (
     lines_before,
     remove_folder,
 )
+from chunkplan_runtime.training.samples import Sampler
 from chunkplan_runtime.training.screen import Screen, compare, describe_run
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given.
 _PLANNED = ["kv_offload", "checkpointing", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile"]
+
+#: Characters of a sample on the screen; samples.jsonl has all.
+_SHOWN_OF_SAMPLE = 200
 
 
 def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
@@ -102,6 +115,8 @@ class TrainingRun:
         self.fixed["frozen weights"] = setup.fingerprint(model.own, model.whole, job, only_frozen=True)
         if earlier is not None:
             refuse_other_run(earlier, self.fixed, config, self.num_steps)
+        prompt = config.sample_prompt
+        self.sampler = None if prompt is None else Sampler(prompt, self.tokenizer, model.whole, job.layout)
         self.flops = metrics.FlopCounter(model.whole)
         self.comparison = compare(config, data, job)
         description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job)
@@ -116,7 +131,7 @@ class TrainingRun:
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
         self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
-        self.whole, self.job, self.folder = model.whole, job, folder
+        self.whole, self.job, self.folder, self.interrupt = model.whole, job, folder, Interrupt(job)
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
 
@@ -132,9 +147,11 @@ class TrainingRun:
             if folder.final.exists():  # of fewer steps
                 remove_folder(folder.final)
                 say(f"removed   {folder.final}: the run goes on, and writes it again")
-            for lines in (folder.metrics, folder.sequences, folder.evaluations):
+            for lines in folder.lines:
                 cut_back(lines, self.start)
-        with self.screen:
+        if self.config.push_to_hub and self.job.is_main:
+            say(f"uploads   final/ to {open_repository(self.config.push_to_hub)} at the end")
+        with self.screen, self.interrupt:
             self._train()
         if self.best.should_stop:
             say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
@@ -158,6 +175,8 @@ class TrainingRun:
         save_final(self.train_step, self.whole, self.tokenizer, folder.final, self.job, merges=merges)
         say(f"saved     {folder.final}")
         say(f"metrics   {folder.metrics}")
+        if self.config.push_to_hub and self.job.is_main:
+            say(f"uploaded  {upload(folder.final, self.config.push_to_hub)}")
 
     def _train(self) -> None:
         """Run the steps that are left until something says to stop, with what follows each of them."""
@@ -179,10 +198,17 @@ class TrainingRun:
             callbacks.state.global_step, callbacks.state.epoch = done, self.data.epochs_done(done)
             callbacks.end_step(row)
             is_best = callbacks.control.should_evaluate and self._evaluate(work.step.step)
-            if callbacks.control.should_save or (is_best and self.config.keeps_best):
+            if self.sampler is not None and done % self.config.sample_every == 0:
+                self._sample(self.sampler, work.step.step)
+            is_interrupted = any(self.job.all_gather_object(self.interrupt.is_asked))
+            if callbacks.control.should_save or (is_best and self.config.keeps_best) or is_interrupted:
                 self._save(done)
+            if is_interrupted:
+                raise KeyboardInterrupt
             if self._is_to_stop():
                 break
+            if self.config.save_every:
+                self.interrupt.defer()
             waits_since = time.perf_counter()
         if epoch > -1:
             callbacks.call("on_epoch_end")
@@ -279,6 +305,11 @@ class TrainingRun:
         self.callbacks.evaluated(row)
         return self.best.add(step + 1, loss)
 
+    def _sample(self, sampler: Sampler, step: int) -> None:
+        text = sampler.generate()
+        append_lines(self.folder.samples, [{"step": step, "prompt": self.config.sample_prompt, "text": text}])
+        self.screen.say(f"sample after step {step}: {shorten(text, _SHOWN_OF_SAMPLE, placeholder=' ...')}")
+
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
         best = self.best
@@ -324,6 +355,7 @@ def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path
         found["sharding"] = "optimizer"
     found |= {"analysis": data.analysis.path, "eval_plan": data.evaluation and data.evaluation.path}
     resolved = replace(config, **found, tokenizer=str(tokenizer[0].parent) if tokenizer else None)
+    resolved = replace(resolved, lr=resolved.highest_lr)
     setup.check_layout(resolved, job.layout)
     return resolved
 

@@ -29,7 +29,7 @@ def test_the_help_has_every_option_with_words_and_default(capsys):
     for option in options_of(TrainConfig).values():
         assert option.flag in shown
         assert "".join(option.help.split()) in shown
-    for default in ("0.0001", "constant", "all-linear"):
+    for default in ("1e-05,ofadapters0.0002", "cosine", "0.03", "all-linear"):
         assert f"Default:{default}." in shown
 
 

@@ -1,0 +1,63 @@
+"""Samples of what a model generates in training: `generate` of transformers, on the model as it is between steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from chunkplan.errors import UsageError
+from chunkplan_runtime.layout import RankLayout
+from chunkplan_runtime.models.checks import max_positions
+from chunkplan_runtime.models.model import CausalLM
+
+#: Tokens that are generated at most.
+NEW_TOKENS = 128
+
+
+class Sampler:
+    """Continues a prompt, each time with the most likely token, so that nothing is drawn that training would draw."""
+
+    def __init__(self, prompt: str, tokenizer: list[Path], model: CausalLM, layout: RankLayout) -> None:
+        """`tokenizer`: its files. Raises UsageError: this process has a part of the model, or there is no tokenizer."""
+        if layout.world_size > 1:
+            raise UsageError(
+                f"--sample-every with {layout.world_size} processes: each has a part of the model or of its optimizer",
+                hint="leave it out, and generate from final/ or with one process",
+            )
+        if not tokenizer:
+            raise UsageError("--sample-prompt: the model has no tokenizer", hint="give --tokenizer")
+        self._model, self._tokenizer = model, AutoTokenizer.from_pretrained(tokenizer[0].parent)
+        text, how = prompt, dict[str, bool]()
+        if self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt}]
+            text = str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            how = {"add_special_tokens": False}  # which the template has
+        self._tokens = self._tokenizer(text, return_tensors="pt", **how)["input_ids"]
+        self._room = min(NEW_TOKENS, (max_positions(model.config) or 1 << 62) - self._tokens.shape[1])
+        if not self._tokens.shape[1] or self._room < 1:
+            told = f"--sample-prompt has {self._tokens.shape[1]:,} tokens"
+            raise UsageError(f"{told}, expected some, and fewer than the model has positions", hint="give another one")
+
+    def generate(self) -> str:
+        """The continuation, without special tokens."""
+        model, current, tokens = self._model.model, self._model.current, self._tokens.to(self._model.device)
+        config: Any = self._model.config
+        attention, config._attn_implementation = config._attn_implementation, "eager"  # which every model has
+        current.context = None
+        model.eval()
+        end = self._tokenizer.eos_token_id
+        try:
+            found = model.generate(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=self._room,
+                do_sample=False,
+                **({} if end is None else {"eos_token_id": end, "pad_token_id": end}),
+            )
+        finally:
+            config._attn_implementation = attention
+            model.train()
+        return str(self._tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
