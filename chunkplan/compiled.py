@@ -26,9 +26,9 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_part(function: Function) -> Function:
-    """As `compiled`, of a function that only compiled functions call: Python must not, which ends the process.
+    """Compile a function that only compiled functions call; called from Python it ends the process.
 
-    What Python calls takes its arguments from objects, in code that for a table of columns is longer than a loop.
+    The wrapper that Python calls unpacks its arguments, in code that for a table of columns is longer than a loop.
     """
     return _compiled(function, no_cpython_wrapper=True)
 
@@ -71,9 +71,9 @@ def inlined(function: Function) -> Function:
 
 @inlined
 def copy_to(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-    """As `target[:] = source` of arrays of one size, without what numba compiles to word an error about their shapes.
+    """Copy `source` to `target` of the same size, without the shape errors that `target[:] = source` compiles in.
 
-    That takes longer to compile than most functions do.
+    Those errors take longer to compile than most functions.
     """
     for index in range(target.size):
         target[index] = source[index]
@@ -85,5 +85,5 @@ def has_compiled() -> bool:
 
 
 def num_compiled() -> int:
-    """How many functions this process had to compile so far, once for each combination of types."""
+    """Number of functions compiled by this process so far, one for each combination of argument types."""
     return sum(sum(dispatcher.stats.cache_misses.values()) for dispatcher in _dispatchers)

@@ -44,7 +44,7 @@ def compiled_ahead(report: Callable[[str], None], after: float = 2.0) -> Iterato
 
 
 def _is_compiled() -> bool:
-    """Whether machine code is kept that is newer than the installation, in any of the folders that numba has."""
+    """True if one of numba's cache folders holds machine code that is newer than the installation."""
     package, (source, index) = Path(__file__).parent, _LAST
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
     kept = os.environ.get("NUMBA_CACHE_DIR")

@@ -102,30 +102,6 @@ def test_it_works_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled.compiled(double)(np.array([1, 2])).tolist() == [2, 4]
 
 
-#: The command, which looks later whether it compiles: a busy machine may not have begun to after 2 seconds.
-PATIENT = "from chunkplan_cli import main, progress; progress.PATIENCE = 6; main.main()"
-
-
-@pytest.mark.soak
-def test_a_long_compilation_is_explained(tmp_path: Path) -> None:
-    """All of it: the first build after an installation says why nothing happens; a later one is silent about it."""
-    np.save(tmp_path / "lengths.npy", np.array([5, 6, 7]))
-    words = ["build", "lengths.npy", "--chunk-size", "8", "--k", "1"]
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", PATIENT, *words],
-            cwd=tmp_path,
-            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-        for _ in range(2)
-    ]
-    assert "compiling the planner's loops" in said[0]
-    assert "compiling" not in said[1]
-
-
 def test_parts_are_called_by_compiled_functions_alone() -> None:
     """Python that calls one ends without a word: no function that is not compiled names it, in tests neither."""
     trees = {path: ast.parse(path.read_text()) for folder in (".", "cli", "runtime") for path in python_files(folder)}

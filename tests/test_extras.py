@@ -42,8 +42,3 @@ def test_without_metadata_the_hint_is_for_a_clone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(extras, "requires", absent)
     assert pip_install("report") == "pip install '.[report]'  # in the clone"
-
-
-def test_an_extra_that_is_none_is_a_slip_of_ours() -> None:
-    with pytest.raises(ValueError, match="no extra is called reports"):
-        pip_install("reports")

@@ -18,16 +18,21 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 12_865,
     ("chunkplan/intake/",): 10_400,
-    ("chunkplan/reporting/", "cli/"): 9_475,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 6_874,
+    ("chunkplan/reporting/", "cli/"): 9_900,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 7_050,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_755,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_175,
-    ("",): 55_820,
+    ("",): 56_400,
 }
-MOST_FILES = 286
+MOST_FILES = 289
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
+
+#: First words that docstrings do not have: they begin with what the thing is or does.
+NO_FIRST_WORDS = re.compile(
+    r"(What|Whether|How|Where|Which|When|Why|Who|Of|Do|Let|See|Say|Those|That|Have|As|By|To|If)\b"
+)
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -67,7 +72,7 @@ def num_parameters(function: Definition) -> int:
 def is_sentence(docstring: str | None) -> bool:
     """Whether its first paragraph has at least three words, a beginning and an end, or refers to what it implements."""
     paragraph = " ".join((docstring or "").partition("\n\n")[0].split())
-    if re.fullmatch(r"See `[\w.]+`\.", paragraph):
+    if re.fullmatch(r"Implements `[\w.]+`\.", paragraph):
         return True
     return bool(re.fullmatch(r"[A-Z`].*[.:]", paragraph)) and len(paragraph.split()) >= 3
 
@@ -117,10 +122,21 @@ def test_the_docstring_of_every_public_class_and_function_is_a_sentence() -> Non
     assert [name for name, node in public if not is_sentence(ast.get_docstring(node))] == []
 
 
+def test_every_docstring_begins_with_what_the_thing_is_or_does() -> None:
+    docstrings = [
+        (path, docstring)
+        for path, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, Definition | ast.Module) and (docstring := ast.get_docstring(node))
+    ]
+    assert len(docstrings) > 2_500
+    assert [(path, docstring) for path, docstring in docstrings if NO_FIRST_WORDS.match(docstring)] == []
+
+
 def test_what_is_no_sentence_is_noticed() -> None:
-    for text in ("Of times.", "None.", "all of them, in order.", "The steps of a plan", "", None, "See it."):
+    for text in ("Of times.", "None.", "all of them, in order.", "The steps of a plan", "", None, "Implements it."):
         assert not is_sentence(text), text
-    for text in ("Return the steps\nof a plan.\n\nmore", "`k` is a number.", "What they are:", "See `Kernel.forward`."):
+    for text in ("Return the steps\nof a plan.\n\nmore", "`k` is a number.", "All of them:", "Implements `A.forward`."):
         assert is_sentence(text), text
 
 

@@ -80,7 +80,7 @@ def _read_columns(typed: list[str]) -> dict[str, str]:
 
 
 def _apart(typed: str) -> list[str]:
-    """What is typed after one --column, each part with the sources of the first."""
+    """Split the value of one --column; every part gets the source prefix of the first."""
     first, *others = _NEXT.split(typed)
     source, colon, _ = first.partition("=")[0].rpartition(":")
     return [first, *(f"{source}{colon}{other}" for other in others)]

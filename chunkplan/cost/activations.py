@@ -194,13 +194,12 @@ def working_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointing)
 
 
 def page_line(cost: CostModel, layer: Layer, num_tokens: int) -> tuple[float, float]:
-    """By how much a backward of attention, of `num_tokens` queries to a page of keys, needs more than that of the MLP.
+    """Extra memory of the backward of attention over that of the MLP, for `num_tokens` queries and a page of keys.
 
-    Two numbers: bytes, often below 0, and bytes of each token of the page. What an MLP needs is counted in
-    `working_bytes_per_token`. Of a query: the gradients of what goes into the layer and of the output; its own, as a
-    kernel gives it and summed in float32; those of its keys and values, likewise. Of a token of the page: gradients of
-    its keys and values for each head of queries, as kernels make them, and their sums in float32. Those of latents are
-    counted where keys and values are made of them.
+    Returns bytes, often below 0, and bytes per token of the page. The MLP is counted in `working_bytes_per_token`. Per
+    query: gradients of the layer's input and output; its own, as a kernel returns it and summed in float32; those of
+    its keys and values, likewise. Per token of the page: gradients of its keys and values for each head of queries, as
+    kernels make them, and their sums in float32. Those of latents are counted where they are expanded.
     """
     num_bytes, key_values = cost.num_bytes, layer.key_value_width
     of_query = (cost.shape.hidden_size + layer.output_width + layer.query_width + key_values) * num_bytes

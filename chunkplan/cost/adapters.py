@@ -136,12 +136,12 @@ class Adapters:
         return self.shape.layer_parameters * (FOUR_BIT_BYTES + self.num_bytes) if self.in_4bit else 0.0
 
     def activation_bytes(self, layer: Layer) -> int:
-        """By how much what a backward reads of a token in a layer is more than where all weights are trained.
+        """Bytes that a backward reads of a token in a layer, less those where all weights are trained.
 
-        Each second matrix of an adapter reads what its first one makes. Norms that are frozen do not read what they
-        scale, and fused ones never do. Inputs of frozen matrices are not read for themselves, but first matrices of
-        adapters read them. Of MLPs without adapters nothing does: neither the output of their norm, or what goes to
-        each expert, nor the product that the last projection takes, nor what a router reads.
+        The second matrix of each adapter reads the output of the first. Frozen norms do not read their scaled input,
+        and fused norms never do. Inputs of frozen matrices are read by the first matrices of adapters alone. In MLPs
+        without adapters nothing reads the norm's output, the inputs of experts, the product before the last projection,
+        or the router's input.
         """
         if not self.rank:
             return 0
@@ -160,9 +160,9 @@ class Adapters:
         return self.rank * adapted(layer, self.shape).number * self.num_bytes
 
     def pending_bytes(self, layer: Layer) -> int:
-        """By how much what a token holds between the halves of a backward is more than where all weights are trained.
+        """Bytes that a token holds between the halves of a backward, less those where all weights are trained.
 
-        Of each adapter what is between its matrices, and the gradient of that. Of MLPs without adapters nothing is.
+        Each adapter holds the output of its first matrix and the gradient of it; MLPs without adapters hold nothing.
         """
         more = 2 * self.between_bytes(layer)
         if self.rank and self._is_left_out(layer):

@@ -79,7 +79,7 @@ def copied_elements(kernels: Kernels, layer: Layer, hidden_size: int) -> int:
 
 
 def fewer_kernels(kernels: Kernels, layer: Layer) -> int:
-    """By how many a layer's forward has fewer: of its norms, of its MLP, and compiled of what else there is."""
+    """Number of kernels that fusing saves in a layer's forward: in its norms, its MLP and, compiled, elsewhere."""
     of_norms = layer.num_norms * (_NORM_KERNELS - 1) if fuses_norms(kernels, layer) else 0
     return of_norms + fuses_gate(kernels, layer) + (_COMPILED_FEWER if kernels == "compiled" else 0)
 

@@ -120,6 +120,12 @@ class Hardware:
 #: The profiles that come with chunkplan, in chunkplan/cost/profiles.
 SHIPPED = ("a100", "a6000", "b200", "b300", "gh200", "h100", "h200", "l4", "l40s", "mi300x", "rtx4090", "rtx5090")
 
+#: How far off predictions may be, by what a profile comes from: what was found in docs/cost-model.md, rounded up.
+ERRORS = {"measured": 0.10, "calibrated": 0.20, "data sheet": 0.25}
+
+#: The profiles of those that were fitted to what was measured.
+_MEASURED = ("h200",)
+
 #: Entries that a profile may leave out: earlier versions did not have them.
 _OPTIONAL = ("launch_ns", "attention")
 
@@ -149,6 +155,13 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a TOML file: {error}", where=text, hint=_HINT) from error
     return hardware_of(values, path="", where=text, hint=_HINT)
+
+
+def source_of(hardware: Hardware) -> str:
+    """The origin of a profile, a key of `ERRORS`; those that are not shipped are made by `chunkplan calibrate`."""
+    if hardware.name in _MEASURED:
+        return "measured"
+    return "data sheet" if hardware.name in SHIPPED else "calibrated"
 
 
 def hardware_of(values: Any, *, path: str, where: str, hint: str) -> Hardware:

@@ -369,7 +369,7 @@ class CostModel(Options):
 
     @property
     def offload_chunk_size(self) -> int:
-        """From this ChunkSize on, transfers of offloaded keys and values take no longer than the attention they feed.
+        """Smallest ChunkSize whose transfers of offloaded keys and values take no longer than the attention they feed.
 
         Both grow with the prefix, so its length does not matter. The backward decides, which fetches gradients (in
         float32, as kept) beside keys and values. 1 where nothing is kept.

@@ -24,15 +24,15 @@ class Files:
     """Files of this machine. Paths are whole: what a method returns can be given to another, and to `open_file`."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a folder at `path`."""
+        """True if there is a file or a folder at `path`."""
         return Path(path).exists()
 
     def is_folder(self, path: str) -> bool:
-        """Whether `path` is a folder."""
+        """True if `path` is a folder."""
         return Path(path).is_dir()
 
     def is_folder_link(self, path: str) -> bool:
-        """Whether `path` is a link to a folder."""
+        """True if `path` is a symbolic link to a folder."""
         return Path(path).is_symlink() and Path(path).is_dir()
 
     def children(self, folder: str) -> tuple[list[str], list[str]]:
@@ -53,7 +53,7 @@ class Files:
         return files, folders
 
     def matches(self, pattern: str) -> list[str]:
-        """What a pattern with `*`, `?`, `[` and `**` matches, sorted; what is hidden, or in what is, is left out."""
+        """Sorted paths that match a pattern with `*`, `?`, `[` and `**`, without hidden files and folders."""
         return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute patterns)
 
     def size(self, path: str) -> int | None:
@@ -61,7 +61,7 @@ class Files:
         return Path(path).stat().st_size if Path(path).is_file() else None
 
     def damage(self, path: str) -> str | None:
-        """Why what a folder or a pattern names cannot be opened, or None where it can."""
+        """Return why a path found in a folder or by a pattern cannot be opened, None if it can."""
         try:
             Path(path).stat()
         except OSError as error:
@@ -83,7 +83,7 @@ class _RemoteFiles(Files):
         return self._type(path) == "directory"
 
     def _type(self, path: str) -> str | None:
-        """What is at `path`, None if nothing is; asked for so, as `exists` and `isdir` of http fetch the file."""
+        """ "file", "directory" or None; `exists` and `isdir` of http would fetch the file, so `info` is called."""
         try:
             return str(self._system.info(path)["type"])
         except FileNotFoundError:
@@ -114,7 +114,7 @@ class _RemoteFiles(Files):
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` is for fsspec."""
+    """True for a URL, which fsspec opens."""
     return "://" in path
 
 
@@ -129,7 +129,7 @@ def join(folder: str, name: str) -> str:
 
 
 def files_of(path: str) -> Files:
-    """Where `path` is to be looked for.
+    """Return the file system that `path` is on.
 
     Raises UsageError: a URL whose protocol needs something that is not installed, or that fsspec does not know.
     """

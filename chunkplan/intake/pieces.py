@@ -1,4 +1,4 @@
-"""What one process reads at once: a piece of a source, the records of it in batches, and what came of it."""
+"""The unit of work of a process: a piece of a source, its records in batches, and the result."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class IntakeSettings:
-    """What all tasks of an intake share.
+    """Settings that all tasks of an intake share.
 
-    `today` is the day, as YYYY-MM-DD, that chat templates print; `identity` a hash of all that tokens depend on beside
-    the records.
+    `today` is the date, as YYYY-MM-DD, that chat templates print; `identity` a hash of everything beside the records
+    that tokens depend on.
     """
 
     tokenizer: str | None
@@ -104,7 +104,7 @@ def find(settings: IntakeSettings, store: Store, key: str) -> PieceResult | None
 
 
 def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
-    """Whether records are left out for these reasons alone, though errors stop the run: blank ones, or as asked."""
+    """True if none of the reasons stops a run under `on_error="stop"`: empty records, or drops the user asked for."""
     allowed = {"empty"}
     allowed |= {"too-long"} if options.long == "drop" else set()
     allowed |= {"undesirable"} if options.undesirable == "drop" else set()
@@ -274,7 +274,7 @@ class _Task:
         self._writer.add_lengths(numbers[kept], lengths, lengths - 1)
 
     def _limit(self, numbers: Int64Array, lengths: Int64Array) -> tuple[BoolArray, Int64Array]:
-        """Which sequences are kept, bool [n], and of what length, int64 [n]."""
+        """Apply the length limit: mask of the sequences that are kept, bool [n], and their lengths, int64 [n]."""
         options = self._options
         limit = options.max_length if options.max_length is not None else _LONGEST
         is_long = lengths > limit

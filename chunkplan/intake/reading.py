@@ -54,10 +54,10 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class IntakeRequest:
-    """What to read and how; `analyze` documents the fields.
+    """The sources to read and the options to read them with; `analyze` documents the fields.
 
-    `beside` is called with the files that folders and patterns have beside data, and that are none; `unused` with the
-    places of what is said of sources by their names, need not be used, and is of no source here.
+    `beside` is called with the files in folders and patterns that are no data; `unused` with the places of per-source
+    options that match no source here, where that is no error.
     """
 
     paths: Paths | Mapping[str, Paths]
@@ -135,7 +135,7 @@ def analyze(
 
 
 def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
-    """Do what was asked for into the folder `output`, as `analyze` does, which documents it and what is raised."""
+    """Read the sources and write the analysis to the folder `output`; `analyze` documents the result and the errors."""
     refuse_other_content(output, "analysis")
     with read_all(request, output) as done:
         with fill_folder(output) as folder:
@@ -214,7 +214,7 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
 
 
 def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
-    """What all tasks share, and the entry of the manifest for the tokenizer."""
+    """Build the settings of all tasks, and the tokenizer's entry in the manifest."""
     tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
     if tokenizer is None and template is not None:
         raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
@@ -233,7 +233,7 @@ def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry
 
 
 def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, stack: ExitStack) -> Runner:
-    """What does the tasks: a cluster, or this process and others, which load the tokenizer while this one does."""
+    """Choose where tasks run: a Ray cluster, this process, or worker processes that load the tokenizer meanwhile."""
     if request.ray is not None:
         return partial(run_on_ray, address=request.ray, num_workers=request.workers)
     num_bytes = sum(ONE_PROCESS_BYTES if file.num_bytes is None else file.num_bytes for file in files)
@@ -284,7 +284,7 @@ class IntakeRun:
         self._states: dict[int, FileState | None] = {}  # of files before they were read
 
     def run(self, runner: Runner, report: Report) -> None:
-        """Have all pieces of all sources processed.
+        """Process all pieces of all sources.
 
         Raises RecordError: a record, or a file, cannot be read and the run is not to go on without it; DataError:
         sources cannot be read at all, or one changed while it was read; UsageError: a source cannot be opened, records
@@ -434,6 +434,6 @@ class IntakeRun:
             self._done[0] += num_bytes
 
     def _takes_next(self) -> bool:
-        """Whether this shard takes the next piece or stream: they go to the shards in turn."""
+        """True if this shard takes the next piece or stream: they go to the shards in turn."""
         self._num_dealt += 1
         return self._shard is None or (self._num_dealt - 1) % self._shard[1] == self._shard[0] - 1

@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
     @property
     def counts_in_loss(self) -> bool:
-        """Whether its tokens are targets: as the record says, else if the assistant wrote it."""
+        """True if its tokens are targets: as the record says, else if the assistant wrote it."""
         return self.role == "assistant" if self.loss is None else self.loss
 
     def for_template(self) -> JsonObject:

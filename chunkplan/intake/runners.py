@@ -66,7 +66,7 @@ _Done = tuple[PieceResult | ChunkplanError, int, int]
 
 
 def run_here(tasks: Iterator[Task], settings: IntakeSettings, report: Report) -> Outcomes:
-    """Do the tasks one after another in this process; ends after the first that fails."""
+    """Run the tasks one after another in this process, up to the first that fails."""
     for task in tasks:
         outcome = _attempt(settings, task, report)
         yield task, outcome
@@ -75,7 +75,7 @@ def run_here(tasks: Iterator[Task], settings: IntakeSettings, report: Report) ->
 
 
 def _attempt(settings: IntakeSettings, task: Task, report: Report) -> PieceResult | ChunkplanError:
-    """Do one task; an error that a user can fix is returned, not raised."""
+    """Run one task; an error that a user can fix is returned, not raised."""
     try:
         with writing(settings.store, room_hint=ROOM_HINT):
             return process(settings, task.piece, task.layout, report)
@@ -94,7 +94,7 @@ def _run(
     look: Callable[[bool], None],
     report: Report,
 ) -> Outcomes:
-    """Have tasks done that `submit` begins, at most `most()` of them at once; `running` is kept up to date.
+    """Submit tasks with `submit`, at most `most()` at once; `running` is kept up to date.
 
     `look` is called now and then, with whether there are more tasks.
     """
@@ -145,7 +145,7 @@ class Workers:
             self.submit(int)  # which does nothing
 
     def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have something done in a process.
+        """Submit a call to a worker process.
 
         Raises ChunkplanError: a process was killed, or the system has no room for one.
         """
@@ -168,7 +168,7 @@ class Workers:
 
 
 def run_in_processes(tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, workers: Workers) -> Outcomes:
-    """Do the tasks in `workers`, in whichever order they end; none begins after one has failed.
+    """Run the tasks in `workers`, in any order; after one has failed no other starts.
 
     Raises ChunkplanError: a process was killed.
     """
@@ -232,7 +232,7 @@ def _end_with_parent() -> None:
 
 
 def _do(settings: IntakeSettings, task: Task) -> _Done:
-    """Do a task in a worker process, which reports its progress."""
+    """Run a task in a worker process, which reports its progress."""
     progress, num_threads = _shared
 
     def report(num_bytes: int, num_tokens: int) -> None:
@@ -246,7 +246,7 @@ def _do(settings: IntakeSettings, task: Task) -> _Done:
 def run_on_ray(
     tasks: Iterator[Task], settings: IntakeSettings, report: Report, *, address: str, num_workers: int | None
 ) -> Outcomes:
-    """Do the tasks on the cluster at `address`, one Ray task each; `num_workers` are the CPUs of a local cluster.
+    """Run the tasks on the cluster at `address`, one Ray task each; `num_workers` are the CPUs of a local cluster.
 
     Raises UsageError: Ray is not installed, or there is no cluster; ChunkplanError: a task was lost more often than Ray
     tries.

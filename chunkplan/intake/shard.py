@@ -171,7 +171,7 @@ def _check_same_run(shards: Sequence[tuple[_Shard, Path]]) -> None:
 
 
 def _is_same_source(first: Source, other: Source) -> bool:
-    """Whether two shards may have read the same file, wherever each found it, and read it in the same way."""
+    """True if two shards may have read the same file in the same way, whatever path each has for it."""
     layouts = [(one.layout.schema, one.layout.columns) for one in (first, other) if one.layout]
     counts = {one.num_pieces for one in (first, other) if one.num_pieces is not None}
     files = [replace(one.file, path=name_of(one.file.path)) for one in (first, other)]

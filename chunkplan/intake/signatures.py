@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, which its name may not say, and what to do with one whose suffix is not known."""
+"""Identifies files by their first bytes, and suggests what to do with one whose suffix is not known."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def table_of(head: bytes) -> str | None:
 
 
 def compression_of(head: bytes, named: str | None) -> str | None:
-    """How a file that begins with `head` is compressed; `named` where it is neither text nor known."""
+    """Compression of a file that begins with `head`; `named` where the bytes are neither text nor known."""
     found = next((name for name, begin in _COMPRESSED.items() if begin.match(head)), None)
     return found if found or _text(head) else named
 
 
 def what_to_do(path: str) -> str:
-    """What has the content of the file at `path` read, as words for a hint."""
+    """Hint for a file of unknown format: the conversion that makes the file at `path` readable."""
     is_here = Path(path).is_file()
     if not is_here and not is_url(path):
         return _WRITE  # what can be read only once
@@ -139,7 +139,7 @@ def _json_kind(text: str) -> str | None:
 
 
 def _of_archive(path: str, stored: bytes, head: bytes) -> str | None:
-    """What unpacks an archive, unless several of its files are one sample; None where it is none."""
+    """Hint to unpack an archive, unless several of its files are one sample; None for other files."""
     module, names = "tarfile", list[str]()
     with suppress(OSError, tarfile.TarError, zipfile.BadZipFile):
         if stored.startswith(b"PK\3\4"):

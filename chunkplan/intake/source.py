@@ -56,13 +56,13 @@ class Source:
 
     @property
     def request(self) -> str:
-        """What is asked of the file and its records, as JSON."""
+        """The requested format and layout as JSON."""
         columns, schema, ignored = self.overrides
         return json.dumps([self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored)])
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its pieces have been processed."""
+        """True once all its pieces have been processed."""
         return self.num_pieces == len(self.results)
 
     @property
@@ -71,7 +71,7 @@ class Source:
         return [self.results[index] for index in sorted(self.results)]
 
     def place(self, piece: int, number: int | None) -> str:
-        """Where a record is: file:line, or the record of a file that has no lines; all pieces before have ended."""
+        """Location of a record: file:line, or file and record number; all pieces before it must have ended."""
         if number is None or number < 0:
             return self.name
         return record_place(self.name, self.format, sum(one.num_rows for one in self.pieces[:piece]) + number)
@@ -148,7 +148,7 @@ class Source:
 
     @property
     def _evidence(self) -> str | None:
-        """Why it was read with this layout, or was not read."""
+        """The reason why it was read with this layout, or was not read."""
         if self.file.kind == LINK:
             return "a link to a folder, which is not followed"
         if self.layout is not None:
@@ -232,9 +232,9 @@ def hint_for(source: Source, error: DataError, paths: Sequence[str]) -> str:
 
 
 def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns: Mapping[str, str]) -> str | None:
-    """What to say of single sources in place of a key that is said of all, and that the first of `problems` lacks.
+    """Hint to name single sources for a key that is given for all sources and that the first of `problems` lacks.
 
-    None where it is wrong for another reason, or no other source has that key.
+    None if the first problem is another one, or no other source has that key.
     """
     error = next((error for _, error in problems if isinstance(error, LayoutError) and error.missing), None)
     if error is None or error.line or not {*error.missing} <= columns.keys():
@@ -259,7 +259,7 @@ def _said_too_widely(problems: Sequence[Problem], paths: Sequence[str], columns:
 
 
 def _in_a_line(source: Source, error: DataError, paths: Sequence[str]) -> str:
-    """What is wrong with a source of several, and what there is to choose from."""
+    """Error of one of several sources in one line, with the choices that there are."""
     message = shorten(error.message, _LETTERS, placeholder=" ...")
     is_choice = isinstance(error, LayoutError) and error.is_definite and not error.line
     return f"{message}; {hint_for(source, error, paths)}" if is_choice else message
@@ -292,7 +292,7 @@ def _line_to_paste(problems: Sequence[Problem], paths: Sequence[str]) -> str:
 
 
 def _names(group: Sequence[str], paths: Sequence[str]) -> dict[str | None, int]:
-    """What names the sources of a group in a flag, each with their number: None alone for all that there are.
+    """Name -> number of sources, such that a flag covers `group`; None as the one name stands for all sources.
 
     Sources that no flag can name are left out.
     """

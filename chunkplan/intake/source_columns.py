@@ -1,6 +1,6 @@
-"""What the user says of sources by their names: which key has which role, how records are laid out, what a file is.
+"""Per-source options by name: the key of each role, the layout of records, the format of a file.
 
-Each is said for all sources, or for those of a name, which goes before what is said for all.
+Each option is given for all sources, or for those of a name, which takes precedence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED = 8
 
 
 class _Entry(NamedTuple):
-    """What is said of the sources that `source` names: the `value` of `what`, and the `place` where it is said."""
+    """The `value` of `what` for the sources that `source` names; `place` is the option or the line it is from."""
 
     source: str
     what: str
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 
 class LayoutOverrides(NamedTuple):
-    """What the user says of a source: the key of each role, its schema, and the keys that are to be ignored."""
+    """The user's layout of a source: the key of each role, the schema, and the keys to ignore."""
 
     columns: dict[str, str]
     schema: str | None
@@ -40,9 +40,9 @@ NO_OVERRIDES = LayoutOverrides({}, None, ())
 
 
 def overrides_of_sources(options: IntakeOptions, paths: Sequence[str]) -> list[LayoutOverrides]:
-    """What `options` say of the source at each of `paths`.
+    """The overrides in `options` for the source at each of `paths`.
 
-    Raises UsageError: as `columns_of_sources`; the same is asked of the formats.
+    Raises UsageError: as `columns_of_sources`, for formats too.
     """
     formats = _of_sources(list(_entries(options.formats)), paths)
     schemas = [one["schema"].value if "schema" in one else options.schema for one in formats]
@@ -115,9 +115,9 @@ def suffixes_of(formats: Mapping[str, str]) -> SourceOverrides:
 
 
 def is_named(path: str, source: str) -> bool:
-    """Whether `path` ends in `source`, or matches it; a name may have brackets that would be signs of a pattern.
+    """True if `path` ends in `source` or matches it as a pattern; names with literal brackets match too.
 
-    What begins with `./` is a whole path, or a pattern of one.
+    A `source` that begins with `./` is a whole path, or a pattern of one.
     """
     if source.startswith("./") and len(PurePosixPath(path).parts) != len(PurePosixPath(source).parts):
         return False
@@ -126,9 +126,9 @@ def is_named(path: str, source: str) -> bool:
 
 
 def name_of_source(path: str, paths: Sequence[str]) -> str | None:
-    """How --column and --format name the source at `path` and no other of `paths`: by the shortest end of its path.
+    """Shortest end of `path` by which --column and --format name this source and no other of `paths`.
 
-    What a flag cannot hold is a sign of a pattern there. None if no such name is for this source alone.
+    Characters that a flag cannot hold become wildcards. None if no such name is for this source alone.
     """
     whole = [] if path.startswith("/") or is_url(path) else [f"./{path}"]
     names = (name for end in [*_ends(path), *whole] for name in (end, _as_pattern(end)))
@@ -162,7 +162,7 @@ def _as_pattern(name: str) -> str:
 
 
 def _is_for(name: str, some: Collection[str], paths: Sequence[str]) -> bool:
-    """Whether a flag can hold `name`, and it is for the sources at `some` and for no other of `paths`."""
+    """True if a flag can hold `name`, and it names the sources at `some` and no other of `paths`."""
     is_plain = "=" not in name and name.isprintable()
     return is_plain and all(is_named(path, name) == (path in some) for path in paths)
 
@@ -181,7 +181,7 @@ def _entries(formats: Mapping[str, str]) -> Iterator[_Entry]:
 
 
 def _of_sources(entries: Sequence[_Entry], paths: Sequence[str]) -> list[dict[str, _Entry]]:
-    """What -> entry for the source at each of `paths`."""
+    """`what` -> entry, for the source at each of `paths`."""
     found: list[dict[str, _Entry]] = [{} for _ in paths]
     for entry in entries:
         matched = [index for index, path in enumerate(paths) if is_named(path, entry.source)]

@@ -1,17 +1,16 @@
-"""Which files are read: the arguments of `analyze`, folders and patterns among them, as a list of sources in order.
+"""Resolves the arguments of `analyze`, folders and patterns among them, to a list of sources in order.
 
 The same arguments give the same list on every machine: what a folder or a pattern stands for is sorted by path.
 
-Folders and patterns leave out what lies beside data without being data: whatever is hidden, files of models, tokenizers
-and datasets that are known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), and folders in which an
-analysis, a shard, a plan, its order or a cache of ours is; of an export of rows, what says how it was made. So is what
-Spark hides: files and folders that begin with `_`, less folders of a partition (`_year=2026`). What is named itself is
-read, whatever it is called.
+Folders and patterns leave out files that are no data: hidden ones, files of models, tokenizers and datasets that are
+known by name (`config.json`, `tokenizer.json`, `README.txt`, ...), folders of an analysis, a shard, a plan, its order
+or a cache of ours, and the description of an export of rows. So are files and folders that Spark hides: those that
+begin with `_`, except partitions (`_year=2026`). A file that is named itself is read, whatever its name.
 
-The first bytes of a text say how it is compressed, or that it is a table, whatever its name says.
+The first bytes of a file decide its compression and whether it is a table, whatever its name.
 
-Links to folders are not followed, as they may lead in circles; such a link is a source without records, behind all
-others, so that it is named. What looks like data and cannot be opened is a source too: its `damage` says why.
+Links to folders are not followed, as they may form cycles; such a link is a source without records, after all others,
+so that it is reported. A file that looks like data and cannot be opened is a source too: its `damage` says why.
 """
 
 from __future__ import annotations
@@ -111,18 +110,18 @@ def describe(path: str) -> tuple[str, str | None] | None:
 
 @dataclass(frozen=True)
 class _Search:
-    """What a search goes by, and what it finds besides data: `suffixes` are those the user says, see `find_sources`."""
+    """State of a search: `suffixes` are the user's (see `find_sources`), `beside` collects files that are no data."""
 
     beside: list[str]
     suffixes: Mapping[str, str]
 
     def describe(self, path: str) -> tuple[str, str | None] | None:
-        """As `describe`, of the suffix that the user says where one is said."""
+        """Like `describe`, by the user's suffix if one is given."""
         said = self._said(path)
         return describe(path if said is None else f"x.{said.removeprefix('.')}")
 
     def is_data(self, path: str) -> bool:
-        """Whether a file of a folder or a pattern is data, by its name."""
+        """True if a file of a folder or a pattern is data, by its name."""
         name = name_of(path)
         if name.startswith("."):
             return False
@@ -211,7 +210,7 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:
-    """What a folder or a pattern stands for: data, or a link to a folder."""
+    """The source for a path found in a folder or by a pattern: data, or a link to a folder."""
     if files.is_folder_link(path):
         return SourceFile(path, LINK, None, 0)
     damage = files.damage(path)
@@ -272,14 +271,14 @@ def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether Spark and Hive read nothing in what has this name: `_SUCCESS`, `_temporary`; not a partition."""
+    """True for names that Spark and Hive skip, such as `_SUCCESS` and `_temporary`, but not for partitions."""
     return name.startswith("_") and "=" not in name
 
 
 def _outermost_hidden(path: str, pattern: str, named: int) -> str | None:
-    """What is hidden of a `path` that a pattern matches, less what a part of the pattern with a leading `_` stands for.
+    """Outermost hidden part of a `path` that a pattern matches, unless a part of the pattern begins with `_` too.
 
-    The first `named` characters of both are the same, and name themselves what they name.
+    The first `named` characters are the same in both, and are taken as they are.
     """
     asked = [part for part in pattern[named:].split("/") if _is_hidden(part)]
     parts = path[named:].split("/")
@@ -355,9 +354,9 @@ def _listed(path: str, key: str) -> list[str]:
 
 
 def _is_source(files: Files, path: str, search: _Search) -> bool:
-    """Whether a file of a folder or a pattern is data, or may have been: a link to a folder that is gone is bare.
+    """True if a file of a folder or a pattern is data, or may have been: a broken link to a folder has no suffix.
 
-    What is neither is noted as beside data.
+    Other files are noted as beside data.
     """
     found = search.is_data(path) or ("." not in name_of(path) and files.damage(path) is not None)
     found = found and not (name_of(path) == EXPORT and _begin(path, _EXPORTED))
@@ -371,14 +370,14 @@ def _is_ours(files: Files, folder: str) -> bool:
 
 
 def _says_ours(folder: str, names: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is a cache, an analysis, a shard, a plan, or a plan's order."""
+    """True for a folder whose file names are those of a cache, an analysis, a shard, a plan, or a plan's order."""
     if EXPORT in names and (found := _begin(join(folder, EXPORT), _EXPORTED)):
         return found[1] == b"torch-pipelining"  # all others are data
     return CACHE_TAG in names or (MANIFEST in names and _begin(join(folder, MANIFEST), _OURS) is not None)
 
 
 def _begin(path: str, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
-    """How a file that we may have written begins, where it does as `pattern` has it."""
+    """Match `pattern` at the beginning of a file that chunkplan may have written."""
     try:
         with open_file(path) as file:
             return pattern.match(file.read(_LONGEST_PATH))

@@ -60,10 +60,9 @@ ROOM_HINT = (
 
 
 class KnownFile(TypedDict):
-    """What is known of a file that was read whole.
+    """The layouts and pieces found in a file that was read whole.
 
-    `layouts` has the fields of its `RecordLayout` for each way of asking for one, `pieces` the digest, the reader and
-    the origin of each of its pieces, in order.
+    `layouts`: the fields of its `RecordLayout` by request; `pieces`: digest, reader and origin of each piece, in order.
     """
 
     layouts: dict[str, JsonObject]
@@ -72,9 +71,9 @@ class KnownFile(TypedDict):
 
 @dataclass(frozen=True)
 class FileState:
-    """What changes whenever a file does: device, inode, size, and the times of its content and of its inode.
+    """Identity of a file's content: device, inode, size, and the times of its content and of its inode.
 
-    `looked` is the time in nanoseconds when it was looked at, of the clock that files get their times from.
+    `looked` is the time of the look in nanoseconds, by the clock that sets the times of files.
     """
 
     path: Path
@@ -89,7 +88,7 @@ class FileState:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the file is as it was."""
+        """True if the file has not changed since."""
         return _describe(self.path) == self.stat
 
 
@@ -180,7 +179,7 @@ class Store:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def recall(self, path: Path) -> KnownFile | None:
-        """What `remember` noted of a file, if the file has not changed since."""
+        """Return what `remember` noted of a file, None if the file has changed since."""
         try:
             entry: JsonObject = json.loads(self._note(path).read_text(encoding="utf-8"))
             stat, looked = entry["stat"], entry["looked"]
@@ -211,7 +210,7 @@ def _look(path: Path) -> list[int]:
 
 
 def _is_released(folder: Path) -> bool:
-    """Whether nothing but the cache has a piece any more, and the cache may remove it."""
+    """True if only the cache still holds a piece, so that it may be removed."""
     try:
         if not (folder / _USED).exists():
             return folder.stat().st_mtime_ns + _UNUSED_NS < time_ns()

@@ -166,7 +166,7 @@ class ChatTemplate:
         return replace(conversation, messages=with_calls(conversation.messages))
 
     def _calls_put_out(self, messages: list[JsonObject], tools: Tools) -> frozenset[tuple[int, int]] | None:
-        """As `calls_put_out`, which is asked once of every shape."""
+        """Cached `calls_put_out`, by shape."""
         if not any("tool_calls" in message for message in messages):
             return None
         shape = shape_of(messages, tools)
@@ -231,7 +231,7 @@ class ChatTemplate:
     def _render_all(
         self, conversation: Conversation, messages: list[JsonObject], tools: Tools
     ) -> tuple[str, list[Span]]:
-        """As `render`; `messages` and `tools` are what the template gets of `conversation`."""
+        """Implement `render`; `messages` and `tools` are what the template gets of `conversation`."""
         if self._marked is not None:
             try:
                 marked = "".join(self._marked({**self._variables(tools), "messages": messages}))

@@ -1,18 +1,18 @@
-"""Where chat templates run, and which message every stretch of a rendering belongs to.
+"""Runs chat templates, and maps every stretch of a rendering to its message.
 
-A template is a program somebody else wrote: it runs in Jinja's immutable sandbox with what transformers adds to it, and
-nothing else. The shortcuts here give, for plain dicts, strings and loops, what the sandbox would have given after its
-checks; everything else goes through them.
+A template is foreign code: it runs in Jinja's immutable sandbox with the additions of transformers and nothing else.
+The shortcuts here return, for plain dicts, strings and loops, what the sandbox would return after its checks;
+everything else goes through those checks.
 
-A chat template walks over the messages in a loop. What it puts out while its loop variable is a message is that
-message's *fragment* of the one full rendering, whatever the template makes of the same message when others follow. So
-every such loop is given filters that note the message at hand:
+A chat template loops over the messages. Its output while the loop variable is a message is that message's *fragment* of
+the one full rendering, whatever the template makes of the same message when others follow. So every such loop is given
+filters that note the current message:
 
     {{ "" | enter }}{% for message in messages %}{{ message | at }} ... {% endfor %}{{ "" | leave }}
 
-A template puts out piece after piece, and each is of the message that is at hand when it comes. The filters stand only
-where output goes straight into the rendering, not where a macro, a filter or a variable takes it up. Likewise, where a
-generation block stands in the rendering is known where it goes straight there.
+A template yields its output piece by piece, and each piece belongs to the message that is current then. The filters are
+placed only where output goes straight into the rendering, not into a macro, a filter or a variable. Likewise, the
+position of a generation block is known if it goes straight into the rendering.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.tests["none"] = lambda value: value is None or type(value) is Null
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox does it: the attribute, else the item, else undefined."""
+        """Look up like the sandbox: the attribute, else the item, else undefined."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_NAMES:  # so it is no attribute
@@ -92,7 +92,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox does it: methods of strings are called, other things if they are safe."""
+        """Call like the sandbox: methods of strings are called, other things if they are safe."""
         if type(function) is BuiltinMethodType and type(function.__self__) is str:
             kwargs.pop("_block_vars", None)  # what Jinja hands on to itself
             kwargs.pop("_loop_vars", None)

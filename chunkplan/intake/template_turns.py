@@ -1,17 +1,17 @@
-"""Which characters of a rendered conversation a message stands in, and which of them the assistant wrote.
+"""Finds the characters of each message in a rendered conversation, and those that the assistant wrote.
 
-A message's fragments (see `template_render`) are all that the template put out for it. Of those of the assistant the
-*header* is not what the model writes: it is the generation prompt, or as much of it as the template puts before a
-message that others follow. What is left runs to the token that ends the turn; a line end behind it is nobody's.
+A message's fragments (see `template_render`) are all output of the template for it. The *header* of an assistant's
+fragment is not written by the model: it is the generation prompt, or the part of it that the template puts before a
+message that others follow. The rest runs to the token that ends the turn; a line end after it belongs to no message.
 
-That fragments are told apart rightly is proved for every shape of conversation (roles, keys, numbers of calls, tools or
-none) before one of that shape is read: a conversation of that shape is rendered with words of their own as the texts of
-each message. They are told apart if the words stand in the fragments of their messages; a text whose word stands
-nowhere is left out. In every rendering, no text of the messages beside it may stand in what counts of a message, unless
-the template puts the same there whatever these say.
+The split into fragments is proved for every shape of conversation (roles, keys, numbers of calls, tools or none) before
+one of that shape is read: a conversation of that shape is rendered with a unique word as each text. The split holds if
+every word is in the fragment of its message; a text whose word is nowhere is left out by the template. In every
+rendering, the counted part of a message may contain no text of other messages, unless the template puts the same there
+whatever their texts are.
 
-Where fragments cannot be told apart, a message's place is known only where the rendering of the messages up to it is
-how the whole rendering begins.
+If fragments cannot be separated, the position of a message is known only if the rendering of the messages up to it is
+a prefix of the whole rendering.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _word(index: int) -> str:
 
 
 class Proof(NamedTuple):
-    """What is known of a shape: fragments are told apart, and which texts stand in their own ones or nowhere.
+    """Checks of one shape: whether fragments separate, and which texts stand in their own fragment or nowhere.
 
-    A text is its message, and whether it is what was thought.
+    A text is given by its message, and whether it is the reasoning.
     """
 
     holds: bool
@@ -86,7 +86,7 @@ class Proof(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """What a template puts around answers: `headers`, longest first, and how all answers begin and end."""
+    """Template text around answers: `headers`, longest first, and how all answers begin and end."""
 
     headers: list[str]
     beginnings: list[str]
@@ -146,7 +146,7 @@ class Prompts:
         return "" if tail.strip() == self._end_of_text else prompt  # which some put out whether asked for or not
 
     def before(self, messages: list[JsonObject], tools: Tools, index: int, text: str) -> str | None:
-        """As `after` of the messages before message `index`, of which `text` is put out first; of its own if first."""
+        """Text that `after` gives for the messages before message `index`, whose own output begins with `text`."""
         if messages is self._messages and index:
             groups = self._group() if self._groups is None else self._groups
             group = groups.get(index, [])

@@ -64,7 +64,7 @@ class Histogram:
         return self.keys.size
 
     def in_item_order(self, sorted_bins: Int64Array) -> Int64Array:
-        """From the bin of each item in ascending order of length to that of each item, both int64 [n]."""
+        """Map the bins of items in ascending order of length to the order of the items, both int64 [n]."""
         following = np.zeros(int(self.distinct_keys.max(initial=0)) + 1, np.int64)
         following[self.distinct_keys] = starts(self.counts)
         bin_of = np.empty(self.num_items, np.int64)  # not in compiled code: numpy gets huge pages, which are faster

@@ -1,1 +1,1 @@
-"""What a plan, a step or an analysis comes to, as numbers and as a page: what `inspect` and `diff` show."""
+"""Reports on plans, steps and analyses, as numbers and as a page: what `inspect` and `diff` show."""

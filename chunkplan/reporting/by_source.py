@@ -1,4 +1,4 @@
-"""What each source of the data has, what of it is split, and what of it does not get to training."""
+"""Counts by source: its sequences, how many of them are split, and what is left out of training."""
 
 from __future__ import annotations
 

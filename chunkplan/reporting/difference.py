@@ -1,4 +1,4 @@
-"""What two plans, or two analyses, have in common and what not: the Python twin of `chunkplan diff`."""
+"""Compares two plans, or two analyses: the Python twin of `chunkplan diff`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chunkplan.summary import summary_of
 
 
 class ComparedSource(TypedDict):
-    """What is compared of a source; None where its manifest does not say it."""
+    """The compared entries of a source; None where its manifest does not have one."""
 
     path: str
     content_hash: str | None
@@ -154,7 +154,7 @@ class Number:
 
 @dataclass(frozen=True)
 class SameSteps:
-    """Of so many steps (those of the longer plan) how many hold the same sequences as the step of the same number."""
+    """Number of steps that hold the same sequences as the step of the same number, out of those of the longer plan."""
 
     num_same: int
     num_steps: int

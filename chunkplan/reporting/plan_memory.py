@@ -27,12 +27,11 @@ from chunkplan.validation.schedule_columns import ScheduleColumns
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory:
-    """What a GPU of the fullest stage holds at its fullest moment, and which that is.
+    """Peak memory of a GPU of the stage with the highest peak, and the step, rank and stage of it.
 
-    `host_bytes`: what a GPU keeps in host memory at most, of the stage that keeps most there. `sharding`: which of
-    optimizer states, gradients and weights are sharded over the `dp` data-parallel ranks.
-    `gpu_bytes`: what the GPU has. `longest`: the longest sequence that fits, by how many ranks share it; none where
-    what else is in a step decides.
+    `host_bytes`: host memory of a GPU at its peak, on the stage that keeps most there. `sharding`: which of optimizer
+    states, gradients and weights are sharded over the `dp` data-parallel ranks. `gpu_bytes`: memory of the GPU.
+    `longest`: the longest sequence that fits, by number of ranks that share it; none where other chunks decide.
     """
 
     step: int
@@ -47,7 +46,7 @@ class PlanMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has as much."""
+        """True if the GPU has as much memory."""
         return self.memory.total <= self.gpu_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +93,7 @@ def memory_at(moments: Int64Array, ranks: Int64Array, config: PlanConfig, cost: 
 
 
 def _peak_snapshots(plan: Plan, chunks: Chunks, config: PlanConfig, held: MemoryRates) -> tuple[Int64Array, Int64Array]:
-    """What each stage holds when that takes most bytes of all steps and ranks, int64 [pp, 8], and step * dp + rank of
-    where that is, int64 [pp]."""
+    """Peak snapshot of each stage over all steps and ranks, int64 [pp, 8], and its step * dp + rank, int64 [pp]."""
     actions = _actions(plan, np.diff(chunks.rank_chunks), config)
     return highest_peak(peak_snapshots(chunks, actions, held), held)
 

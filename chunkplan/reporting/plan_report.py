@@ -1,4 +1,4 @@
-"""What a plan comes to, looked at closely: the numbers `chunkplan inspect` shows, as its Python twin returns them."""
+"""Figures of a plan in detail, as `chunkplan inspect` shows them and its Python twin returns them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class KindRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """What a data-parallel rank does over all steps: its work in predicted microseconds, that over the mean of the
-    ranks, and in how many steps it is the last to be done.
+    """Totals of a data-parallel rank over all steps: its predicted work, that over the mean of the ranks, and the
+    number of steps in which it is last.
 
     The time of all steps, on a mean of its stages: `busy_us` with its chunks but for `exchange_us` with ranks that
     share them, `waiting_us` until all ranks are done, and then `reduction_us`, the same on all of them. Exchange and

@@ -1,4 +1,4 @@
-"""What a manifest says of a plan, in words that the terminal and the page share."""
+"""Descriptions of a plan from its manifest, shared by the terminal and the page."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def memory_parts(memory: StageMemory) -> str:
 
 
 def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:
-    """Say what the fullest GPU holds and how long a sequence may be; the longest here has so many tokens.
+    """Return the memory of the fullest GPU, and the longest sequence that fits; `longest_sequence` is the longest here.
 
     `memory` is None where the plan does not describe the model and the GPU.
     """
@@ -76,7 +76,7 @@ def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:
 
 
 def least_words(lower_bound_us: float, unshared_lower_bound_us: float | None, reduction_us: float | None) -> str:
-    """Say what any plan takes at least, with the reduction, and one in which ranks share no sequence, if they do."""
+    """Return the lower bound of any plan, with the reduction, and that of plans without shared sequences."""
     after = reduction_us or 0.0
     words = f"at least {seconds(lower_bound_us + after)}"
     if unshared_lower_bound_us is None:
@@ -85,7 +85,7 @@ def least_words(lower_bound_us: float, unshared_lower_bound_us: float | None, re
 
 
 def longest_words(longest: Sequence[LongestSequence]) -> str:
-    """Say how long a sequence may be, by how many ranks share it; nothing where what else is in a step decides."""
+    """Return the longest sequence that fits by number of ranks that share it; "" where other chunks decide."""
     if not longest:
         return ""
     alone, *shared = longest
@@ -100,7 +100,7 @@ def longest_words(longest: Sequence[LongestSequence]) -> str:
 
 
 def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float | None) -> str:
-    """Say what stages take with the reduction after them, at least that, and which share of it the bound is."""
+    """Return the time of a step with its reduction, its lower bound, and the bound's share of it."""
     after = reduction_us or 0.0
     words = seconds(predicted_us + after)
     words += f" ({seconds(after)} of it adding up gradients)" if after else ""
@@ -109,7 +109,7 @@ def time_words(predicted_us: float, lower_bound_us: float, reduction_us: float |
 
 
 def machine_words(cost_model: CostModelEntry) -> str:
-    """Say which model and GPUs times are predicted for, and how memory is saved."""
+    """Return the model, GPUs and memory savings that times are predicted for."""
     shape, hardware = cost_model["shape"], cost_model["hardware"]
     words = [f"{cost_model['tp']} GPUs a stage"] if cost_model["tp"] > 1 else []
     if rank := cost_model.get("lora_rank", 0):
@@ -122,7 +122,7 @@ def machine_words(cost_model: CostModelEntry) -> str:
 
 
 def schedule_words(config: PlanConfig, num_layers: int) -> str:
-    """Say which schedule it is, how many layers its stages have, and what a stage may hold."""
+    """Return the schedule, the layers of its stages, and the limit on what a stage may hold."""
     layers = config.layers(num_layers)
     words = [config.schedule]
     if config.virtual_stages > 1:

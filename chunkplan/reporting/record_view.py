@@ -51,9 +51,9 @@ def find_analyzed(analysis: Analysis, path: str) -> AnalyzedFile:
 
 
 def options_for(analysis: Analysis, file: AnalyzedFile) -> IntakeOptions:
-    """How records of a file are read as `analysis` has read its own.
+    """The intake options that read a file as `analysis` has read its own sources.
 
-    How these are laid out says nothing of a file that is no source of it.
+    Options of the layout are left out for a file that is no source of the analysis.
     """
     options = analysis.options or IntakeOptions()
     if file.source is not None:
@@ -63,7 +63,7 @@ def options_for(analysis: Analysis, file: AnalyzedFile) -> IntakeOptions:
 
 @dataclass(frozen=True)
 class RecordRejection:
-    """Why a record, or a sequence of it, is rejected: in the words of the intake."""
+    """The reason why a record, or a sequence of it, is rejected, in the words of the intake."""
 
     reason: str
     message: str
@@ -161,7 +161,7 @@ def view_record(
 
 
 def _known(analysis: Analysis, source: int | None, row: int) -> tuple[tuple[int, int], ...] | None:
-    """What the analysis has of a record of one of its sources."""
+    """Tokens and target tokens of each sequence that the analysis has of a record; None without a source."""
     if source is None:
         return None
     found = np.flatnonzero((analysis.source == source) & (analysis.record == row))
@@ -284,7 +284,7 @@ def _sequences(
     *,
     decodes: bool = True,
 ) -> tuple[SequenceView, ...]:
-    """What `records` become, which train these turns each."""
+    """Build the sequences of `records`; `trained` lists the turns that each trains."""
     left_out: dict[int, set[str]] = {}
     encoded = tokenizer.encode(records, left_out)
     return _views(encoded, trained, options, tokenizer if decodes else None, most_tokens, left_out)

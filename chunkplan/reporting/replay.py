@@ -119,7 +119,7 @@ def replay(works: Mapping[int, _Work], times_by_rank: Sequence[StepTimeline], dp
 
 
 def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Array, Int64Array]:
-    """When each op of each chunk began and ended: [num_ops, num_model_stages, num_chunks], 0 where there is none."""
+    """Start and end of each op of each chunk: [num_ops, num_model_stages, num_chunks], 0 where there is none."""
     simulation, first_chunks = work
     starts, ends = np.zeros_like(simulation.times.durations), np.zeros_like(simulation.times.durations)
     for stage, times in enumerate(times_by_stage):
@@ -134,7 +134,7 @@ def _timed(work: _Work, times_by_stage: Sequence[StepTimeline]) -> tuple[Int64Ar
 
 
 def _played_together(works: Mapping[int, Simulation], dp: int) -> dict[int, Simulation]:
-    """What pipelines do, each with its times, where they begin together what they share."""
+    """Simulate pipelines with their own times, where shared chunks start together."""
     first = next(iter(works.values()))
     pp = first.pp
     nothing = Actions(np.empty(0, np.int8), np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(pp + 1, np.int64))
@@ -176,9 +176,9 @@ def _shown(replay: Replay, planned: bool) -> list[Simulation]:
 
 
 def replays_to_dict(replays: Sequence[Replay], dp: int, *, planned: bool) -> dict[str, object]:
-    """What `describe_replays` says, of all pipelines, for one JSON document; times are in microseconds.
+    """Replays of all pipelines as one JSON document; times are in microseconds.
 
-    `slow`: the process that is named as slow, and how many times as long as the others it takes; None where none is.
+    `slow`: the slow process and its time over that of the others; None if no process is slow.
     """
     slow = _slowest(replays, dp) if planned and replays else None
     return {

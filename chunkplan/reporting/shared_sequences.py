@@ -98,7 +98,7 @@ def shared_rows(frame: pl.DataFrame, table: Chunks, cost: CostModel | None) -> t
 
 
 def step_shares(plan: Plan, step: PlanStep) -> StepShares:
-    """Say which sequences the ranks of `step` share."""
+    """Return the sequences that the ranks of `step` share."""
     try:
         cost = plan.cost
     except DataError:
@@ -131,7 +131,7 @@ def step_shares(plan: Plan, step: PlanStep) -> StepShares:
 
 
 def exchange_us(chunks: Chunks, cost: CostModel) -> Float64Array:
-    """What of the cost of each chunk is exchange with other ranks, in microseconds, [n]."""
+    """Share of each chunk's cost that is exchange with other ranks, in microseconds, [n]."""
     found = exchange_of(chunks, cost)
     if found is None:
         return np.zeros(chunks.num_tokens.size)

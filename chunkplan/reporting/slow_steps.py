@@ -1,4 +1,4 @@
-"""Which steps of a plan take longest, and what makes each take longer than the median step."""
+"""Finds the slowest steps of a plan, and why each takes longer than the median step."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _explain(row: _StepRow, usual: _StepRow) -> SlowStep:
 
 
 def _ratio(value: float, usual: float) -> float:
-    """How often `usual` goes into `value`; 1 where either says nothing, as in plans that predict no times."""
+    """Return `value / usual`, 1 where either is 0 or infinite, as in plans that predict no times."""
     ratio = value / usual if usual else 0.0
     return ratio if 0 < ratio < math.inf else 1.0
 

@@ -29,7 +29,7 @@ class Table:
 
 
 def way_words(num_ranks: int, num_heads: int) -> str:
-    """Say how ranks divide a sequence: by heads, by pages, or by both."""
+    """Return how ranks divide a sequence: by heads, by pages, or by both."""
     if num_heads == num_ranks:
         return "heads"
     return "pages" if num_heads == 1 else f"{num_heads} heads x {num_ranks // num_heads} pages"

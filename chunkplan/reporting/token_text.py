@@ -38,7 +38,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class SequenceText:
-    """What a sequence says: its first tokens and its last ones, with `num_left_out` between them.
+    """Text of a sequence: its first and its last tokens, with `num_left_out` between them.
 
     Of those, `num_targets_left_out` are targets.
     """

@@ -122,7 +122,7 @@ def ranks_of(chunk: Chunk) -> str:
 
 
 def _microseconds(simulation: Simulation, ticks: int) -> float:
-    """To the nanosecond, so that what touches in the simulation neither overlaps nor comes apart."""
+    """Convert ticks to microseconds, rounded to the nanosecond so that adjacent events neither overlap nor separate."""
     return round(int(ticks) / simulation.ticks, 3)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from chunkplan.arrays import Int64Array, offsets_of
 from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.checkpointing import CHECKPOINTINGS, Checkpointing, shown_levels
 from chunkplan.cost.durations import Float64Array, attention_pairs_of, chunk_times
 from chunkplan.cost.exchange import exchange_times
 from chunkplan.cost.memory import StageMemory
@@ -24,8 +27,11 @@ from chunkplan.planning.memory import memory_of_stages
 from chunkplan.schedule.families import schedule_ranks
 from chunkplan.schedule.slots import slot_ops_on
 from chunkplan.tuning.grid import Progress
-from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
+from chunkplan.tuning.options import GpuLayout, MemorySaving, TuneOptions
 from chunkplan.tuning.sampling import Sample
+
+#: Full activation checkpointing, as it is switched on without a choice of layers.
+_FULL: tuple[Checkpointing, ...] = ("full", "offload")
 
 #: Sequences of a padded micro-batch: the fastest number that fits.
 _PADDED = (8, 4, 2)
@@ -47,17 +53,19 @@ MakesMicroBatches = Callable[[Int64Array, Sequence[AttentionPattern]], MicroBatc
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
 
 #: Ranks that share every micro-batch: the fastest number that fits.
-_SHARED = (2, 4, 8)
+_SHARED = (2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Baseline:
     """A way to train, on the layout that it is fastest on.
 
-    `largest`: tokens of its largest micro-batch; `lost`: the share of tokens that it cuts off; `cp`: how many ranks
-    share every micro-batch; `sharding`: what data-parallel ranks share besides.
+    `key`: one of `BASELINES`, whatever its settings; `largest`: tokens of its largest micro-batch; `lost`: the share of
+    tokens that it cuts off; `cp`: how many ranks share every micro-batch; `sharding`: what data-parallel ranks share
+    besides.
     """
 
+    key: str
     name: str
     layout: GpuLayout
     step_ns: float
@@ -68,63 +76,119 @@ class Baseline:
     lost: float = 0.0
     cp: int = 1
     sharding: Sharding = "optimizer"
+    tokens_per_second: float = 0.0
 
 
-def baselines(sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress) -> list[Baseline]:
-    """Time the baselines, each on the best of `layouts`: 1F1B, micro-batches dealt out in the order of the data.
+@dataclass(frozen=True)
+class _Way:
+    """A baseline on any layout: see `Baseline`. `steps`: micro-batches of each step of a sample.
 
-    Each runs with the first level of activation checkpointing that fits, and shares what makes it fastest; where
-    nothing helps, its time is what it would take on larger GPUs.
+    `levels`: of activation checkpointing, of which it takes the first that fits. `sharding` is None where it may be any
+    that the options allow.
+    """
+
+    key: str
+    name: str
+    steps: list[MicroBatches]
+    lost: float = 0.0
+    cp: int = 1
+    levels: tuple[Checkpointing, ...] = CHECKPOINTINGS
+    sharding: Sharding | None = None
+
+
+def baselines(
+    sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress
+) -> Iterator[Baseline]:
+    """Time the baselines, one after the other, each on the best of `layouts`: 1F1B, micro-batches dealt out in the
+    order of the data.
+
+    Each runs with the first level of activation checkpointing that fits, in as few layers as fit where the level before
+    does not, and shares what makes it fastest; where nothing helps, its time is what it would take on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
+    groups = [*_whole_ways(sample, options, layouts)]
     cuts = [_FIRST_CUT << power for power in range(longest.bit_length()) if _FIRST_CUT << power < longest]
-    sharing = [(cp, layout) for cp in _SHARED for layout in layouts if layout.dp % cp == 0]
-    kinds = {is_parallel: [each for each in layouts if (each.tp > 1) == is_parallel] for is_parallel in (False, True)}
-    num_rows = 2 + sum(map(bool, kinds.values())) + bool(sharing) + len(cuts)
-    done = itertools.count(1)
+    num_rows = len(groups) + len(cuts)
+    for done, group in enumerate(groups, 1):
+        row = _fastest(_run(way, sample, options, layout) for way, layout in group)
+        progress("baselines", done, num_rows)
+        yield row
+    fitting = []
+    for done, capacity in enumerate(cuts, len(groups) + 1):
+        cut = _cut(capacity, sample, options)
+        row = _fastest(_run(cut, sample, options, layout) for layout in layouts)
+        progress("baselines", done, num_rows)
+        fitting += [row] if row.fits else []
+    if fitting:
+        yield fitting[-1]
+        usual = min((row for row in fitting if row.lost <= _USUAL_LOSS), key=lambda row: row.step_ns, default=None)
+        if usual not in (None, fitting[-1]):
+            yield usual
 
-    def best(rows: Iterable[Baseline]) -> Baseline:
-        found = min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
-        progress("baselines", next(done), num_rows)
-        return found
 
-    rows = [best(_run("one sequence a micro-batch", _padded(1), sample, options, layout) for layout in layouts)]
-    rows.append(
-        best(
-            _run(f"{size} sequences padded to the longest", _padded(size), sample, options, layout)
-            for size in _PADDED
-            for layout in layouts
-        )
-    )
+def _fastest(rows: Iterable[Baseline]) -> Baseline:
+    """The fastest that fits, or what takes least memory where none does."""
+    return min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+
+
+def _whole_ways(
+    sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout]
+) -> Iterator[list[tuple[_Way, GpuLayout]]]:
+    """List the ways that keep whole sequences: of each row its settings, each with a layout that it can be on."""
+    longest = int(sample.num_tokens.max())
+    single = [_Way("single", "one sequence a micro-batch", _steps(_padded(1), sample, options))]
+    padded = [
+        _Way("padded", f"{size} sequences padded to the longest", _steps(_padded(size), sample, options))
+        for size in _PADDED
+    ]
     sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
-    words = {size: "the longest" if size == longest else f"{size // longest} times the longest" for size in sizes}
-    for name, is_parallel in (("packed to {}", False), ("packed, tensor parallelism", True)):
-        packed = (
-            _run(name.format(words[size]), _packed(size), sample, options, layout)
-            for size in sizes
-            for layout in kinds[is_parallel]
+    packed = [
+        _Way(
+            "packed",
+            f"packed to {'the longest' if size == longest else f'{size // longest} times the longest'}",
+            _steps(_packed(size), sample, options),
         )
-        rows += [best(packed)] if kinds[is_parallel] else []
-    shared = [
-        _run(f"packed, shared by {cp} ranks", _packed(size), sample, options, layout, cp)
-        for cp, layout in sharing
         for size in sizes
     ]
-    rows += [best(shared)] if shared else []
-    found = (best(_cut(capacity, sample, options, layout) for layout in layouts) for capacity in cuts)
-    fitting = [row for row in found if row.fits]
-    if fitting:
-        usual = min((row for row in fitting if row.lost <= _USUAL_LOSS), key=lambda row: row.step_ns, default=None)
-        rows += [fitting[-1]] + ([usual] if usual not in (None, fitting[-1]) else [])
-    return rows
+    zero_3 = [
+        replace(way, key="zero-3", name="packed, ZeRO-3, full checkpointing", levels=_FULL, sharding="weights")
+        for way in packed
+    ]
+    plain, parallel = ([each for each in layouts if (each.tp > 1) == is_parallel] for is_parallel in (False, True))
+    data_parallel = [each for each in plain if each.pp == 1 and each.dp > 1]
+    groups = [list(product(single, layouts)), list(product(padded, layouts)), list(product(packed, plain))]
+    groups.append(list(product(zero_3, data_parallel)))
+    for key, ranks, which in (("context-parallel", _SHARED, plain), ("megatron", (1, *_SHARED), parallel)):
+        groups.append(
+            [
+                (_shared(key, way, cp, layout.tp), layout)
+                for way, cp, layout in product(packed, ranks, which)
+                if layout.dp % cp == 0
+            ]
+        )
+    yield from filter(None, groups)
 
 
-def _cut(capacity: int, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:
-    """Time sequences that are cut to `capacity` tokens, and packed."""
+def _shared(key: str, way: _Way, cp: int, tp: int) -> _Way:
+    """`way` with every micro-batch shared by `cp` ranks, and every layer by `tp` GPUs."""
+    tensor = [f"tensor{' parallel' if cp == 1 else ''} ({tp})"] if tp > 1 else []
+    words = ", ".join([*tensor, *([f"context parallel ({cp})"] if cp > 1 else [])])
+    return replace(way, key=key, name=f"{way.name.replace(' to the longest', '')} + {words}", cp=cp)
+
+
+def _cut(capacity: int, sample: Sample, options: TuneOptions) -> _Way:
+    """Sequences that are cut to `capacity` tokens, and packed."""
     tokens = sample.num_tokens.astype(np.float64)
     lost = np.add.reduceat(np.maximum(tokens - capacity, 0), sample.first_of_step[:-1])
-    row = _run(f"cut to {capacity:,} and packed", _packed(capacity), sample, options, layout)
-    return replace(row, lost=float(sample.weights @ lost) / sample.tokens_per_step)
+    share = float(sample.weights @ lost) / sample.tokens_per_step
+    return _Way("cut", f"cut to {capacity:,} and packed", _steps(_packed(capacity), sample, options), lost=share)
+
+
+def _steps(make: MakesMicroBatches, sample: Sample, options: TuneOptions) -> list[MicroBatches]:
+    """The micro-batches of each step."""
+    edges = itertools.pairwise(sample.first_of_step)
+    patterns = options.shape.attention_patterns
+    return [make(sample.num_tokens[start:stop].astype(np.int64), patterns) for start, stop in edges]
 
 
 def _padded(size: int) -> MakesMicroBatches:
@@ -147,40 +211,74 @@ def _packed(capacity: int) -> MakesMicroBatches:
     return pack
 
 
-def _run(
-    name: str, make: MakesMicroBatches, sample: Sample, options: TuneOptions, layout: GpuLayout, cp: int = 1
-) -> Baseline:
+def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:
     """Take the time and memory of a baseline, with the sharding that is fastest.
 
-    Each sharding has the first level of activation checkpointing that fits. Where none does, what needs least memory is
-    taken.
+    Each sharding has the first level of activation checkpointing that fits, and the level before where that leaves
+    room. Where none fits, what needs least memory is taken.
     """
-    edges = itertools.pairwise(sample.first_of_step)
-    patterns = options.shape.attention_patterns
-    steps = [make(sample.num_tokens[start:stop].astype(np.int64), patterns) for start, stop in edges]
-    largest = max(int(tokens.max()) for tokens, _ in steps)
-    config = options.plan_config(layout, -(-largest // cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
+    largest = max(int(tokens.max()) for tokens, _ in way.steps)
+    config = options.plan_config(layout, -(-largest // way.cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)
     rows: list[Baseline] = []
     moments: Int64Array | None = None  # what stages hold: 1F1B has the same order whatever actions take
-    for sharding in options.shardings_of(layout):
-        for memory in LADDER[::2]:
-            cost = options.cost(layout, memory, sharding)
-            if moments is not None and memory != LADDER[::2][-1] and not _fits(config, cost, moments, options):
+
+    def run(cost: CostModel) -> tuple[Baseline, Int64Array]:
+        step_ns, moments = _simulate(way.steps, sample.weights, config, cost, way.cp)
+        step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
+        needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
+        row = Baseline(
+            way.key,
+            way.name,
+            layout,
+            step_ns,
+            needed,
+            str(cost.checkpointing),
+            needed.total <= options.gpu_memory,
+            largest,
+            way.lost,
+            way.cp,
+            cost.sharding,
+            sample.tokens_per_step * (1 - way.lost) / (step_ns / 1e9),
+        )
+        rows.append(row)
+        return row, moments
+
+    for sharding in options.shardings_of(layout) if way.sharding is None else (way.sharding,):
+        for place, level in enumerate(way.levels):
+            cost = options.cost(layout, MemorySaving(level, False), sharding)
+            if moments is not None and level != way.levels[-1] and not _fits(config, cost, moments, options):
                 continue
-            step_ns, moments = _simulate(steps, sample.weights, config, cost, cp)
-            step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
-            needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
-            fits = needed.total <= options.gpu_memory
-            row = Baseline(name, layout, step_ns, needed, memory.checkpointing, fits, largest, cp=cp, sharding=sharding)
-            rows.append(row)
-            if fits:
+            row, moments = run(cost)
+            if row.fits:
+                if place and way.levels is CHECKPOINTINGS:
+                    fewest = _fewest_layers(way.levels[place - 1 : place + 1], config, cost, moments)
+                    if fewest != level:
+                        run(replace(cost, checkpointing=fewest))
                 break
-    return min(rows, key=lambda row: (not row.fits, row.step_ns if row.fits else row.memory.total))
+    return _fastest(rows)
+
+
+def _fewest_layers(levels: Sequence[Checkpointing], config: PlanConfig, cost: CostModel, moments: Int64Array) -> str:
+    """The stronger of two levels in the first layers of each stage, as few as fit, and the weaker in the others.
+
+    The stronger fits in all of them. `moments`: what stages hold, which does not depend on levels.
+    """
+    weaker, stronger = levels
+    layers = config.layers(cost.shape.num_layers)
+
+    def with_first(count: int) -> str:
+        return shown_levels([stronger if place < count else weaker for of_stage in layers for place in range(of_stage)])
+
+    def fits(count: int) -> bool:
+        mixed = replace(cost, checkpointing=with_first(count))
+        return max(stage.total for stage in memory_of_stages(config, mixed, moments)) <= cost.hardware.memory_bytes
+
+    return with_first(1 + bisect_left(range(1, max(layers)), True, key=fits))
 
 
 def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: TuneOptions) -> bool:
-    """Whether stages that hold `moments` int64 [pp, 8] fit."""
+    """True if stages that hold `moments` int64 [pp, 8] fit the memory of a GPU."""
     return max(stage.total for stage in memory_of_stages(config, cost, moments)) <= options.gpu_memory
 
 
@@ -202,7 +300,8 @@ def _simulate(
     if cp > 1:  # by heads as far as these go, else by pages
         heads = math.gcd(cp, cost.shape.num_kv_heads // cost.tp)
         ones = np.ones_like(tokens)
-        exchange = exchange_times(cost, tokens, 0 * ones, ones, cp * ones, heads * ones)
+        pages = 0 * ones, ones, cp * ones, heads * ones
+        exchange = exchange_times(cost, tokens, *pages, attention_pairs=attention_pairs)
     tokens, attention_pairs = -(-tokens // cp), attention_pairs / cp
     chunks = chunks_without_segments(offsets_of([tokens.size for tokens, _ in dealt]), tokens)
     times = chunk_times(

@@ -26,7 +26,7 @@ _NEVER_AT_END = 1 << 40
 
 
 class WorkOfSteps(NamedTuple):
-    """What there is to do in each of some steps, all float64 [num_steps], and the lengths, int32 [n], that it is of.
+    """Work of some steps, all float64 [num_steps], and the lengths of their sequences, int32 [n].
 
     `tokens` and attention `pairs` of all sequences of a step, and of its longest one; see `attention_pairs_of`.
     `weights`: the share of all steps that each stands for. `first`: where a step's sequences begin, int64 [num_steps].
@@ -78,7 +78,7 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
     sent, launched = 2 * rates.gather + rates.reduce, 3 * rates.launch
 
     def spent(stage: tuple[int, ...], tokens: Float64Array, pairs: Float64Array, again: Float64Array) -> Float64Array:
-        """What a stage of these model stages takes for one or more chunks of so many tokens, [num_steps]."""
+        """Nanoseconds that a stage of these model stages takes for chunks of so many tokens in all, [num_steps]."""
         num_chunks = np.ceil(tokens / config.chunk_size)
         total: Float64Array = np.zeros_like(tokens)
         for each in stage:

@@ -32,7 +32,7 @@ _HINT = "write it again with `chunkplan tune`"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a plan takes from a tuning.
+    """The part of a tuning that a plan takes over.
 
     `config` has the entries that were chosen (`PLAN_ENTRIES`), global batch and seed; what else is in it are defaults.
     `token_histogram` and `longest_sequence`: of the data that it was found for.
@@ -74,7 +74,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
             "token_histogram": {str(length): share for length, share in tuning.token_histogram.items()},
             "positions": None if tuning.positions is None else asdict(tuning.positions),
         },
-        "baselines": [_baseline_entry(row, tuning.tokens_per_step) for row in tuning.baselines],
+        "baselines": [_baseline_entry(row) for row in tuning.baselines],
         "layouts": [_layout_entry(look) for look in tuning.layouts],
         "choices": [_choice_entry(choice) for choice in tuning.choices],
         "pareto": list(tuning.pareto),
@@ -83,6 +83,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
         "fastest": _choice_entry(tuning.chosen),
         "speedup": tuning.baselines[0].step_ns / chosen.step_ns,
         "speedup_over_best": tuning.gain,
+        "speedup_over": None if tuning.best_baseline is None else tuning.best_baseline.name,
         "fewest_gpus": tuning.fewest_gpus,
         "epoch_seconds": tuning.epoch_hours * 3600,
         "gpu_hours": tuning.gpu_hours,
@@ -99,7 +100,7 @@ def _options_entry(options: TuneOptions) -> dict[str, object]:
 
 
 def answers(document: TuningDocument, options: TuneOptions) -> bool:
-    """Whether a document is what `tune` with these options has found, for whatever data."""
+    """True if a document is the result of `tune` with these options, for whatever data."""
     cost = CostModel.from_dict(document["cost_model"], where="")
     same = (cost.shape, cost.hardware) == (options.shape, options.gpu)
     return same and document["options"] == _options_entry(options)
@@ -130,12 +131,13 @@ def _layout_entry(look: FirstLook) -> dict[str, object]:
     }
 
 
-def _baseline_entry(row: Baseline, tokens_per_step: float) -> dict[str, object]:
+def _baseline_entry(row: Baseline) -> dict[str, object]:
     return {
+        "key": row.key,
         "name": row.name,
         **row.layout._asdict(),
         "step_seconds": row.step_ns / 1e9,
-        "tokens_per_second": tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9),
+        "tokens_per_second": row.tokens_per_second,
         "largest_micro_batch": row.largest,
         "checkpointing": row.checkpointing,
         "sharding": row.sharding,

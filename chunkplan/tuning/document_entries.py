@@ -1,4 +1,4 @@
-"""What the document of a tuning holds that its readers rely on: the type of each part, and what an entry may be.
+"""Types and allowed values of the entries of a tuning document that its readers rely on.
 
 A document may come from anywhere. It is checked once, when it is read.
 """
@@ -68,7 +68,7 @@ class BaselineEntry(TypedDict):
 
 
 class OptionsEntry(TypedDict):
-    """What was tuned for. `gpu_memory` is in bytes."""
+    """The options that were tuned for. `gpu_memory` is in bytes."""
 
     gpu_memory: int
     sharding: str

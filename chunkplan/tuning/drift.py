@@ -1,4 +1,4 @@
-"""Whether a dataset still is what a tuning was found for."""
+"""Compares a dataset with the one that a tuning was found for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DRIFTED = 0.05
 
 @dataclass(frozen=True)
 class LengthDrift:
-    """How lengths differ from those tuned for.
+    """Difference of the lengths from those tuned for.
 
     `moved`: the share of tokens in other length classes (powers of two) than when tuned. `longest_before` and
     `longest_now`: tokens of the longest sequence.
@@ -31,21 +31,21 @@ class LengthDrift:
 
     @property
     def has_drifted(self) -> bool:
-        """Whether tuning again is worth it: many tokens moved, or the longest sequence is in another length class."""
+        """True if tuning again is worth it: many tokens moved, or the longest sequence is in another length class."""
         before, now = (length_class(longest) for longest in (self.longest_before, self.longest_now))
         return self.moved > _DRIFTED or now > before
 
 
 @dataclass(frozen=True)
 class Drift(LengthDrift):
-    """How data differ from those tuned for. `memory`: of the fullest stage with the data as it is now, in bytes."""
+    """Difference of the data from those tuned for. `memory`: of the fullest stage with the present data, in bytes."""
 
     memory: StageMemory
     gpu_memory: int
 
     @property
     def fits(self) -> bool:
-        """Whether the choice still fits the memory it was made for."""
+        """True if the choice still fits the memory it was made for."""
         return self.memory.total <= self.gpu_memory
 
 

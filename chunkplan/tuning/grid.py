@@ -69,7 +69,7 @@ class Choice:
 
 
 def choice_of(outcome: Outcome, search: Search, *, kv_offload: bool | None = None) -> Choice:
-    """What was tried, as a choice of what it was tried with, but for `kv_offload` where that is not None."""
+    """Turn an outcome into a choice, with another `kv_offload` where that is not None."""
     options, sample = search.options, search.sample
     cost = outcome.cost if kv_offload is None else replace(outcome.cost, kv_offload=kv_offload)
     needed = outcome.memory(cost)
@@ -95,7 +95,7 @@ def choice_of(outcome: Outcome, search: Search, *, kv_offload: bool | None = Non
 
 
 def _takes_as_long(outcome: Outcome, cost: CostModel) -> bool:
-    """Whether what was tried takes as long with `cost`, which may offload keys and values besides.
+    """True if the outcome takes as long with `cost`, which may also offload keys and values.
 
     These share the link to the host with inputs of layers, and with attention.
     """
@@ -109,7 +109,7 @@ def evaluate(config: PlanConfig, cost: CostModel, search: Search) -> Choice:
 
 
 class Way(NamedTuple):
-    """What is tried with all Ks: a schedule, who may share sequences, the layers of stages, and a ChunkSize."""
+    """A point of the grid, tried with all Ks: schedule, cp, layers of stages, and ChunkSize."""
 
     schedule: str
     cp: str | int
@@ -168,7 +168,7 @@ def try_grid(
 
 @contextmanager
 def _cancelling(pool: ThreadPoolExecutor, cancelled: threading.Event) -> Iterator[None]:
-    """Where the block raises, as by an interrupt, the threads of `pool` are not waited for to do all they have."""
+    """Cancel the pending work of `pool` if the block raises, as by an interrupt."""
     try:
         yield
     except BaseException:
@@ -189,11 +189,11 @@ class _Grid:
 
     @property
     def options(self) -> TuneOptions:
-        """What is tuned for."""
+        """The options that are tuned for."""
         return self.search.options
 
     def try_all(self, chunk_sizes: Sequence[int], ks: Sequence[int]) -> list[list[Tried]]:
-        """What was tried, by what ranks share, and by the place of the last so many levels."""
+        """Return the outcomes by sharding, and by the index of the level of the last layers."""
         wanted = {way: self._sensible_ks(ks, way) for way in self._ways(chunk_sizes)}
         first, *others = self.options.shardings_of(self.layout)
         tried: list[list[Tried]] = [[{} for _ in CHECKPOINTINGS] for _ in (first, *others)]
@@ -207,9 +207,9 @@ class _Grid:
         return tried
 
     def _batches(self, wanted: Wanted) -> Iterator[Wanted]:
-        """What is wanted, those with the best bounds first, and of later ones what is still hopeful then.
+        """Yield the points of the grid in batches, best bounds first, without those that became hopeless.
 
-        Where nothing may fit and nothing did, it is what takes least memory.
+        If nothing is expected to fit and nothing did, they are those that take least memory.
         """
         search, total = self.search, len(wanted)
         if self.options.thorough:
@@ -320,7 +320,7 @@ class _Grid:
         return [rung for rung in rungs if not rung.kv_offload or way.chunk_size >= least]
 
     def _fits(self, outcome: Outcome, level: int, way: Way, sharding: Sharding) -> bool:
-        """Whether what was tried fits with a level."""
+        """True if an outcome fits with a level."""
         return any(outcome.fits(cost, self.options.gpu_memory) for cost in self._costs(way, sharding, level))
 
     def _first_level(self, outcome: Outcome, way: Way, sharding: Sharding) -> int:
@@ -377,7 +377,7 @@ class _Grid:
 
 
 def _up_to_enough(sizes: Sequence[int], enough: int) -> list[int]:
-    """Those of `sizes` up to the first one that is `enough`, or all."""
+    """The `sizes` up to the first one that is at least `enough`, or all."""
     largest = min((size for size in sizes if size >= enough), default=max(sizes))
     return [size for size in sizes if size <= largest]
 

@@ -53,10 +53,10 @@ _LOOKED_AT, _MOST = 16, 4
 
 
 class StageProgram(NamedTuple):
-    """What one model stage has to choose.
+    """The choice of levels for the layers of one model stage, as an integer program.
 
-    `kinds` int64 [num_layers]: of each layer. `held` int64 [num_moments, num_kinds, num_levels]: what a layer of a kind
-    and a level holds at a moment, in bytes; `room` int64 [num_moments]: for all layers together.
+    `kinds` int64 [num_layers]: of each layer. `held` int64 [num_moments, num_kinds, num_levels]: bytes that a layer of
+    a kind and a level holds at a moment; `room` int64 [num_moments]: bytes for all layers together.
     """
 
     kinds: Int64Array
@@ -65,14 +65,14 @@ class StageProgram(NamedTuple):
 
 
 def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: Int64Array) -> Int64Array | None:
-    """How many layers of each kind have each level, so that least is run again: int64 [num_kinds, num_levels].
+    """Number of layers of each kind and level that recomputes least, int64 [num_kinds, num_levels].
 
     An integer program that CP-SAT solves to the optimum. None where nothing fits.
 
     Args:
         counts: [num_kinds], layers of each kind.
         held, room: see `StageProgram`.
-        again_ns: [num_levels], what is run again of a layer.
+        again_ns: [num_levels], recomputation of a layer.
     """
     from ortools.sat.python import cp_model
 
@@ -109,7 +109,7 @@ def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory
 
 
 def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Array | None:
-    """How many layers of each kind have each level: what runs least again with any of `programs`."""
+    """Number of layers of each kind and level that recomputes least with any of `programs`."""
     best, best_ns = None, np.inf
     for stage in programs:
         num_kinds, num_levels = stage.held.shape[1:]
@@ -123,10 +123,10 @@ def _chosen(programs: Iterable[StageProgram], again_ns: Int64Array) -> Int64Arra
 
 
 def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array:
-    """What each level runs again of a layer in a step, int64 [num_levels].
+    """Time that each level recomputes of a layer in a step, in nanoseconds, int64 [num_levels].
 
-    With it counts what the link to the host takes longer than a layer, and a nanosecond where it does not: of two
-    levels that run as much again the first is to be taken.
+    Includes the time by which the host link exceeds a layer, and one nanosecond where it does not: of two levels with
+    equal recomputation the first is to be taken.
     """
     tokens, pairs = sample.tokens_per_step, sample.attention_pairs_per_step(cost)
     num_chunks = tokens / config.chunk_size
@@ -144,7 +144,7 @@ def _again_ns(config: PlanConfig, cost: CostModel, sample: Sample) -> Int64Array
 def _programs(
     config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int
 ) -> Iterator[tuple[StageProgram, ...]]:
-    """What each model stage has to choose, in the order of the layers: of the levels that are `_TRIED`, one by one."""
+    """The programs of all model stages in order, once for each of the sets of levels in `_TRIED`."""
     rest = np.array(
         [[each.total - each.activations for each in memory_of_stages(config, cost, moment)] for moment in moments]
     )
@@ -154,9 +154,9 @@ def _programs(
 def _programs_of(
     config: PlanConfig, cost: CostModel, moments: Int64Array, room_on: Int64Array, levels: Sequence[Checkpointing]
 ) -> Iterator[StageProgram]:
-    """What each model stage has to choose of `levels`; `room_on` int64 [n, pp]: what each stage has for activations.
+    """The program of each model stage for `levels`; `room_on` int64 [n, pp]: bytes left for activations on each stage.
 
-    What a virtual stage holds counts as if all of its stage held as much, as in `token_bytes`.
+    Memory of a virtual stage is counted as if its whole stage held as much per token, as in `token_bytes`.
     """
     shape, layers = cost.shape, config.layers(cost.shape.num_layers)
     # The strongest level comes first. What comes from the stage before is left out where no layer runs again.
@@ -235,7 +235,7 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
 
 
 def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample) -> float:
-    """What a step takes with levels in parts of layers, by the fullest moment and the slowest stage; inf: none fit."""
+    """Estimated nanoseconds of a step if parts of layers could have a level, at the peak memory; inf: none fit."""
     config, rates = outcome.config, cost.rates
     most, _ = highest_peak(outcome.peaks[int(cost.kv_offload)], memory_rates_of(config, outcome.cost))
     again_ns = _again_ns(config, cost, sample)
@@ -251,7 +251,7 @@ def _estimate(outcome: Outcome, cost: CostModel, gpu_memory: int, sample: Sample
 
 
 def _estimated_ns(stage: StageProgram, again_ns: Int64Array) -> float:
-    """What a stage runs again at the first of its moments, if parts of layers could have a level; inf: none fit."""
+    """Nanoseconds a stage recomputes at its first snapshot if parts of layers could have a level; inf: none fit."""
     num_bytes: Float64Array = stage.held[0][stage.kinds].sum(axis=0).astype(np.float64)  # [num_levels]
     if num_bytes[-1] > stage.room[0]:
         return float("inf")

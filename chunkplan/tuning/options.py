@@ -1,4 +1,4 @@
-"""What is tuned for: a model on GPUs, and what to try."""
+"""Options of a tuning: a model on GPUs, and the choices to try."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_STAGES = 16
 
 
 class GpuLayout(NamedTuple):
-    """How GPUs are used: dp x tp x pp of them."""
+    """A layout of GPUs: dp x tp x pp of them."""
 
     dp: int
     tp: int
@@ -38,7 +38,7 @@ class GpuLayout(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs a layout uses in all."""
+        """Number of GPUs of the layout."""
         return self.dp * self.tp * self.pp
 
 
@@ -70,6 +70,9 @@ _SIZE = Domain(
     whole(1).holds, f"a size of memory; units are {', '.join(_SIZES)}", _read_size, metavar="SIZE", example="80GiB"
 )
 
+#: Ways to train without chunks that are timed beside the choices.
+BASELINES = ("single", "padded", "packed", "zero-3", "context-parallel", "megatron", "cut")
+
 _NUM_GPUS = whole(1, MOST)
 
 
@@ -88,7 +91,7 @@ _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    """What to tune for.
+    """The model, GPUs and batch to tune for, and the choices to try.
 
     `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
     Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
@@ -167,6 +170,13 @@ class TuneOptions(Options):
         depends=None,
     )
     keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
+    baseline: str | None = option(
+        one_of(*BASELINES, metavar="NAME"),
+        f"What gains are against: {', '.join(BASELINES)}.",
+        group=_TRIED,
+        default=None,
+        default_words="the fastest that fits and loses no token",
+    )
     thorough: bool = option(
         FLAG,
         "Simulate every choice, on many steps: minutes, for a few percent at most.",

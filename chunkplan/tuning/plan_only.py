@@ -1,4 +1,4 @@
-"""What the runtime of this version cannot run. The one place that knows: a runtime that learns more changes it."""
+"""Lists what the runtime of this version cannot run. The one place to change when the runtime learns more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from chunkplan.cost.optimizers import ELEMENTWISE
 
 
 def why_plan_only(config: PlanConfig, cost: CostModel) -> str | None:
-    """Say what the runtime cannot run of a plan, in the time and memory predicted for it; None if it can run all of it.
+    """Return what of a plan, as its time and memory are predicted, the runtime cannot run; None if it runs all of it.
 
-    On one data-parallel rank there is nothing to shard, and "none" is run as "optimizer", which takes less than was
-    predicted. Whether it can run a type of models at all, its own proof says (docs/models.md).
+    One data-parallel rank has nothing to shard, and "none" runs as "optimizer", which takes less memory than predicted.
+    The types of models that run at all are those of the runtime's own proof (docs/models.md).
     """
     reasons = ["tensor parallelism"] if cost.tp > 1 else []
     if cost.shape.is_recurrent and config.dp > 1:

@@ -53,7 +53,7 @@ class Sample:
 
     @property
     def first_of_step(self) -> Int64Array:
-        """Where each step's sequences start, and the last one's stop, int64 [num_steps + 1]."""
+        """Offsets of each step's sequences, int64 [num_steps + 1]."""
         return offsets_of(self.sizes)
 
 

@@ -1,4 +1,4 @@
-"""What is worth a simulation on a sample: what by its lower bound may be faster than the best that was found."""
+"""Prunes the search: only choices whose lower bound may beat the best found so far are simulated on a sample."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ class Search:
         return math.inf
 
     def is_hopeful(self, config: PlanConfig, *costs: CostModel) -> bool:
-        """Whether a configuration with the first of `costs` that may fit can be among the fastest."""
+        """True if a configuration with the first of `costs` that may fit can be among the fastest."""
         best_ns = self.best_ns(config, costs[0])
         return self.options.thorough or best_ns == math.inf or self.bound_ns(config, costs) <= CLOSE * best_ns

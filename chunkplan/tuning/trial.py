@@ -29,7 +29,7 @@ from chunkplan.tuning.sampling import Sample
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a configuration takes on the steps of a sample.
+    """Time and memory of a configuration on the steps of a sample.
 
     `step_ns`: mean time of a step, with its reduction. `bubble`: share of the stages' time, until their rank is done,
     without a first forward or a backward. `recompute_share`: of the work. `recompute_ns` by length class: mean per
@@ -55,7 +55,7 @@ class Outcome:
         return max(memory_of_stages(self.config, cost, most), key=lambda stage: stage.total)
 
     def fits(self, cost: CostModel, gpu_memory: int) -> bool:
-        """Whether the fullest stage fits the memory of a GPU, in bytes."""
+        """True if the fullest stage fits the memory of a GPU, in bytes."""
         return self.memory(cost).total <= gpu_memory
 
     def host_bytes(self, cost: CostModel) -> int:

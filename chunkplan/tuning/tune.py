@@ -7,7 +7,7 @@ planned and simulated as a plan's are, and an integer program chooses a K for ea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,7 @@ from typing import NamedTuple
 from chunkplan.arrays import Int32Array
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
-from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.model import CostModel
-from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.cost.states import optimizer_bytes
 from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
@@ -68,7 +66,7 @@ class FirstLook(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found for `options`.
+    """The result of a tuning for `options`.
 
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
@@ -95,23 +93,25 @@ class Tuning:
 
     @property
     def best(self) -> Choice:
-        """What a plan is built with: the recommended choice, or where there is none, the fastest."""
+        """The choice to build a plan with: the recommended one, else the fastest."""
         return self.recommended or self.chosen
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """The fastest baseline that fits and loses no token; None where there is none."""
-        fitting = [row for row in self.baselines if row.fits and not row.lost]
+        """The baseline that gains are against: the fastest baseline that fits and loses no token, or of those that the options name;
+        None where none fits."""
+        named = self.options.baseline
+        fitting = [row for row in self.baselines if row.fits and (row.key == named if named else not row.lost)]
         return min(fitting, key=lambda row: row.step_ns, default=None)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the best baseline the best choice is; None where no baseline fits."""
+        """Speedup of the best choice over the best baseline; None where no baseline fits."""
         return None if self.best_baseline is None else self.best_baseline.step_ns / self.best.step_ns
 
     @property
     def has_gain(self) -> bool:
-        """Whether there is anything to gain over the baselines."""
+        """True if the best choice is faster than all baselines by at least `A_GAIN`, or no baseline fits."""
         return self.gain is None or self.gain >= A_GAIN
 
     @property
@@ -125,8 +125,16 @@ class Tuning:
         return self.epoch_hours * self.best.layout.gpus
 
 
-def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Progress | None = None) -> Tuning:
+def tune(
+    analysis: Analysis | str | Path,
+    options: TuneOptions,
+    *,
+    progress: Progress | None = None,
+    found: Callable[[Baseline], None] | None = None,
+) -> Tuning:
     """Choose ChunkSize, K, schedule and layout for `analysis` (an analysis, its folder, or a lengths file).
+
+    `found` is called with each baseline as soon as it is timed, before anything else is tried.
 
     Raises:
         UsageError: there is no analysis, or nothing fits the memory; says what would be needed.
@@ -138,16 +146,21 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     layouts = options.layouts()
     few, search = (Search(_sample(num_tokens, options, strata), options) for strata in (_COARSE, _STRATA))
     overall = _Overall(progress or _ignore, few, search)
-    compared = _compare(few, layouts, overall.part(0, 25)) if len(layouts) > 1 else []
+    sample = search.sample
+    rows = []
+    for row in baselines(sample, options, options.baseline_layouts(), overall.part(0, 20)):
+        rows.append(row)
+        if found is not None:
+            found(row)
+    compared = _compare(few, layouts, overall.part(20, 25)) if len(layouts) > 1 else []
     if compared:
         layouts = _worth_a_closer_look(compared)
     choices = _tried(search if options.thorough else few, layouts, overall)
     if not options.thorough:
         fitting = [choice for choice in choices if choice.fits]
-        choices = _on_more_steps(choices, search, overall.part(60, 15))
+        choices = _on_more_steps(choices, search, overall.part(80, 15))
         if fitting and not any(choice.fits for choice in choices):  # what fits few steps may fit no others
             choices = _tried(search, layouts, overall)
-    sample = search.sample
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
     chosen = recommended = _verified(choices, heaviest, search)
     if chosen is not None and chosen.plan_only is not None:
@@ -155,10 +168,10 @@ def tune(analysis: Analysis | str | Path, options: TuneOptions, *, progress: Pro
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
-        raise _nothing_fits(choices[0], options, _fewest_gpus(few.sample, options, overall.part(75, 25), above=gpus))
+        raise _nothing_fits(choices[0], options, _fewest_gpus(few.sample, options, overall.part(95, 5), above=gpus))
     return Tuning(
         options=options,
-        baselines=tuple(baselines(sample, options, options.baseline_layouts(), overall.part(75, 20))),
+        baselines=tuple(rows),
         choices=tuple(choices),
         chosen=chosen,
         recommended=recommended,
@@ -204,7 +217,7 @@ def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[
     """Try all that is worth it on some layouts."""
     choices: list[Choice] = []
     for place, layout in enumerate(layouts):
-        report = overall.part(25, 35, place, len(layouts))
+        report = overall.part(45, 35, place, len(layouts))
         choices += try_grid(search, layout, search.options.chunk_sizes, search.options.ks, report)
     return choices
 
@@ -243,7 +256,7 @@ class _Overall:
 
 
 def _ignore(doing: str, done: int, total: int) -> None:
-    """Do nothing: a first look is not counted in the progress, or nobody asks for it."""
+    """Ignore progress: a first look does not count in it, or nobody asks for it."""
 
 
 def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:
@@ -372,17 +385,3 @@ def _nothing_fits(smallest: Choice, options: TuneOptions, enough: int | None) ->
         + ("" if options.load_in_4bit or not options.lora_rank or shape.has_experts else ", --load-in-4bit")
         + ", or more memory",
     )
-
-
-def headline(analysis: Analysis) -> Tuning:
-    """A small tuning for Qwen2.5-7B on a node of eight H100s: what chunks would gain, before a model is named."""
-    hardware = load_hardware("h100")
-    options = TuneOptions(
-        shape=QWEN2_5_7B,
-        hardware=hardware,
-        gpu_memory=hardware.memory_bytes,
-        gpus=8,
-        chunk_sizes=(4096, 8192, 16384, 65536),
-        ks=(1, 4),
-    )
-    return tune(analysis, options)

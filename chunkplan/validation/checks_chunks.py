@@ -261,7 +261,7 @@ def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 
 def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """With `equal_chunks` in the configuration, every rank of a step has the same number of chunks."""
+    """Check that every rank of a step has the same number of chunks, where `equal_chunks` is set."""
     counts = np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
     most = counts.max(axis=1, keepdims=True)
     few = np.argwhere(counts < most).tolist() if columns.config.equal_chunks else []

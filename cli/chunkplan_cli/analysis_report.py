@@ -18,7 +18,6 @@ from chunkplan.config.intake import CONVERSATIONS
 from chunkplan.errors import ChunkplanError
 from chunkplan.quantities import counted, power_of_two
 from chunkplan.reporting.tables import Table
-from chunkplan_cli.progress import note_compilation
 from chunkplan_cli.terminal import drawn_table, note, print_json, stderr, stdout, warn
 
 if TYPE_CHECKING:
@@ -43,10 +42,8 @@ _INDENT = 5 * " "
 _KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_hash", "options", "rejected", "truncated")
 
 
-def print_analysis(
-    analysis: Analysis, *, as_json: bool, replaced: str | None, gain: bool = False, beside: Sequence[str] = ()
-) -> None:
-    """Print the length report and, if asked for, what chunks would gain; then what was read, and where the analysis is.
+def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
+    """Print the length report; then what was read, and where the analysis is.
 
     `beside` are the files that lie beside the data and are none.
     """
@@ -58,8 +55,6 @@ def print_analysis(
         print_json({"analysis": str(analysis.path), "report": report.to_dict(), **kept})
     else:
         print_length_report(stdout(), report, analysis)
-        if gain:
-            _print_gain(analysis)
     _say_what_was_read(analysis, beside)
     _say_what_it_is_good_for(analysis)
     note(f"analysis in {analysis.path}" + (f" (replaced {replaced})" if replaced else ""))
@@ -84,17 +79,8 @@ def say_what_lies_beside(files: Sequence[str]) -> None:
         note(*_beside(f"not read, no data: {counted(len(names), 'file')}", f"({_several(named[:_KEYS], len(kinds))})"))
 
 
-def _print_gain(analysis: Analysis) -> None:
-    from chunkplan.tuning.tune import headline
-    from chunkplan_cli.tune import print_headline
-
-    with note_compilation():
-        found = headline(analysis)
-    print_headline(stdout(), found)
-
-
 def describe_old(target: Path) -> str | None:
-    """Say what `target` holds now, if it is something that the new analysis replaces."""
+    """Describe what `target` holds now, if it is something that the new analysis replaces."""
     from chunkplan.planfile.manifest import read_manifest
 
     if not target.is_dir() or not any(target.iterdir()):
@@ -154,7 +140,7 @@ _OF_WHAT_IS_READ = frozenset(("empty", "undesirable", "template", "too-long"))
 
 
 def _is_lost(source: SourceEntry) -> bool:
-    """Whether nothing of a source could be read, be it as a whole or record by record."""
+    """True if no record of a source could be read."""
     return source["rejected"] == source["records"] > 0 and _OF_WHAT_IS_READ.isdisjoint(source["reasons"])
 
 
@@ -247,7 +233,7 @@ def _warn_of_left_out(sources: list[SourceEntry]) -> None:
 
 
 def _left_out(sources: list[SourceEntry], kind: str) -> str:
-    """Say in how many sequences the chat template leaves this out, and of which record the first is."""
+    """Return the number of sequences that the chat template leaves this out of, and the first such record."""
     number = sum(source["left_out"].get(kind, 0) for source in sources)
     return f"in {counted(number, 'sequence')}, the first of {_first_left_out(sources, kind)}" if number else ""
 
@@ -342,7 +328,7 @@ def _totals(report: LengthReport, analysis: Analysis) -> RichTable:
 
 
 def _in_all(estimate: Estimate | None) -> str:
-    """Say what a sample means for all data."""
+    """Return the estimate for all data in words."""
     return f"in all {estimate.value:,} ({estimate.low:,}-{estimate.high:,})" if estimate else ""
 
 
@@ -351,7 +337,7 @@ def _join(*notes: str) -> str:
 
 
 def _dropped(report: LengthReport, analysis: Analysis) -> str:
-    """Say what a reader should know before trusting the number of sequences."""
+    """Return notes on records that were rejected or cut, and on sequences without a target."""
     rejected: dict[str, int] = analysis.manifest.get("rejected", {})
     reasons = [f"{count:,} {reason}" for reason, count in rejected.items()] if len(rejected) > 1 else rejected
     notes = [f"{sum(rejected.values()):,} rejected: {', '.join(reasons)}"] if rejected else []
@@ -380,7 +366,7 @@ def _cumulative(report: LengthReport) -> Table:
 
 
 def _range(quantile: Quantile) -> str:
-    """Say between which lengths a quantile of all data lies; nothing of the longest but that it is no shorter."""
+    """Return the interval of lengths of a quantile of all data; for the longest only its lower end is known."""
     low = quantile.num_tokens if quantile.share == 1 else quantile.low
     return f"{'?' if low is None else f'{low:,}'}-{'?' if quantile.high is None else f'{quantile.high:,}'}"
 

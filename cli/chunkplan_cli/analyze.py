@@ -50,7 +50,7 @@ _SHARD = Domain(
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """How records become tokens, and which processes and machines do the work."""
+    """Options of tokenizing, and of the processes and machines that do it."""
 
     tokenizer: str | None = option(
         text("NAME"),
@@ -101,7 +101,7 @@ class AnalyzeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(Options):
-    """Where options come from beside the command line."""
+    """The file that options come from beside the command line."""
 
     config: Path | None = option(
         path("FILE.toml"),
@@ -123,12 +123,6 @@ def analyze(
     work: CliValues,
     intake: CliValues,
     file: CliValues,
-    headline: Annotated[
-        bool,
-        typer.Option(
-            "--headline", help="Also predict what chunks would gain, for Qwen2.5-7B on 8 H100s. Takes a minute."
-        ),
-    ] = False,
     output: Annotated[
         Path | None, output_option("Where to write. Default: analysis, or shard-I-of-N, of the workspace.")
     ] = None,
@@ -151,20 +145,14 @@ def analyze(
     from chunkplan.workspace import Workspace, find_tokenizer
 
     place = Workspace.find(workspace)
-    work, intake = _with_files(FileOptions(**file).config, place, work, intake)
+    work, intake = with_files(FileOptions(**file).config, place, work, intake)
     how = AnalyzeOptions(**work)
-    for other, is_given in (("--json", as_json), ("--shard", how.shard is not None)):
-        if headline and is_given:
-            raise UsageError(
-                f"--headline and {other} exclude each other",
-                hint="leave --headline out; `chunkplan tune --json` predicts for your model and GPUs",
-            )
     options = IntakeOptions(**intake)
     how = replace(how, tokenizer=find_tokenizer(how.tokenizer, place))
     beside: list[str] = []
     if how.shard is not None:
         target = output or place.root / f"shard-{how.shard[0]}-of-{how.shard[1]}"
-        with _reading(data, options, how, place, beside) as request:
+        with reading_of(data, options, how, place, beside) as request:
             _write_shard(request, target, how.shard)
         say_what_lies_beside(beside)
         merge = shlex.join(["chunkplan", "merge", *(["--workspace", str(workspace)] if workspace else [])])
@@ -173,16 +161,16 @@ def analyze(
         return
     target = output or place.analysis
     replaced = describe_old(target)
-    with _reading(data, options, how, place, beside) as request:
+    with reading_of(data, options, how, place, beside) as request:
         analysis = write_analysis(request, target)
     if how.model is not None:
         warn_of_positions(analysis, how.model)
-    print_analysis(analysis, as_json=as_json, replaced=replaced, gain=headline, beside=beside)
+    print_analysis(analysis, as_json=as_json, replaced=replaced, beside=beside)
     print_next(output, workspace)
 
 
 @contextmanager
-def _reading(
+def reading_of(
     data: list[str], options: IntakeOptions, how: AnalyzeOptions, place: Workspace, beside: list[str]
 ) -> Iterator[IntakeRequest]:
     """Yield what is asked for, with its progress shown until the block ends; files that are no data go to `beside`.
@@ -233,7 +221,7 @@ def with_length_column(values: Mapping[str, Any]) -> CliValues:
     return CliValues({**others, "columns": {**columns, "length": values["length_column"]}})
 
 
-def _with_files(
+def with_files(
     config: Path | None, place: Workspace, work: CliValues, intake: CliValues
 ) -> tuple[CliValues, CliValues]:
     """Return the options of the command line joined with those of files, which it wins over, and say which are used.
@@ -271,6 +259,6 @@ def _with_files(
 
 
 def _place(file: Path, name: str, entry: str) -> str:
-    """Where an entry stands in a file: in the table `name`, those of columns for a source in one of its own."""
+    """Location of an entry in a file: in the table `name`; columns of a source have a table of their own."""
     source, _, role = entry.rpartition(":") if name == "columns" else ("", "", entry)
     return f"{file}: {toml_name(name, *([source] if source else []), role)}"

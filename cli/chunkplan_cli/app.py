@@ -22,6 +22,7 @@ from chunkplan_cli.build import build
 from chunkplan_cli.calibrate import calibrate
 from chunkplan_cli.diff import diff
 from chunkplan_cli.export import export
+from chunkplan_cli.gain import gain
 from chunkplan_cli.inspect import inspect
 from chunkplan_cli.main import INTERRUPTED
 from chunkplan_cli.merge import merge
@@ -41,8 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Plan long-context fine-tuning offline: split long sequences into chunks, pack short ones, schedule them.\n\n"
-    "Analyze a dataset, tune for a model and GPUs, build a plan, inspect it, train.",
-    epilog="Example: chunkplan analyze train.jsonl && chunkplan tune --gpus 8",
+    "See what your data would gain, analyze them, tune for a model and GPUs, build a plan, inspect it, train.",
+    epilog="Example: chunkplan gain train.jsonl --gpus 8",
 )
 
 
@@ -66,7 +67,7 @@ def _register(command: Callable[..., None]) -> None:
     app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
 
 
-_COMMANDS = (analyze, merge, tune, build, inspect, train, diff, simulate, validate, export, parity, calibrate)
+_COMMANDS = (gain, analyze, merge, tune, build, inspect, train, diff, simulate, validate, export, parity, calibrate)
 for command in _COMMANDS:
     _register(command)
 
@@ -123,7 +124,7 @@ def run_command() -> NoReturn:
 
 
 def _called(words: list[str]) -> Any:
-    """What the command line returns; a signal that comes while compiled code returns ends it as any other does."""
+    """Run the command line; a signal that arrives as compiled code returns ends it as any other does."""
     try:
         return app(words, prog_name="chunkplan", standalone_mode=False)
     except SystemError as error:  # Python says so of what its handler raised then
@@ -148,6 +149,6 @@ def _fail(error: ChunkplanError) -> NoReturn:
 
 
 def _program() -> str:
-    """Say what was run, as it is typed: typer's errors do not always say which command they are of."""
+    """Return the command as typed: Typer's errors do not always name the command."""
     given = sys.argv[1] if len(sys.argv) > 1 else ""
     return f"chunkplan {given}" if given in [command.__name__ for command in _COMMANDS] else "chunkplan"

@@ -160,7 +160,7 @@ def _refuse_in_vain(machine: CliValues, cost: CostModel, config: PlanConfig) -> 
 
 
 def _warn_of_plan_only(machine: CliValues, cost: CostModel, config: PlanConfig) -> None:
-    """Say what of what is asked the runtime cannot do."""
+    """Warn of settings that the runtime cannot run."""
     from chunkplan.tuning.plan_only import why_plan_only
 
     is_asked = not machine.keys().isdisjoint({"sharding", "optimizer"})

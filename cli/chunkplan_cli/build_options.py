@@ -29,7 +29,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(Options):
-    """Where the options of a plan come from beside the command line, and how much of the machine plans.
+    """Sources of a plan's options beside the command line, and how much of the machine plans.
 
     `checkpointing`: of the model as it is run, which is not a field of a plan.
     """
@@ -133,7 +133,7 @@ def fitting_levels(cost: CostModel, config: PlanConfig, analysis: Analysis) -> C
 
 
 def describe_old(target: Path) -> str | None:
-    """Say what `target` holds now, if it is something that the new plan replaces."""
+    """Describe what `target` holds now, if it is something that the new plan replaces."""
     from chunkplan.planfile.load import load_plan
 
     if not target.is_dir() or not any(target.iterdir()):
@@ -212,7 +212,7 @@ def choose(
 
 
 def _is_tuned_for(saved: Path, values: CliValues, machine: CliValues) -> bool:
-    """Whether a tuning is one of the machine that was given, if any; a note says where it is not."""
+    """True if a tuning is for the given machine, or none is given; a note says if it is not."""
     from chunkplan.tuning.document import answers, read_tuning_document
 
     if not machine:
@@ -235,7 +235,7 @@ def _refuse_machine(machine: CliValues) -> None:
 
 
 def _compare(analysis: Analysis, found: Tuned, config: PlanConfig) -> None:
-    """Say how the data differ from what was tuned for; refuse what would no longer fit."""
+    """Warn if the data differ from those tuned for; refuse what would no longer fit."""
     from chunkplan.tuning.drift import find_drift
 
     drift = find_drift(analysis.num_tokens, found, config)

@@ -95,7 +95,7 @@ def _print(console: Console, calibration: Calibration) -> None:
 
 
 def _chunk_words(segments: tuple[int, ...], prefix_tokens: int) -> str:
-    """Say how many tokens a chunk has, in how many segments or after which prefix."""
+    """Return the tokens of a chunk, with its number of segments or the prefix it comes after."""
     if prefix_tokens:
         return f"{segments[0]:,} after {prefix_tokens:,}"
     return f"{sum(segments):,}" if len(segments) == 1 else f"{sum(segments):,} of {len(segments)}"

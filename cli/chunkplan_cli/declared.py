@@ -167,7 +167,7 @@ def _declared(config: type[Options] | tuple[type[Options], tuple[str, ...]]) -> 
 
 
 def _value(one: Option, typed: Any, given: list[str]) -> CliValues:
-    """What was typed for an option, read; several fields where the flag fills several."""
+    """Parse the value typed for an option; several fields where the flag fills several."""
     if given:
         if len(given) > 1 or typed not in (None, []):
             both = [*given, *([one.flag] if typed not in (None, []) else [])]

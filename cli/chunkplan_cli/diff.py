@@ -176,7 +176,7 @@ def _number(value: float | None, number: Number) -> str:
 
 
 def _change(number: Number) -> str:
-    """Say how much a number changed: shares in points, everything else in percent."""
+    """Return the change of a number: shares in points, everything else in percent."""
     before, after = number.before, number.after
     if before is None or after is None or _number(before, number) == _number(after, number):
         return ""

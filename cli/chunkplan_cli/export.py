@@ -30,7 +30,7 @@ _OF_ANALYSIS = "Of an ANALYSIS"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
-    """How an analysis is packed into rows; a plan has its own."""
+    """Options of packing an analysis into rows; a plan has its own."""
 
     chunk_size: int | None = option(
         tokens(), "Most tokens in a row. Required for an analysis.", group=_OF_ANALYSIS, default=None

@@ -1,4 +1,4 @@
-"""What stages do over time, as lines of characters: all is in the characters, colour only helps to see it."""
+"""Gantt chart of stages in characters: all is in the characters, colour only helps to see it."""
 
 from __future__ import annotations
 

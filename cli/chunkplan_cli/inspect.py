@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(Options):
-    """What is read or written beside the plan."""
+    """Options of what is read or written beside the plan."""
 
     record: str | None = option(
         domains.text("FILE:LINE"),

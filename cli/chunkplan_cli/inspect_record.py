@@ -43,7 +43,7 @@ MOST_TOKENS = 800
 
 @dataclass(frozen=True)
 class RecordRequest:
-    """What was asked for of a record, as the command line has it.
+    """A request for a record, as typed on the command line.
 
     `reading` has the fields of `IntakeOptions` that were given, `files` those of `AnalyzeOptions`.
     """
@@ -57,7 +57,7 @@ class RecordRequest:
 
     @property
     def is_as_analyzed(self) -> bool:
-        """Whether nothing is to be read otherwise than the analysis has read it."""
+        """True if the record is read as the analysis has read it."""
         return self.tokenizer is None and not self.reading and not self.files
 
 
@@ -99,9 +99,9 @@ def _analysis(path: Path | None, place: Workspace) -> Analysis | None:
 
 
 def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> IntakeOptions:
-    """Those of the analysis, if there is one, and over them what was given.
+    """Merge the options: the analysis' own, if there is one, and over them those that were given.
 
-    How records are laid out the file of the workspace says, where neither does.
+    The layout of records is that of the workspace's file, if neither has one.
     """
     from chunkplan.intake.one_record import read_place
     from chunkplan.reporting.record_view import find_analyzed, options_for
@@ -120,7 +120,7 @@ def _options(request: RecordRequest, analysis: Analysis | None, place: Workspace
 
 
 def _said_in_workspace(place: Workspace, path: str) -> CliValues:
-    """What the file of the workspace says of how the records of the source at `path` are laid out."""
+    """The layout options of the workspace's file for the source at `path`."""
     from chunkplan.intake.source_columns import is_named
 
     found = CliValues({name: value for name, value in place.settings().items() if name in LAYOUT})
@@ -138,7 +138,7 @@ def _said_in_workspace(place: Workspace, path: str) -> CliValues:
 
 
 def _tokenizer(request: RecordRequest, analysis: Analysis | None, place: Workspace) -> RecordTokenizer | None:
-    """What was given, else that of the analysis, else what the environment or the workspace names."""
+    """Load the tokenizer that was given, else that of the analysis, else that of the environment or the workspace."""
     from chunkplan.intake.backends import load_tokenizer
     from chunkplan.reporting.token_text import open_tokenizer
 
@@ -152,7 +152,7 @@ def _tokenizer(request: RecordRequest, analysis: Analysis | None, place: Workspa
 
 
 def _warn_of_others(request: RecordRequest, analysis: Analysis | None, view: RecordView) -> None:
-    """Say so where the analysis has something else of the record, though nothing else was asked for."""
+    """Warn if the analysis has something else of the record, though no other options were given."""
     if analysis is None or view.analyzed is None:
         return
     if view.has_changed:
@@ -171,7 +171,7 @@ def _warn_of_others(request: RecordRequest, analysis: Analysis | None, view: Rec
 
 
 def _origin(request: RecordRequest, view: RecordView, analysis: Analysis | None, options: IntakeOptions) -> str | None:
-    """Say what is taken from the analysis without being asked for."""
+    """Return the options that are taken from the analysis."""
     if analysis is None:
         return None
     words = ["its tokenizer"] if request.tokenizer is None and analysis.manifest.get("tokenizer") else []
@@ -185,7 +185,7 @@ def _origin(request: RecordRequest, view: RecordView, analysis: Analysis | None,
 
 
 def _typed(one: Option, value: Any) -> list[str]:
-    """What would be typed for an option to have this value; nothing where it is the default."""
+    """The flags that give an option this value; none for its default."""
     if value == one.default:
         return []
     match one.name:
@@ -271,7 +271,7 @@ def _choices(view: RecordView) -> Table:
 
 
 def _trained(sequences: Sequence[SequenceView], num_turns: int) -> str:
-    """Say which turns count: "all 3", "1 to 3, 5 of 6"; of several sequences that each has one."""
+    """Return the turns that count: "all 3", "1 to 3, 5 of 6"; of several sequences that each has one."""
     trained = sorted({turn for one in sequences if one.num_target_tokens for turn in one.trained})
     if not trained:
         return "none" if sequences else ""
@@ -331,7 +331,7 @@ def _print_plain(console: Console, title: str, parts: Sequence[str], num_more: i
 
 
 def _what_is_missing(view: RecordView, tokenizer: RecordTokenizer | None) -> dict[str, str]:
-    """Say why there is less to see than of other records."""
+    """Explain what is missing for this record, and why."""
     if view.messages is not None or not view.sequences:
         return {}
     if view.schema == "length":

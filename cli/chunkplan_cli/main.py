@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 #: Commands in which Python raises what a signal asks for: they end other processes, or write a checkpoint. All others
 #: spend their time in compiled code, which crashes where it finds that Python has raised something in it.
-_RAISING = ("analyze", "merge", "train")
+_RAISING = ("analyze", "gain", "merge", "train")
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune
 
 
 def _what_helps(memory: PlanMemory, cost: CostModel) -> list[str]:
-    """Say what helps against the larger of chunks and keys and values, or against both if neither alone would do."""
+    """Return what reduces the larger of chunks and keys and values, or both if neither alone would do."""
     held = memory.memory
     of_chunks = held.activations + held.stage_inputs
     of_kv = held.kv + held.kv_gradients
@@ -171,7 +171,7 @@ def warn_of_weights(mix: Mapping[str, float | str]) -> None:
 
 
 def print_estimated(console: Console, manifest: Mapping[str, Any]) -> None:
-    """Say above everything else that the lengths behind a plan were estimated or are a sample, where they are."""
+    """Print, above everything else, that the lengths behind a plan were estimated or are a sample, if so."""
     from chunkplan.reporting.plan_words import caveats
 
     for caveat in caveats(manifest["analysis"]):

@@ -1,6 +1,6 @@
-"""How far long work is: a bar on a terminal, else a line every few seconds; rate and time left once they can be told.
+"""Progress of long work: a bar on a terminal, else a line every few seconds, with rate and remaining time.
 
-And why nothing seems to happen where the planner's loops are compiled.
+A note explains the wait while the planner's loops are compiled.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _shown(first_after: float) -> Iterator[_Show]:
     from rich.text import Text
 
     class Doing(ProgressColumn):
-        """What is done now; before anything is reported, how far compiling is."""
+        """The current activity; before anything is reported, the progress of compiling."""
 
         def render(self, task: Task) -> Text:
             loops = None if task.description else sys.modules.get("chunkplan.compiled")
@@ -150,7 +150,7 @@ def _lines(first_after: float) -> _Show:
 
 @contextmanager
 def note_compilation() -> Iterator[None]:
-    """Say after some seconds of the block that loops are compiled, if they are."""
+    """Print a note if the block compiles loops and takes more than some seconds."""
     from chunkplan.compiled import has_compiled
 
     def explain() -> None:

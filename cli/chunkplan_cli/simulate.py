@@ -44,7 +44,7 @@ _CHUNK_SIZE = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(Options):
-    """What is played through in place of a plan, and in which order."""
+    """Options of what is simulated in place of a plan, and in which order."""
 
     lengths: tuple[int, ...] | None = option(
         several(tokens(), metavar="N,N,...", example="900,9000"),
@@ -332,7 +332,7 @@ def _critical_path(simulation: Simulation) -> str:
 
 
 def _ranks_of_path(simulation: Simulation) -> str:
-    """Say on which ranks the critical path is, where not all of it is on the one that is shown: those longest on it."""
+    """Return the ranks that are longest on the critical path, where it leaves the rank that is shown."""
     longest = sorted(simulation.critical_ranks.items(), key=lambda each: -each[1])
     if all(rank == simulation.rank for rank, _ in longest):
         return ""
@@ -343,7 +343,7 @@ def _ranks_of_path(simulation: Simulation) -> str:
 
 
 def _shared(simulation: Simulation) -> str:
-    """Say what the chunks that ranks share cost the stages beside their work."""
+    """Return what shared chunks cost the stages beside their work."""
     num_shared = int((simulation.table.cp_size > 1).sum())
     waiting, exchange = (
         sum(times) / simulation.pp for times in (simulation.waiting_for_ranks_per_stage, simulation.exchange_per_stage)
@@ -435,7 +435,7 @@ def _bound(simulation: Simulation) -> str:
 
 
 def _share(simulation: Simulation, time: float) -> str:
-    """Say which share of the makespan a time is; the makespan is 0 where a rank has only zero-loss chunks."""
+    """Return a time as a share of the makespan, which is 0 where a rank has only zero-loss chunks."""
     return percent(time / simulation.makespan if simulation.makespan else 0.0)
 
 
@@ -446,7 +446,7 @@ def _time(simulation: Simulation, time: float) -> str:
 
 
 def _axis_time(simulation: Simulation, time: float) -> str:
-    """Say a time of the axis: all in one unit, with as many digits as the makespan needs."""
+    """Return a time of the axis in words: all in one unit, with as many digits as the makespan needs."""
     if simulation.unit == "tokens":
         return f"{time:,.0f}"
     name, size = next((unit for unit in _UNITS if simulation.makespan >= unit[1]), _UNITS[-1])

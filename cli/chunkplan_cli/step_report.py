@@ -114,9 +114,9 @@ def _chunk_table(rank: int, chunks: list[Chunk], chunk_size: int) -> Table:
 
 
 def kind_words(chunk: Chunk) -> str:
-    """Say what kind of chunk it is, which part of a sequence it holds, and how many ranks share that.
+    """Return the kind of a chunk, its part of a sequence, and the number of ranks that share it.
 
-    Of one that is run again also where it keeps attention for that, if it does.
+    A recomputed chunk that keeps attention is shown with the memory that it keeps it in.
     """
     if chunk.group_id is None:
         return chunk.kind
@@ -162,7 +162,7 @@ def _word(action: Action, virtual_stages: int) -> str:
 
 
 def _legend(step: PlanStep) -> str:
-    """Say what the letters that occur mean."""
+    """Return the meaning of the letters that occur."""
     done = {action.op for actions in step.actions.values() for action in actions[:_MAX_ACTIONS]}
     words = [f"{letter} {what}" for op, letter, what in zip(OPS, LETTERS, OP_WORDS, strict=True) if op in done]
     return "  ".join(words)
@@ -215,7 +215,7 @@ def _chunk_facts(view: ChunkView, chunk_size: int) -> RichTable:
 
 
 def _shared(view: ChunkView) -> str:
-    """Say what the whole chunk is, of which the rank has slices, and which ranks have the others."""
+    """Describe the shared chunk that the rank has slices of, and which ranks have the others."""
     chunk = view.chunk
     whole = f"[{chunk.prefix_tokens:,}, {chunk.prefix_tokens + chunk.cp_tokens:,}) of the sequence"
     ranks = f"{chunk.cp_first_rank} to {chunk.cp_first_rank + chunk.cp_size - 1}"
@@ -227,7 +227,7 @@ def _shared(view: ChunkView) -> str:
 
 
 def _places(actions: list[ChunkAction]) -> str:
-    """Say where in the order of a stage its actions with the chunk are, by virtual stage where it has several."""
+    """Return the positions of a chunk's actions in a stage's order, by virtual stage where it has several."""
     words: dict[int, list[str]] = {}
     for action in sorted(actions, key=lambda action: action.virtual_stage):
         words.setdefault(action.virtual_stage, []).append(f"{action.op.replace('_', ' ')} {action.place + 1}")

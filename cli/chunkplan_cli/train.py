@@ -19,7 +19,7 @@ from chunkplan_runtime.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions(Options):
-    """What is trained with, where the run goes, and how it is started."""
+    """Options of the plan to train with, the folder of the run, and the start."""
 
     plan: Path | None = same(TrainConfig, "plan", group=OPTIONS, default=None, default_words="WORKSPACE/plan")
     output: Path | None = same(TrainConfig, "output", group=OPTIONS, default=None, default_words="WORKSPACE/run")

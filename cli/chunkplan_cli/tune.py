@@ -30,6 +30,7 @@ from chunkplan_cli.declared import (
 from chunkplan_cli.plan_report import warn_of_positions
 from chunkplan_cli.progress import note_compilation, tuning_progress
 from chunkplan_cli.terminal import drawn_table, facts_grid, note, print_json, stdout, warn
+from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
     from chunkplan.tuning.grid import Choice
@@ -96,27 +97,22 @@ _WIDE = 116
 def _print(console: Console, tuning: Tuning) -> None:
     """Print what a tuning is for, its baselines, the choices that are worth a look, and in a box the one to take."""
     options = tuning.options
-    gpus = f"{tuning.chosen.layout.gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
-    trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
-    trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
-    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
-    console.print(
-        f"{options.shape.name}{trained} on {gpus}{'' if tuning.layouts else f': {_layout_words(tuning.chosen)}'}; "
-        f"{options.global_batch} sequences a step, {tuning.tokens_per_step:,.0f} tokens on average, "
-        f"the longest {tuning.longest_sequence:,}"
-    )
+    layout = "" if tuning.layouts else f": {_layout_words(tuning.chosen)}"
+    about = f"{tuning.tokens_per_step:,.0f} tokens on average, the longest {tuning.longest_sequence:,}"
+    print_tuned_for(console, options, layout, about)
     console.print()
     if tuning.layouts:
         console.print(drawn_table(console, _layouts(tuning)))
         console.print()
-    console.print(drawn_table(console, _baselines(tuning)))
+    print_way_heads(console, "Baselines", options)
+    for row in tuning.baselines:
+        print_way(console, row, options, tuning.num_sequences)
     console.print()
     wide = console.width >= _WIDE
     console.print(drawn_table(console, _choices(tuning, wide=wide), gap=2 if wide else 1))
     num_fitting = sum(choice.fits for choice in tuning.choices)
-    title = "recommended" if tuning.recommended else "fastest, plan only"
     console.print(
-        f"> {title}   * less memory than all above it   layout: dp x tp x pp\n"
+        f"> {_title(tuning)}   * less memory than all above it   layout: dp x tp x pp\n"
         + (
             f"{num_fitting:,} of {len(tuning.choices):,} choices fit"
             if options.thorough
@@ -125,11 +121,30 @@ def _print(console: Console, tuning: Tuning) -> None:
         style="dim",
     )
     console.print()
-    console.print(Panel(_verdict(tuning), title=title, title_align="left", expand=False))
+    print_verdict(console, tuning)
+
+
+def print_tuned_for(console: Console, options: TuneOptions, layout: str, about: str) -> None:
+    """Print which model is trained on which GPUs, in which `layout`, with steps of how many sequences, and `about`
+    these."""
+    gpus = f"{options.layouts()[0].gpus} x {options.hardware.name} of {gibibytes(options.gpu_memory)}"
+    trained = f", {trained_words(options.lora_rank, options.load_in_4bit)}" if options.lora_rank else ""
+    trained += f", {options.optimizer}" if options.optimizer != "adamw" else ""
+    trained += "".join(f", {words}" for words in fused_words(options.fused_kernels, options.compile))
+    console.print(f"{options.shape.name}{trained} on {gpus}{layout}; {options.global_batch} sequences a step, {about}")
+
+
+def print_verdict(console: Console, tuning: Tuning) -> None:
+    """Print the box with the choice to take: what it gains, and what it costs."""
+    console.print(Panel(_verdict(tuning), title=_title(tuning), title_align="left", expand=False))
+
+
+def _title(tuning: Tuning) -> str:
+    return "recommended" if tuning.recommended else "fastest, plan only"
 
 
 def _layout_words(choice: Choice) -> str:
-    """Say how GPUs are used, and how many layers stages have where they differ."""
+    """Return the layout of a choice, with the layers of stages where they differ."""
     dp, tp, pp = choice.layout
     layers = choice.config.layers(choice.cost.shape.num_layers)
     uneven = f" (layers {','.join(map(str, layers))})" if layers[0] != layers[-1] else ""
@@ -142,22 +157,6 @@ def _layouts(tuning: Tuning) -> Table:
         time = "does not fit" if step_ns is None else seconds(step_ns / 1e3)
         rows.append((*map(str, layout), time, "" if runnable_ns is None else seconds(runnable_ns / 1e3)))
     return Table("Layouts, by a first look", ("dp", "tp", "pp", "step", "runnable"), rows)
-
-
-def _baselines(tuning: Tuning) -> Table:
-    has_layouts, rows = bool(tuning.layouts), []
-    for row in tuning.baselines:
-        step = seconds(row.step_ns / 1e3)
-        rate = f"{tuning.tokens_per_step * (1 - row.lost) / (row.step_ns / 1e9):,.0f}"
-        memory = gibibytes(row.memory.total)
-        notes = checkpointing_words(row.checkpointing)
-        notes += [ZERO[row.sharding]] if row.sharding != "optimizer" and row.layout.dp > 1 else []
-        notes += [f"{percent(row.lost)} lost"] if row.lost else []
-        numbers = (step, rate, memory) if row.fits else (f"({step})", "", f"{memory} !")
-        rows.append((row.name, *["x".join(map(str, row.layout))] * has_layouts, *numbers, ", ".join(notes)))
-    head = ("way", *["layout"] * has_layouts, "step", "tokens/s", "memory", "notes")
-    styles = ["" if row.fits else "dim" for row in tuning.baselines]
-    return Table("Baselines", head, rows, texts=("way", "layout", "notes"), styles=styles)
 
 
 def _shown(tuning: Tuning, fitting: list[Choice], others: list[int]) -> list[int]:
@@ -198,7 +197,7 @@ def _choices(tuning: Tuning, *, wide: bool) -> Table:
 
 
 def _how(choice: Choice) -> list[str]:
-    """Say how a choice is run, beside its ChunkSize, K and layout."""
+    """Return the settings of a choice beside its ChunkSize, K and layout."""
     words = [str(choice.config.schedule)] if choice.layout.pp > 1 else []
     words += [] if choice.config.cp == "off" else [f"cp {choice.config.cp}"]
     layers = choice.config.stage_layers
@@ -215,7 +214,8 @@ def _verdict(tuning: Tuning) -> RichTable:
     hours = f"{seconds(tuning.epoch_hours * 3.6e9)}, {f'{used:,.1f}' if used >= 1 else f'{used:.2g}'} GPU-hours"
     if options.gpu_hour_price is not None:
         hours += f", {options.gpu_hour_price * tuning.gpu_hours:,.2f} at {options.gpu_hour_price:g} a GPU-hour"
-    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), ("a step", rate), ("an epoch", hours)]
+    rows = [("setting", _words(choice, tuning)), ("gain", _gain_words(tuning)), *_against(tuning)]
+    rows += [("a step", rate), ("an epoch", hours)]
     rows.append(("memory", _memory_words(tuning)))
     if choice.host_bytes:
         rows.append(("host memory", f"{gibibytes(choice.host_bytes)} for each GPU{_on_host(choice)}"))
@@ -235,7 +235,7 @@ def _verdict(tuning: Tuning) -> RichTable:
 
 
 def _on_host(choice: Choice) -> str:
-    """Say what is in host memory."""
+    """Return what a choice keeps in host memory."""
     words = ["keys and values"] if choice.cost.kv_offload else []
     words += ["inputs of layers"] if "offload" in choice.cost.levels else []
     words += ["attention of what is run again"] if choice.config.keep_attention != "off" else []
@@ -243,8 +243,10 @@ def _on_host(choice: Choice) -> str:
 
 
 def _gain_words(tuning: Tuning) -> str:
-    """Compare with the fastest baseline that fits and loses no token, on the layout that is best for it."""
+    """Compare with what gains are against, on the layout that is best for it."""
     best = tuning.best_baseline
+    if best is None and tuning.options.baseline:
+        return f"{tuning.options.baseline} does not fit: there is nothing to compare with"
     if best is None:
         whole = tuning.baselines[0]
         needed = gibibytes(whole.memory.total)
@@ -252,8 +254,24 @@ def _gain_words(tuning: Tuning) -> str:
     time, layout = seconds(best.step_ns / 1e3), "x".join(map(str, best.layout))
     if not tuning.has_gain:
         return f"nothing to gain: {best.name} takes {time} on {layout}"
-    today = f"{best.name} ({time} on {layout}), the fastest baseline that fits and loses no token"
+    today = f"{best.name} ({time} on {layout})"
+    today += "" if tuning.options.baseline else ", the fastest baseline that fits and loses no token"
     return f"{tuning.gain:.2f}x as fast as {today}"
+
+
+def _against(tuning: Tuning) -> list[tuple[str, str]]:
+    """The speed of the best choice over each of the other baselines that fit."""
+    from chunkplan.tuning.tune import A_GAIN
+
+    step_ns, fitting = tuning.best.step_ns, [row for row in tuning.baselines if row.fits]
+    lines = [
+        f"{row.step_ns / step_ns:.2f}x  {row.name}{f', {percent(row.lost)} lost' if row.lost else ''}"
+        for row in fitting
+        if row is not tuning.best_baseline
+    ]
+    if fitting and all(row.step_ns < A_GAIN * step_ns for row in fitting):
+        lines.append("faster than none of these: keep what you have")
+    return [("against others", "\n".join(lines))] if lines else []
 
 
 def _memory_words(tuning: Tuning) -> str:
@@ -264,7 +282,7 @@ def _memory_words(tuning: Tuning) -> str:
 
 
 def _level_words(choice: Choice) -> str:
-    """Say which levels of activation checkpointing the layers have, where these differ, stage by stage."""
+    """Return the levels of activation checkpointing of the layers, stage by stage, where these differ."""
     levels, layers = choice.cost.levels, choice.config.layers(choice.cost.shape.num_layers)
     if len(set(levels)) == 1:
         return ""
@@ -308,24 +326,14 @@ def _fewest_words(tuning: Tuning) -> str:
 
 
 def _words(choice: Choice, tuning: Tuning) -> str:
-    """Say what a choice is, with its layout where several were compared."""
+    """Return a choice in words, with its layout where several were compared."""
     words = [f"ChunkSize {choice.config.chunk_size:,}", f"K {k_words(choice.config.k, choice.config.k_by_length)}"]
     words += [_layout_words(choice)] if tuning.layouts else []
     return ", ".join([*words, *_how(choice)])
 
 
-def print_headline(console: Console, tuning: Tuning) -> None:
-    """Print what chunks would gain, in one line: over the best baseline that fits and loses no token."""
-    choice = tuning.best
-    console.print(
-        f"{tuning.options.shape.name} on {choice.layout.gpus} x {tuning.options.hardware.name}, by prediction: a step "
-        f"takes {seconds(choice.step_ns / 1e3)} in chunks of {choice.config.chunk_size:,} with K {choice.config.k}; "
-        f"{_gain_words(tuning)}."
-    )
-
-
 def _saving_words(choice: Choice) -> list[str]:
-    """Say how a choice saves memory."""
+    """Return how a choice saves memory."""
     words = checkpointing_words(choice.cost.checkpointing)
     words += ["KV offload"] if choice.cost.kv_offload else []
     shares_otherwise = choice.cost.sharding != "optimizer" and choice.layout.dp > 1

@@ -54,11 +54,11 @@ class Block(NamedTuple):
         return range(self.first, self.first + self.size)
 
     def groups_of_heads(self) -> list[tuple[int, ...]]:
-        """Those that share heads: each has all the tokens that they hold together for some of the heads."""
+        """Ranks that share heads: each has all tokens of its group for some of the heads."""
         return [tuple(range(start, start + self.heads)) for start in self.ranks[:: self.heads]]
 
     def groups_of_pages(self) -> list[tuple[int, ...]]:
-        """Those that share pages, and have the same heads."""
+        """Ranks that share pages, and have the same heads."""
         return [tuple(self.ranks[j :: self.heads]) for j in range(self.heads)]
 
 
@@ -145,7 +145,7 @@ class RankLayout:
         return stage * self.dp + replica
 
     def rows(self, plan_dp: int) -> list[range]:
-        """By pipeline, which ranks of a plan for `plan_dp` of them it runs, one after another."""
+        """Ranks of a plan for `plan_dp` ranks that each pipeline runs one after another."""
         return [ranks_of(replica, self.dp, plan_dp) for replica in range(self.dp)]
 
     def dp_ranks(self, plan_dp: int) -> range:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan.balance.assign import assign, best_exchange, even_out, least_gain
 from chunkplan.cost.durations import attention_pairs_of, work_ns
-from chunkplan.quantities import percent, ratio
-from tests.support.command_line import Run
-from tests.support.page_cases import build_plan, write_and_read
+from tests.support.page_cases import build_plan
 
 DESCENDING = st.lists(st.integers(1, 50), min_size=1, max_size=7).map(lambda work: sorted(work, reverse=True))
 
@@ -137,43 +134,3 @@ def test_work_is_that_of_sequences_where_fetching_weights_takes_longer(tmp_path:
     summary = chunkplan.summarize_plan(plan.steps(), plan.chunks(), plan.manifest)
     assert summary.heaviest_over_work == pytest.approx(step.predicted_us / (work_us / 2), rel=1e-6)
     assert step.predicted_us > (work_us + 8 * cost.forward_equivalents * cost.chunk_overhead_ns / 1e3) / 2 * 1.01
-
-
-def test_a_figure_of_balance_has_the_places_that_it_needs() -> None:
-    values = (1, 1.09994, 1.22, 9.99, 9.996, 337.5001, 12345.6)
-    assert [ratio(value) for value in values] == ["1.0000", "1.0999", "1.22", "9.99", "10", "338", "12,346"]
-
-
-def test_every_screen_has_the_same_figure_of_balance(tmp_path: Path, command: Run) -> None:
-    plan = build_plan(tmp_path, pp=1)
-    words = (
-        "build",
-        "lengths.npy",
-        "--chunk-size",
-        2048,
-        "--k",
-        2,
-        "--dp",
-        2,
-        "--global-batch",
-        16,
-        "--cp",
-        "off",
-        "--output",
-        "plan",
-    )
-    built = json.loads(command(*words, "--json").out)["summary"]
-    summary = chunkplan.plan_report(plan).summary
-    assert {**summary.to_dict(), **built} == json.loads(command("inspect", "plan", "--json").out)["summary"]
-    over_mean, over_work = ratio(summary.heaviest_over_mean), ratio(summary.heaviest_over_work or 0)
-    for shown in (command(*words, width=200).out, command("inspect", "plan", width=200).out):
-        assert f"takes {over_mean} times the mean rank, and {over_work} times work / dp" in shown
-        assert f"{percent(summary.exceeding_share)} of the imbalance: in {summary.num_exceeding_steps} of 4" in shown
-    difference = command("diff", "plan", "plan").out
-    rows = {" ".join(words[:-2]): words[-2:] for words in map(str.split, difference.splitlines()) if len(words) > 2}
-    assert rows["heaviest rank over mean"] == [over_mean, over_mean]
-    assert rows["the same over work / dp"] == [over_work, over_work]
-    assert rows["imbalance in these"] == [percent(summary.exceeding_share)] * 2
-    numbers = dict(write_and_read(tmp_path / "page.html", plan).tables["The plan in numbers"])
-    assert f"takes {over_mean} times the mean rank, and {over_work} times work / dp" in numbers["balance"]
-    assert numbers["too long a sequence"].startswith(f"{percent(summary.exceeding_share)} of the imbalance")

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from chunkplan.config.intake import MAX_RECORD_BYTES, IntakeOptions
+from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.lengths import length_report
 from chunkplan.planfile.load import load_analysis
@@ -30,27 +30,6 @@ def run(command: Run) -> Run:
     """Run `chunkplan ARGUMENTS` in a folder with `dataset.jsonl` in it."""
     write("dataset.jsonl", *({"text": "word " * 3**power} for power in range(10)))
     return command
-
-
-def test_a_bare_dataset_is_estimated_and_says_so_loudly(run: Run) -> None:
-    ran = run("analyze", "dataset.jsonl")
-    assert ran.out.startswith("ESTIMATED from bytes, no tokenizer:")
-    for title in ("Lengths (estimated)", "Histogram (estimated)", "The tail (estimated)"):
-        assert title in ran.out
-    assert "warning: no tokenizer" in ran.err
-    assert "hint: give --tokenizer FILE" in ran.err
-    assert "next: chunkplan tune --gpus 8\n" in ran.err
-    assert not load_analysis(Path("chunkplan-out/analysis")).is_exact
-
-
-def test_with_a_tokenizer_nothing_is_estimated(run: Run) -> None:
-    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--workspace", "ws", "--max-length", "100")
-    assert "estimated" not in (ran.out + ran.err).lower()
-    assert "read dataset.jsonl: text, 10 records (`text` in 10 of the first 10 records)\n" in ran.err
-    assert "analysis in ws/analysis\n" in ran.err
-    assert "next: chunkplan tune --workspace ws --gpus 8\n" in ran.err
-    assert " cut by " in ran.out
-    assert load_analysis(Path("ws/analysis")).num_tokens.max() == 100
 
 
 def test_the_tokenizer_of_the_workspace_is_used(run: Run) -> None:
@@ -209,13 +188,6 @@ def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: R
     ]
 
 
-def test_a_record_over_the_limit_is_refused_by_its_size(run: Run) -> None:
-    assert f"Default: {MAX_RECORD_BYTES / 1e6:g}." in run("analyze", "--help").out
-    refused = run("analyze", "dataset.jsonl", "--max-record-mb", 0.001)
-    assert refused.code == 3
-    assert "dataset.jsonl:6: " in refused.err
-
-
 def test_lengths_alone_are_enough_to_plan_and_nothing_is_said_of_targets(run: Run) -> None:
     ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-tokens")
     assert "warning: lengths only, no tokens are stored: enough to plan but not to train" in ran.err
@@ -223,30 +195,6 @@ def test_lengths_alone_are_enough_to_plan_and_nothing_is_said_of_targets(run: Ru
     assert not load_analysis(Path("chunkplan-out/analysis")).has_tokens
     assert run("build", "--chunk-size", 512, "--k", 2).code == 0
     assert "target tokens" in run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER).out
-
-
-def test_a_sample_says_that_it_is_one_everywhere_with_ranges(run: Run) -> None:
-    lengths = np.random.default_rng(1).geometric(0.01, 5000)
-    write("lengths.jsonl", *({"length": int(length)} for length in lengths))
-    ran = run("analyze", "lengths.jsonl", "--sample", "0.1")
-    assert ran.code == 0
-    assert ran.out.startswith("A SAMPLE of 10% of the records; ranges hold in 95 of 100 samples.\n")
-    assert max(map(len, ran.out.splitlines())) <= 80
-    assert "…" not in ran.out
-    [count, whole, low, high] = re.findall(r"^sequences +(\d+) +in all ([\d,]+) \(([\d,]+)-([\d,]+)\)", ran.out, re.M)[
-        0
-    ]
-    assert int(low.replace(",", "")) <= 5000 <= int(high.replace(",", ""))
-    assert int(whole.replace(",", "")) == pytest.approx(10 * int(count), abs=1)
-    assert f"5,000 records = {count} sequences + {5000 - int(count):,} left out of the sample\n" in ran.err
-    assert "warning: a sample of 10%: enough to plan roughly, nothing of it can be trained" in ran.err
-    between = re.findall(r"^ +50% +(\d+) +(\d+)-(\d+) ", ran.out, re.M)
-    [(median, least, most)] = [tuple(map(int, found)) for found in between]
-    assert least <= median <= most
-    assert least <= np.median(lengths) <= most
-    built = run("build", "--chunk-size", 512, "--k", 2)
-    assert built.code == 0
-    assert "sample" in built.err
 
 
 def test_shards_are_merged_into_what_one_machine_makes(run: Run) -> None:
@@ -323,27 +271,6 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s", line)
     assert "(100%)" in lines[-1]
     assert ran.out == run("inspect", "chunkplan-out/analysis").out
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_help_has_every_option_whole_and_ends_with_an_example(
-    run: Run, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    for command, example in (
-        ("analyze", "analyze train.jsonl --tokenizer Qwen2.5-7B/"),
-        ("merge", "merge chunkplan-out/"),
-    ):
-        out = run(command, "--help").out
-        assert f"Example: chunkplan {example}" in out
-        assert "…" not in out
-        assert max(map(len, out.splitlines())) <= width
-        assert re.search(r"--workspace +DIR +Default: CHUNKPLAN_WORKSPACE", out)
-    analyze = run("analyze", "--help").out
-    named = {"schema": "format", "formats": "format", "columns": "column", "tokens": "no-tokens"}
-    named |= {"max_record_bytes": "max-record-mb", "ignore_columns": "ignore-column"}
-    for name in asdict(IntakeOptions()):
-        assert f"--{named.get(name, name.replace('_', '-'))} " in analyze
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from chunkplan import IntakeOptions
-from chunkplan.config.intake import SCHEMAS
 from tests.support.analyze_cases import TOKENIZER, analyzed, write
 from tests.support.command_line import Run
 from tests.support.intake_checks import chat, question_and_answer
@@ -251,13 +250,6 @@ def test_what_a_file_is_said_to_be_is_part_of_what_is_cached(run: Run) -> None:
     ran = run("analyze", "data/x.log", "--format", "x.log=jsonl")
     assert ran.code == 3 and "data/x.log:1: found a list" in ran.err
     assert analyzed(run, "data/x.log", "--format", "x.log=txt").content_hash == as_text.content_hash
-
-
-def test_no_schema_is_named_like_a_kind_of_file() -> None:
-    """Both are named after --format SOURCE=."""
-    from chunkplan.intake.sources import describe
-
-    assert not [name for name in SCHEMAS if describe(f"x.{name}")]
 
 
 def test_entries_of_the_workspace_for_other_sources_are_ignored_with_a_word(run: Run) -> None:

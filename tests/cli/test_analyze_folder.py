@@ -201,14 +201,6 @@ def test_the_line_is_for_sources_that_the_error_names(run: Run) -> None:
     assert again.startswith("error: 48 of 62 sources cannot be read")
 
 
-def test_a_line_is_as_long_as_can_be_pasted(run: Run) -> None:
-    for number in range(9):
-        write(f"a folder/{number}.jsonl", {f"body_{number}{'x' * 90}": "some words"})
-    hint = run("analyze", "a folder", *MAPPING).err.partition("\nhint: ")[2]
-    line = re.findall(r"; for 8 of them try this: (.*)", hint)[0]
-    assert 900 < len(line) <= 1000
-
-
 def test_sources_of_the_same_keys_are_named_by_what_their_names_have_in_common(run: Run) -> None:
     for number in range(1, 31):
         write(f"a folder/f{number}.jsonl", {"q": "is it so?", "a": "it is so"})
@@ -228,21 +220,6 @@ def test_of_many_sources_that_no_pattern_names_one_is_named(run: Run) -> None:
         "for 1 of them (5 more have the same keys) "
         "try this: --column ant.jsonl:question=q --column ant.jsonl:answer=a\n"
     )
-
-
-def test_without_a_line_to_paste_the_hint_of_several_names_the_first(run: Run) -> None:
-    for name in ("1.jsonl", "2.jsonl"):
-        write(name, {"foo": 1})
-    hint = run("analyze", "1.jsonl", "2.jsonl").err.partition("\nhint: ")[2]
-    assert hint.startswith(
-        "for the first: say which with --format 1.jsonl=NAME, or name the keys with --column 1.jsonl:"
-    )
-
-
-def test_one_sequence_is_one(run: Run) -> None:
-    write("one.jsonl", {"text": "a b"}, {"text": " "})
-    assert "2 records = 1 sequence + 1 rejected" in run("analyze", "one.jsonl", "--tokenizer", TOKENIZER).err
-    assert "(replaced the analysis of one.jsonl, 1 sequence)" in run("analyze", "one.jsonl").err
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,6 @@ def test_a_config_file_gives_options_and_flags_win(run: Run, tmp_path: Path) -> 
     assert (config["chunk_size"], config["k"], config["dp"], config["global_batch"]) == (64, 1, 2, 256)
 
 
-def test_a_dry_run_writes_nothing(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
-    ran = run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--dry-run")
-    assert ran.code == 0
-    assert "nothing was written" in ran.err
-    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npy"]
-
-
 def test_a_replaced_plan_is_named(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
     run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from chunkplan.cost.hardware import load_hardware
-from chunkplan.extras import pip_install
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.devices import device_name
 
@@ -145,18 +143,6 @@ def test_what_cannot_be_is_refused_in_words(
     assert "Traceback" not in err
     assert sorted(folder.rglob("*")) == before
     assert (folder / "mine.toml").read_text() == "mine"
-
-
-def test_without_torch_it_says_what_to_install(folder: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; from chunkplan_cli.main import main; main()"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "calibrate", *SMALL, "--output", "here.toml"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 2
-    assert "torch and transformers are needed" in ran.stderr
-    assert pip_install("runtime") in ran.stderr
-    assert not (folder / "here.toml").exists()
 
 
 def test_nothing_is_left_of_a_calibration_that_was_interrupted(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import chunkplan
-from chunkplan.extras import pip_install
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 
@@ -70,37 +66,6 @@ def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
     assert run("validate").code == 0
 
 
-def test_every_report_fits_80_columns(run: Run, dataset: Path) -> None:
-    run("analyze", dataset, "--tokenizer", SAMPLE / "tokenizer")
-    for words in (
-        ("build", "--chunk-size", 512, "--k", 2, "--dp", 2, "--pp", 2, "--global-batch", 16),
-        ("inspect",),
-        ("inspect", "--step", 0),
-        ("inspect", "chunkplan-out/analysis"),
-        ("validate",),
-    ):
-        ran = run(*words)
-        assert ran.code == 0, ran.err
-        assert max(map(len, ran.out.splitlines())) <= 80
-
-
-def test_a_step_shows_its_chunks_and_actions(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
-    run("build", "lengths.npy", "--chunk-size", 128, "--k", 1)
-    shown = run("inspect", "--step", 0).out
-    assert "part 1/3 kv" in shown
-    assert "F0 B0" not in shown and "--actions lists them in order" in shown
-    [_, head, row] = re.findall("^(?:actions of rank 0|stage|    0).*$", shown, re.M)[-3:]
-    assert head.split() == ["stage", "F", "f", "R", "B", "all", "done", "after"]
-    assert row.split()[:6] == ["0", "2", "2", "2", "4", "10"]
-    shown = run("inspect", "--step", 0, "--actions").out
-    assert "F0 B0 f1 f2 F3 B3 R2 B2 R1 B1" in shown
-    document = json.loads(run("inspect", "--step", 0, "--json").out)
-    assert [chunk["chunk_id"] for chunk in document["chunks"]] == [0, 1, 2, 3]
-    assert document["schedule"][0]["actions"][2] == {"op": "forward_kv", "chunk_id": 1, "virtual_stage": 0}
-    assert document["num_sequences"] == 3
-
-
 def test_json_is_one_document_with_the_numbers_of_the_report(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
     built = json.loads(run("build", "lengths.npy", "--chunk-size", 128, "--k", 1, "--json").out)
@@ -138,24 +103,6 @@ def test_a_plan_beside_a_new_analysis_is_not_called_damaged(run: Run, tmp_path: 
     assert "not checked  batch-sizes" in ran.out and "1 invariant broken" in ran.out
     assert "hint: say where the plan's own analysis is with --analysis" in ran.err
     assert "damaged" not in ran.err
-
-
-def test_one_thing_is_in_the_singular_everywhere(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([1]))
-    screens = [run("build", "lengths.npy", "--chunk-size", 8, "--k", 1)]
-    screens += [run("inspect", *words) for words in ((), ("--step", 0), ("--step", 0, "--chunk", 0), ("lengths.npy",))]
-    screens += [run("simulate"), run("simulate", "--compare", "algorithm2"), run("validate")]
-    for ran in screens:
-        assert ran.code == 0
-        assert not re.search(r"(?<![\d,.])\b1 (sequence|token|target|chunk|step|stage|record|GPU|rank)s\b", ran.out)
-    assert "1, of 1 sequence " in screens[0].out, "not of the 256 that a step may have"
-    assert "1, of up to 1 sequence," in chunkplan.load_plan(tmp_path / "chunkplan-out" / "plan")._repr_html_()
-
-
-def test_a_lengths_file_can_be_inspected_and_validated(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([300, 100, 27]))
-    assert "sequences" in run("inspect", "lengths.npy").out
-    assert run("validate", "lengths.npy").code == 0
 
 
 def write(path: str, content: str) -> Callable[[Path], None]:
@@ -257,26 +204,6 @@ def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(run: Run, tmp_path: P
     assert left <= {cache / "CACHEDIR.TAG", cache / "lock"}  # an empty cache at most
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([3, 4]))
-    run(*BUILD)
-    ran = run("inspect", "--step", 7)
-    assert (ran.code, ran.out) == (2, "")
-    assert "hint: the plan has steps 0 to 0" in ran.err
-
-
-@pytest.mark.parametrize("error", ["ModuleNotFoundError('no torch')", "OSError('libtorch_cpu.so is missing')"])
-def test_parity_without_torch_names_the_extra(tmp_path: Path, error: str) -> None:
-    """A folder with a `torch` that cannot be imported, first on the path, stands for an environment without it."""
-    (tmp_path / "torch.py").write_text(f"raise {error}\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chunkplan_cli.main import main; main()"
-    words = ["parity", "--lengths", "9,8", "--chunk-size", "4", "--k", "1"]
-    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "error: torch and transformers are needed" in ran.stderr
-    assert pip_install("runtime") in ran.stderr
-
-
 def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,31 +216,3 @@ def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(
     assert "exact: worst relative error" in shown.out
     monkeypatch.setattr("chunkplan_runtime.parity.TOLERANCE", 1e-30)
     assert run(*words).code == 1
-
-
-def test_readme_commands_exist() -> None:
-    """Every `chunkplan` command and option in the README is one the command line has; its table has them all."""
-    import typer
-
-    from chunkplan_cli.app import app
-
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
-    lines = [line.split("#")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    typed = [line.removeprefix("$ ").split() for line in lines if re.match(r"(\$ )?chunkplan ", line)]
-    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", readme, re.M))))
-    assert {words[1] for words in typed} <= set(commands) <= listed
-    for words in typed:
-        known = {option for parameter in commands[words[1]].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known, words
-
-
-def test_the_console_script_is_installed_and_knows_its_version() -> None:
-    script = Path(sys.executable).with_name("chunkplan")
-    assert script.exists(), shutil.which("chunkplan")
-    shown = subprocess.run([str(script), "--version"], check=True, capture_output=True, text=True).stdout
-    assert re.fullmatch(r"chunkplan \d+\.\d+\.\d+\n", shown)
-
-
-BUILD_OPTIONS = ("--chunk-size", 64, "--k", 1, "--global-batch", 8)

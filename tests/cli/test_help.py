@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -23,25 +22,10 @@ from chunkplan.errors import UsageError
 from chunkplan.intake.schemas.table import SCHEMAS
 from chunkplan.packing import PACKERS
 from chunkplan_cli.app import app
-from chunkplan_runtime.train import main as train
-from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import ATTENTION
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"
-
-#: Commands that a user may take for one another; the help of each names the others.
-NEIGHBOURS = [
-    ("validate", "parity"),
-    ("tune", "simulate"),
-    ("analyze", "merge"),
-    ("inspect", "validate"),
-    ("inspect", "diff"),
-    ("inspect", "simulate"),
-    ("diff", "validate"),
-    ("build", "tune"),
-    ("build", "export"),
-]
 
 #: What takes longer to import than help may take.
 HEAVY = (
@@ -69,35 +53,10 @@ def test_the_help_of_all_ends_with_an_example_too(command: Callable[..., Any]) -
         COMMANDS[named].make_context(named, arguments)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_name_in_the_help_is_cut_at_80_columns(name: str, command: Callable[..., Any]) -> None:
-    assert "…" not in command(name, "--help", width=80).out
-
-
-@pytest.mark.parametrize(("one", "other"), NEIGHBOURS)
-def test_commands_that_are_close_name_each_other(one: str, other: str) -> None:
-    for name, neighbour in ((one, other), (other, one)):
-        assert re.search(rf"`(chunkplan )?{neighbour}\b", COMMANDS[name].help), f"{name} does not name {neighbour}"
-
-
 def test_every_option_says_what_it_is() -> None:
     for name, command in COMMANDS.items():
         for parameter in command.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
-
-
-def test_the_help_of_the_trainer_ends_with_an_example_that_parses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where it is broken in two, a backslash tells the shell that it goes on."""
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        train(["--help"])
-    [line] = capsys.readouterr().out.split("Example: ")[1].replace("\\\n", "").splitlines()
-    launcher, arguments = line.split(" -m chunkplan_runtime.train ")
-    assert launcher.split()[0] == "torchrun"
-    config = read_options(shlex.split(arguments))
-    assert config.plan == Path("chunkplan-out/plan")
 
 
 def test_help_and_completion_import_nothing_heavy() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from chunkplan import TuneOptions, tune
 from chunkplan.config.plan import PlanConfig
@@ -80,25 +77,6 @@ def test_what_was_compiled_before_the_first_steps_does_not_count(
         "planning: 20 of 100 steps (20%)",
         "planning: 28 of 100 steps (28%), 2.0 steps/s, 36 s left",
     ]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_shows_steps_and_time_left_on_one_line(
-    now: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
-    monkeypatch.setattr("chunkplan.compiled.has_compiled", lambda: False)
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    monkeypatch.setattr(progress, "stderr", lambda: console)
-    with progress.planning_progress() as report:
-        for now.seconds, done in ((1.0, 1_024), (6.0, 2_048)):
-            report(done, 39_063)
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").split("\n")
-    assert any(
-        line.startswith("planning ") and line.rstrip().endswith("2,048 of 39,063 steps 204.8 steps/s, 3 min left")
-        for line in last
-    )
-    assert max(map(len, last)) <= width
 
 
 @pytest.mark.parametrize(

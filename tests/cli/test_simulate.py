@@ -39,21 +39,6 @@ def plans(run: Run, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_example_is_drawn_as_it_is_published(run: Run) -> None:
-    """A cell is half a unit of 1024; `=` marks the critical path."""
-    ran = run("simulate", *K2, "--schedule", "1f1b", width=100)
-    assert ran.code == 0
-    lines = [line for line in ran.out.splitlines() if line.startswith("stage ")]
-    assert lines[:4] == [
-        "stage 0 F0==F1--F2--F3--........................B0------....B1------................B3======B2======",
-        "stage 1 ....F0==F1--F2--................B0------F3--B1------................B3======B2------........",
-        "stage 2 ........F0==F1--........B0======F2==B1======F3==............B3======B2------................",
-        "stage 3 ............F0==B0======F1--B1------F2--........F3==B3======B2------........................",
-    ]
-    assert "makespan       47,104; in any order at least 43,008 (91.3%)" in ran.out
-    assert "bubble         47.8%" in ran.out
-
-
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_every_screen_fits_and_says_the_same_without_colour(run: Run, plans: Path, width: int) -> None:
     for words in (
@@ -71,12 +56,6 @@ def test_every_screen_fits_and_says_the_same_without_colour(run: Run, plans: Pat
         assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.out) == plain.out
         assert coloured.out.count("\x1b[") > 10
         assert max(map(len, plain.out.splitlines())) <= width
-
-
-def test_the_legend_says_that_narrow_actions_are_without_their_virtual_stage(run: Run) -> None:
-    screen = run("simulate", *K2, "--schedule", "interleaved", "--virtual-stages", 3, width=80).out
-    assert "F3=" in screen and ".1-" in screen
-    assert "F3.1 chunk 3, virtual stage 1 (F3 if narrow)  . waiting  = on the critical path" in screen
 
 
 def test_a_number_never_touches_what_comes_next(run: Run, plans: Path) -> None:
@@ -133,17 +112,6 @@ def test_a_plan_is_named_in_json_and_its_last_rank_is_the_default(run: Run, plan
     step = json.loads(run("inspect", "--step", 2, "--json").out)
     assert shown["makespan"] == pytest.approx(step["predicted_us"], rel=1e-6)
     assert len(json.loads(run("simulate", "one", "--json").out)["bubble_per_stage"]) == 1
-
-
-def test_a_comparison_marks_the_fastest(run: Run) -> None:
-    ran = run("simulate", *K2, "--compare", "1f1b,interleaved,zero-bubble,search")
-    rows = [line for line in ran.out.splitlines() if re.search(r"\d%", line)]
-    assert [row.split()[0] == "*" for row in rows].count(True) >= 1
-    times = {row.lstrip("* ").split(",")[0].split()[0]: row for row in rows}
-    assert set(times) == {"1f1b", "interleaved", "zero-bubble", "search"}
-    assert "47,104" in times["1f1b"] and "43,008" in times["search"]
-    documents = json.loads(run("simulate", *K2, "--compare", "1f1b,interleaved", "--virtual-stages", 4, "--json").out)
-    assert [document["virtual_stages"] for document in documents["schedules"]] == [1, 4]
 
 
 def check_trace(path: Path) -> list[dict[str, Any]]:
@@ -223,17 +191,6 @@ def test_a_trace_of_a_plan_opens_and_holds_what_json_holds(run: Run, plans: Path
         for name, peaks in (("retained tokens", "peak_retained_tokens"), ("KV tokens", "peak_kv_tokens")):
             counts = [event["args"]["tokens"] for event in events if event["name"] == f"stage {stage}: {name}"]
             assert (max(counts), counts[-1]) == (shown[peaks][stage], 0)
-
-
-def test_the_bound_of_a_step_and_that_of_its_chunks_have_different_words(run: Run, plans: Path) -> None:
-    """No plan of the sequences beats the one, no order of these chunks the other."""
-    step = run("inspect", "--step", 1).out
-    chunks = run("simulate", "--step", 1).out
-    words = (
-        r"predicted [\d.]+ m?s, [\d.]+ m?s of it adding up gradients; any plan of these sequences takes at least [\d.]+"
-    )
-    assert re.search(words, " ".join(step.split()))
-    assert re.search(r"makespan +[\d.]+ m?s; in any order at least [\d.]+ m?s \(", chunks)
 
 
 def test_a_trace_names_what_it_shows(run: Run, tmp_path: Path) -> None:
@@ -324,14 +281,6 @@ def test_mistakes_about_a_plan_say_what_the_plan_has(run: Run, plans: Path) -> N
         assert message in ran.err
         assert "hint: " in ran.err
     assert run("simulate", "--pp", 8).code == 0
-
-
-def test_estimated_lengths_are_said_to_be(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 9)
-    run("analyze", "texts.jsonl")
-    run("build", "--chunk-size", 16, "--k", 1)
-    assert "ESTIMATED" in run("simulate").out
-    assert json.loads(run("simulate", "--json").out)["exact"] is False
 
 
 def test_every_command_of_the_document_runs_as_written(run: Run, tmp_path: Path) -> None:

@@ -37,20 +37,6 @@ def text_of(screen: str) -> str:
     return " ".join(screen.replace("│", " ").split())
 
 
-def test_a_tuning_begins_with_the_baselines_and_ends_with_a_recommendation(data: Path) -> None:
-    """On one GPU and on several. Every line fits the terminal."""
-    for gpus, columns in (("1", 120), ("4", 80)):
-        ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--gpus", gpus, columns=columns)
-        assert ran.returncode == 0, ran.stderr
-        titles = ("Baselines", "In chunks", "─ recommended ─")
-        assert sorted(titles, key=ran.stdout.index) == list(titles)
-        shown = text_of(ran.stdout)
-        assert re.search(r"gain ([\d.]+x as fast as .* loses no token|nothing to gain: .* takes [\d.]+ m?s on)", shown)
-        for row in ("setting ChunkSize", "an epoch ", "fewest GPUs ", "tokens lost none; cut to", "tokens/s, MFU"):
-            assert row in shown
-        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
-
-
 @pytest.mark.soak
 def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
     """Every line fits the terminal, and no run of layers is broken in two."""
@@ -69,17 +55,6 @@ def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_
         assert [level for runs, count in counted for level in levels_of(runs.replace(", ", ","), count)] == [
             *levels_of(levels, 24)
         ]
-
-
-@pytest.mark.soak
-def test_what_is_marked_in_the_table_is_called_what_the_box_is_called(data: Path) -> None:
-    """Every line fits the terminal."""
-    of_one = ("tune", "lengths.npy", "--model", ".", *("--chunk-sizes", "8192"), *GRID[2:])
-    for more, title in (((), "recommended"), (("--tp", "2"), "fastest, plan only")):
-        ran = run(data, *of_one, *more, columns=80)
-        assert ran.returncode == 0, ran.stderr
-        assert f"\n> {title}   * less memory" in ran.stdout and f"─ {title} ─" in ran.stdout
-        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= 80
 
 
 @pytest.mark.soak
@@ -125,19 +100,6 @@ def test_split_backwards_are_recommended_where_they_are_faster(data: Path) -> No
     ran = run(data, "tune", "lengths.npy", *options, columns=120)
     assert "plan only" not in ran.stdout
     assert re.search(r"setting .*, zero-bubble", ran.stdout)
-
-
-def test_one_json_document_says_all_of_it(data: Path) -> None:
-    ran = run(data, "tune", "lengths.npy", "--model", ".", *GRID, "--json")
-    document = json.loads(ran.stdout)
-    assert document["recommended"] is True
-    assert len(document["baselines"]) >= 4
-    assert [choice["step_seconds"] for choice in document["choices"] if choice["fits"]] == sorted(
-        choice["step_seconds"] for choice in document["choices"] if choice["fits"]
-    )
-    assert document["choices"][document["pareto"][0]]["step_seconds"] == document["choices"][0]["step_seconds"]
-    for name in ("tokens_per_second", "mfu", "bubble", "recompute_share", "memory", "plan_only"):
-        assert name in document["chosen"]
 
 
 @pytest.mark.soak
@@ -231,14 +193,6 @@ def test_the_fewest_gpus_are_enough_and_half_of_them_are_not(data: Path, tmp_pat
     assert ran.returncode == 2 and f"hint: more GPUs (--gpus {fewest} is enough)" in ran.stderr
 
 
-def test_what_is_given_is_not_chosen(data: Path, tmp_path: Path) -> None:
-    lengths = str(data / "lengths.npy")
-    ran = run(tmp_path, "build", lengths, "--auto", "--model", str(data), "--chunk-size", "3000", "--k", "3")
-    assert ran.returncode == 0, ran.stderr
-    config = load_plan(tmp_path / "chunkplan-out" / "plan").config
-    assert (config.chunk_size, config.k) == (3000, 3)
-
-
 def test_lengths_that_have_drifted_are_reported_and_too_long_ones_refused(data: Path, tmp_path: Path) -> None:
     tuned = run(
         data, "tune", "lengths.npy", "--model", ".", "--gpu-memory", "80GiB", *GRID,
@@ -322,29 +276,6 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "a place" / "plan").config.global_batch == 256
 
 
-@pytest.mark.soak
-def test_what_chunks_would_gain_is_said_when_asked_for(tmp_path: Path) -> None:
-    """Over what fits and loses nothing; where nothing of today does, that is said, and where it is as fast as chunks.
-
-    It costs nobody else a second.
-    """
-    np.save(tmp_path / "some.npy", np.repeat([500, 30_000, 120_000], [3000, 3, 1]))
-    np.save(tmp_path / "alike.npy", np.array([5, 9, 4000, 90_000] * 9))
-    np.save(tmp_path / "long.npy", np.array([5, 9, 4000, 4_000_000]))
-    assert "Qwen2.5-7B" not in run(tmp_path, "analyze", "some.npy").stdout
-    shown = " ".join(run(tmp_path, "analyze", "some.npy", "--headline").stdout.split())
-    gain = re.search(r"Qwen2\.5-7B on 8 x h100, by prediction: a step takes .*x as fast as (.*)", shown)
-    assert gain and gain[1].endswith(", the fastest baseline that fits and loses no token.")
-    shown = " ".join(run(tmp_path, "analyze", "alike.npy", "--headline").stdout.split())
-    assert re.search(r"; nothing to gain: packed, shared by \d ranks takes ", shown)
-    shown = " ".join(run(tmp_path, "analyze", "long.npy", "--headline").stdout.split())
-    assert "; no baseline fits without cutting sequences; one sequence a micro-batch would need " in shown
-    assert "as fast as" not in shown
-    for other in (("--json",), ("--shard", "1/2")):
-        ran = run(tmp_path, "analyze", "some.npy", "--headline", *other)
-        assert ran.returncode == 2 and f"--headline and {other[0]} exclude each other" in ran.stderr
-
-
 def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
     """...nor loads what would: the report is there at once, as a document too."""
     np.save(tmp_path / "lengths.npy", np.array([5, 90_000]))
@@ -357,10 +288,3 @@ def test_an_analysis_simulates_nothing_unasked(tmp_path: Path) -> None:
         "assert not {'numba', 'ortools', 'chunkplan.tuning.tune'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
-
-
-def test_an_analysis_of_almost_nothing_is_an_analysis(tmp_path: Path) -> None:
-    """The line about chunks must not stand in its way."""
-    (tmp_path / "data.jsonl").write_text('{"text":"a"}\n')
-    ran = run(tmp_path, "analyze", "data.jsonl", "--headline")
-    assert ran.returncode == 0, ran.stderr

@@ -11,101 +11,17 @@ import pytest
 
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.shape import QWEN2_5_7B
-from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.errors import DataError, UsageError
 from tests.support.places import ROOT
+from tests.support.published_models import CONFIGS, of_type
 
-
-def dense(model_type: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int, **more: Any) -> Any:
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": mlp,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        **more,
-    }
-
-
-QWEN2_5_CONFIG = dense("qwen2", 3584, 28, 28, 4, 18944, 152064, sliding_window=131072, use_sliding_window=False)
-
-#: Name -> config, parameters and active parameters as published, in billions.
-PUBLISHED = {
-    "Qwen2.5-0.5B": (dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), 0.494, 0.494),
-    "Qwen2.5-7B": (QWEN2_5_CONFIG, 7.62, 7.62),
-    "Qwen2.5-72B": (dense("qwen2", 8192, 80, 64, 8, 29568, 152064), 72.7, 72.7),
-    "Llama-3-8B": (dense("llama", 4096, 32, 32, 8, 14336, 128256), 8.03, 8.03),
-    "Llama-3.2-1B": (
-        dense("llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
-        1.24,
-        1.24,
-    ),
-    "Llama-3-70B": (dense("llama", 8192, 80, 64, 8, 28672, 128256), 70.6, 70.6),
-    "Mistral-7B-v0.3": (dense("mistral", 4096, 32, 32, 8, 14336, 32768, sliding_window=None), 7.25, 7.25),
-    "Qwen3-8B": (dense("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.19, 8.19),
-    "Qwen3-0.6B": (
-        dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
-        0.596,
-        0.596,
-    ),
-    "Qwen3-30B-A3B": (
-        dense(
-            "qwen3_moe",
-            2048,
-            48,
-            32,
-            4,
-            6144,
-            151936,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        ),
-        30.5,
-        3.34,
-    ),
-    "Qwen2-57B-A14B": (
-        dense(
-            "qwen2_moe",
-            3584,
-            28,
-            28,
-            4,
-            18944,
-            151936,
-            num_experts=64,
-            num_experts_per_tok=8,
-            moe_intermediate_size=2560,
-            shared_expert_intermediate_size=20480,
-        ),
-        57.4,
-        14.2,
-    ),
-    "Mixtral-8x7B": (
-        dense("mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
-        46.7,
-        12.9,
-    ),
-}
+QWEN2_5_CONFIG = CONFIGS["Qwen2.5-7B"]
 
 
 def written(tmp_path: Path, config: Any) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return path
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_within_two_percent_of_the_published(name: str, tmp_path: Path) -> None:
-    config, published, active = PUBLISHED[name]
-    shape = read_model_config(written(tmp_path, config))
-    assert shape.num_parameters == pytest.approx(published * 1e9, rel=0.02)
-    assert shape.num_active_parameters == pytest.approx(active * 1e9, rel=0.02)
 
 
 def test_a_folder_and_its_file_are_the_same_model_and_the_default_is_it(tmp_path: Path) -> None:
@@ -124,20 +40,20 @@ def test_the_sample_model_is_read() -> None:
 
 
 def test_heads_are_as_wide_as_the_config_says_where_it_says_so(tmp_path: Path) -> None:
-    config = dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128)
+    config = of_type("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128)
     [layer] = read_model_config(written(tmp_path, config)).kinds
     assert (layer.query_width, layer.key_width, layer.value_width) == (2048, 1024, 1024)
 
 
 def test_newer_names_of_experts_are_known(tmp_path: Path) -> None:
-    config = dict(PUBLISHED["Qwen3-30B-A3B"][0])
+    config = dict(CONFIGS["Qwen3-30B-A3B"])
     before = read_model_config(written(tmp_path, config))
     config["num_local_experts"] = config.pop("num_experts")
     assert read_model_config(written(tmp_path, config)) == before
 
 
 def test_layers_that_are_no_mixtures_of_experts_among_others_are_known(tmp_path: Path) -> None:
-    config = PUBLISHED["Qwen3-30B-A3B"][0]
+    config = CONFIGS["Qwen3-30B-A3B"]
     shape = read_model_config(written(tmp_path, config | {"mlp_only_layers": [0, 3]}))
     assert [shape.kinds[place].experts_per_token for place in shape.order[:5]] == [0, 8, 8, 0, 8]
 
@@ -226,27 +142,12 @@ OPTIONAL = {
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2-57B-A14B", "Mixtral-8x7B"])
 def test_an_entry_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
-    config = PUBLISHED[name][0]
+    config = CONFIGS[name]
     mixture = {"intermediate_size", "head_dim"} if name.startswith("Qwen") and "num_experts" in config else set()
     for entry in config.keys() - OPTIONAL - mixture - {"model_type"}:
         path = written(tmp_path, {key: config[key] for key in config.keys() - {entry}})
         with pytest.raises(DataError, match=f"`{entry}` is missing"):
             read_model_config(path)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_whatever_an_entry_holds_it_is_read_or_refused_with_its_file(name: str, tmp_path: Path) -> None:
-    config = PUBLISHED[name][0]
-    refused = 0
-    for entry in config:
-        for value in STRANGE:
-            path = written(tmp_path, config | {entry: value})
-            try:
-                read_model_config(path)
-            except ChunkplanError as error:
-                assert str(path) in str(error)
-                refused += 1
-    assert refused > 5 * len(STRANGE)
 
 
 @pytest.mark.parametrize(
@@ -270,4 +171,4 @@ def test_heads_that_do_not_fit_together_are_refused(entry: str, value: int, tmp_
 
 def test_a_token_goes_to_no_more_experts_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="`num_experts_per_tok` is 9"):
-        read_model_config(written(tmp_path, PUBLISHED["Mixtral-8x7B"][0] | {"num_experts_per_tok": 9}))
+        read_model_config(written(tmp_path, CONFIGS["Mixtral-8x7B"] | {"num_experts_per_tok": 9}))

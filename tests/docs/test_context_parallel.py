@@ -51,19 +51,3 @@ def test_heads_are_predicted_to_pay_between_nodes_as_the_page_has_it() -> None:
     [(alone, both)] = re.findall(r"pages alone show ([\d.]+) ms in a backward, .*? ([\d.]+) ms\.", prose)
     assert float(alone) == pytest.approx(shown_ms(16 * 2048, 0, 16, 1)[1], abs=0.006)
     assert float(both) == pytest.approx(shown_ms(16 * 2048, 0, 16, 4)[1], abs=0.006)
-
-
-def test_the_summary_has_the_figures_of_the_table() -> None:
-    row = r"^\| (long-sft|lmsys-like) \| (\d+) \| (\d+) \| 8,192 \| 4 \| ([\d.]+) \| ([\d.]+) \|"
-    found = {tuple(place): (float(off), float(on)) for *place, off, on in re.findall(row, PAGE, re.M)}
-    summary = " ".join(PAGE.split("- **It helps**")[1].split("```")[0].split())
-    pattern = (
-        r"takes ([\d.]+) times .*? on 8 ranks without groups, and ([\d.]+) times with; on 32 ranks it is ([\d.]+) "
-        r"and ([\d.]+) .*? on four stages ([\d.]+) of ([\d.]+) remain, while .* have ([\d.]+)\."
-    )
-    [stated] = re.findall(pattern, summary)
-    eight, many, staged = found["long-sft", "8", "1"], found["long-sft", "32", "1"], found["long-sft", "8", "4"]
-    for words, figure in zip(stated, (*eight, *many, *staged[::-1], many[1]), strict=True):
-        # A figure that lies between two roundings (1.045) may be stated as either.
-        decimals = len(words.partition(".")[2])
-        assert abs(float(words) - figure) <= 0.51 * 10**-decimals, (words, figure)

@@ -154,19 +154,6 @@ def test_the_exceptions_are_there_and_named() -> None:
 
 
 @pytest.mark.docs
-def test_a_recipe_says_where_its_names_are_completed() -> None:
-    plan, intake = "chunkplan/config/plan.py", "chunkplan/config/intake.py"
-    homes = {
-        "PACKERS": plan,
-        "FAMILIES": "chunkplan/layers.py",
-        "SCHEMAS": intake,
-        "KERNELS": "chunkplan/cost/hardware.py",
-    }
-    for names, home in homes.items():
-        assert f"`{names}` of `{home}`" in PAGE
-
-
-@pytest.mark.docs
 def test_the_files_it_names_exist() -> None:
     paths = re.findall(r"`((?:chunkplan|cli|runtime|tests|docs|examples)/[\w./-]*)`", PAGE)
     assert len(paths) > 25

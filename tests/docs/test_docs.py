@@ -55,7 +55,7 @@ COMMANDS = {
     "planner.md": ("build",),
     "context-parallel.md": ("build",),
     "schedules.md": ("simulate", "build"),
-    "tuning.md": ("tune", "build"),
+    "tuning.md": ("gain", "tune", "build"),
     "cost-model.md": ("tune", "build", "calibrate"),
     "export.md": ("export", "build"),
     "torch-pipelining.md": ("export", "build"),

@@ -59,11 +59,3 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(commands) == 15
     walk(commands, monkeypatch)
     assert (tmp_path / "cut" / "run" / "metrics.jsonl").read_text().count("\n") == 2
-
-
-@pytest.mark.docs
-def test_the_page_is_short() -> None:
-    """Words with a letter in them, commands and screens included."""
-    assert len([word for word in PAGE.split() if re.search(r"[^\W\d_]", word)]) <= 900
-    screens = re.findall(r"```console\n(.*?)```", PAGE, re.S)
-    assert max(len(line) for screen in screens for line in screen.splitlines()) <= 80

@@ -114,15 +114,6 @@ def test_slices_that_ranks_share_are_parts_as_those_of_one_rank_are(tmp_path, ra
     assert kept and set(kept) <= set(lengths[1:])
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_command_takes_the_latest_plan_and_writes_into_the_workspace(run, width) -> None:
-    ran = run("export", "--to", "hf", "--allow-split", width=width)
-    assert ran.code == 0
-    assert "plan chunkplan-out/plan" in ran.out and "targets are" in ran.out
-    assert max(map(len, ran.out.splitlines())) <= width
-    assert "export in chunkplan-out/export-hf" in ran.err
-
-
 def test_the_command_prints_one_document(run) -> None:
     options = ("--to", "jsonl", "--chunk-size", 16, "--whole-only", "--json")
     document = json.loads(run("export", "chunkplan-out/analysis", *options).out)

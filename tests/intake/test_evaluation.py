@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -117,18 +116,3 @@ def test_lengths_alone_are_marked_too(folder: Path, tmp_path: Path) -> None:
     assert np.flatnonzero(analysis.is_evaluation).tolist() == [9, 10, 11]
     assert not analysis.is_evaluated_elsewhere.any()
     check_selection(analysis, PlanConfig(chunk_size=64, k=1, part="eval"))
-
-
-def test_the_screens_say_what_is_not_trained(command, folder: Path) -> None:
-    ran = command(
-        "analyze", folder / "train.jsonl", "--eval", folder / "dev.jsonl", "--tokenizer", TOKENIZER, width=200
-    )
-    assert ran.code == 0
-    assert re.search(r"evaluation +3  of these sequences, with [0-9]+ tokens, are not trained", ran.out)
-    assert f"read {folder}/dev.jsonl: text, 3 records, to evaluate on" in ran.err
-    assert f"evaluated on, not trained: {folder}/dev.jsonl" in ran.err
-    built = command("build", "--chunk-size", 64, "--k", 1, "--global-batch", 2, "--checkpointing", "none", width=200)
-    assert "plan of the 3 sequences held out in chunkplan-out/plan-eval" in built.err
-    assert "1 more has the tokens of one of these, and is in neither plan" in built.err
-    missing = command("analyze", folder / "train.jsonl", "--eval", folder / "no.jsonl")
-    assert (missing.code, missing.err.splitlines()[0]) == (2, f"error: there is no file {folder}/no.jsonl")

@@ -94,15 +94,6 @@ def test_a_source_whose_first_records_are_all_bad_is_one_of_them(data: Path, tmp
     assert caught.value.where == f"{data / 'j.jsonl'}:1"
 
 
-def test_many_are_a_screenful(data: Path, tmp_path: Path) -> None:
-    for number in range(20):
-        (data / f"empty-{number:02}.jsonl").touch()
-    with pytest.raises(DataError) as caught:
-        analyze(data, tmp_path / "out", tokenizer=TOKENIZER)
-    assert len(caught.value.lines) == 13
-    assert caught.value.lines[-1] == f"and {20 + len(BAD) - 12} more"
-
-
 def test_one_is_reported_as_it_is_with_a_way_on_if_there_is_another(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no schema fits") as caught:
         analyze([data / "a.jsonl", data / "c.json"], tmp_path / "out", tokenizer=TOKENIZER)

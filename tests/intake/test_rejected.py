@@ -186,16 +186,3 @@ def test_text_files_are_mostly_blank_together(command: Run) -> None:
     Path("package/5.txt").write_text(" \n")
     ran = command("analyze", "package", "--tokenizer", TOKENIZER)
     assert "\nwarning: mostly blank: 4 of 6 records in text files\n" in ran.err
-
-
-def test_what_was_dropped_is_on_the_screen_and_in_the_document(command: Run) -> None:
-    _write(Path("kto.jsonl"), [{**ANSWERS["messages"], "label": number % 2 == 0} for number in range(6)])
-    stopped = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER)
-    assert (stopped.code, stopped.out) == (3, "")
-    assert stopped.err.startswith("error: kto.jsonl:2: `label` is false: ")
-    ran = command("analyze", "kto.jsonl", "--tokenizer", TOKENIZER, "--undesirable", "drop")
-    assert "3 rejected: undesirable" in ran.out
-    assert "read kto.jsonl: messages, 6 records, 3 rejected\n" in ran.err
-    assert "6 records = 3 sequences + 3 rejected\n" in ran.err
-    document = json.loads(command("analyze", "kto.jsonl", "--undesirable", "drop", "--json").out)
-    assert document["rejected"] == document["sources"][0]["reasons"] == {"undesirable": 3}

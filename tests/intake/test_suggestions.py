@@ -245,32 +245,10 @@ def test_a_message_without_content_is_named_with_the_keys_that_it_has() -> None:
         parse(layout, {"messages": [{"role": "user", "text": "hi"}]})
 
 
-def test_records_of_many_keys_and_long_ones_do_not_fill_the_screen(command: Run) -> None:
-    keys = {f"key {number}": "a" for number in range(300)}
-    for record in (keys, {"k" * 10_000: "a", "l" * 10_000: "b"}, {**keys, "answer_" + "x" * 10_000: "a"}):
-        for options in ([], ["--format", "text"], ["--column", "text=none"]):
-            Path("x.jsonl").write_text(json.dumps(record) + "\n")
-            ran = command("analyze", "x.jsonl", "--tokenizer", TOKENIZER, *options)
-            assert ran.code == 3
-            assert len(ran.err) < 1600
-    Path("x.jsonl").write_text('{"text": "a b"}\n' + json.dumps(keys) + "\n")
-    assert len(command("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) < 600
-    assert "`key 0`" in _found(keys)
-    assert _found(keys).endswith(" and 290 more")
-
-
 def _found(record: dict[str, Any]) -> str:
     with pytest.raises(DataError) as caught:
         detect([record])
     return caught.value.message
-
-
-def test_words_say_what_to_write_where_no_key_can_be_named() -> None:
-    for record in ({"translation": {"en": "a b", "de": "c d"}}, {"turns": ["a b", "c d"]}, {"conv": [["a", "b"]]}):
-        [key] = record
-        hint = _hint(record)
-        assert hint.startswith(f"nothing reads what `{key}` has in it: write records as {{")
-        assert '{"messages": [{"role": "user", "content": TEXT}, {"role": "assistant"' in hint
 
 
 def test_a_hint_of_a_system_text_beside_a_prompt_names_keys_only_where_these_are_all() -> None:
@@ -279,13 +257,6 @@ def test_a_hint_of_a_system_text_beside_a_prompt_names_keys_only_where_these_are
         with pytest.raises(DataError) as caught:
             parse(detect([record]), {**record, **more})
         assert ("--column question=prompt --column answer=completion" in caught.value.hint) == has_keys
-
-
-def test_roles_of_many_names_do_not_fill_the_evidence() -> None:
-    messages = [{"role": f"name {number}" + "x" * 1000, "content": "a", "loss": True} for number in range(50)]
-    evidence = detect([{"messages": messages}]).evidence
-    assert evidence.endswith(" and 40 more")
-    assert len(evidence) < 900
 
 
 #: A key, what records have there, and what of that has to be trained.

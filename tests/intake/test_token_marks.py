@@ -316,10 +316,3 @@ def test_a_packed_row_is_shown_as_its_documents(tmp_path: Path, command: Run) ->
     assert shown["unread"] == []
     said = command("analyze", "a.jsonl").err
     assert "1 record + 2 more documents of packed rows = 3 sequences" in said
-
-
-def test_build_says_again_what_was_not_read(tmp_path: Path, command: Run) -> None:
-    _write(tmp_path / "a.jsonl", [{"input_ids": _IDS, "note": "x"}] * 3)
-    assert command("analyze", "a.jsonl").code == 0
-    said = command("build", "--chunk-size", "16", "--k", "1").err
-    assert said.count("not read of the data: `note` in 3 records") == 1

@@ -175,19 +175,6 @@ def test_of_thousands_of_keys_the_most_frequent_are_listed(command: Run) -> None
     assert (len(source["unread_keys"]), source["num_unread_keys"]) == (100, 3001)
 
 
-def test_what_was_not_read_is_told_in_lines_that_fit(command: Run) -> None:
-    """Of sources that are not listed too; names from data steer no terminal."""
-    keys = {f"a key with a name of {number}": number for number in range(8)}
-    _write(Path("x.jsonl"), [{"text": "a b c", **keys, "bad\x1b[31m": 1}])
-    for number in range(25):
-        _write(Path(f"part-{number:02}.jsonl"), [{"text": "a b c", "late": 1}] if number > 22 else [{"text": "a b c"}])
-    err = command("analyze", "x.jsonl", "part-*.jsonl", "--tokenizer", TOKENIZER).err
-    assert max(len(line) for line in err.splitlines() if line.startswith("     ")) <= 80
-    assert "`a key with a name of 0` in 1 record, `a key with a name of 1` in 1," in " ".join(err.split())
-    assert "     not read of them: `late` in 2 records\n" in err
-    assert "\x1b" not in err
-
-
 def test_shards_the_cache_and_one_run_list_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkplan.intake.pieces.PIECE_BYTES", 2_000)
     records = [{"text": f"text {number}", "id": number, **({} if number % 2 else {"even": 1})} for number in range(300)]

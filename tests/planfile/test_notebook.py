@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -56,23 +55,6 @@ def plan(tmp_path: Path, analysis: Analysis) -> Plan:
     return chunkplan.build(analysis, tmp_path / "plan", chunkplan.PlanConfig(chunk_size=32, k=1, dp=2))
 
 
-def test_the_facts_of_a_plan_are_there(plan: Plan) -> None:
-    text = Reader(plan._repr_html_()).text
-    assert "32 tokens, 1" in text and "2 x 1, algorithm2" in text
-    assert f"{plan.manifest['totals']['num_tokens']:,}" in text
-    assert plan.content_hash[:16] in text and str(plan.path) in text
-    assert "ESTIMATED" in text
-
-
-def test_the_facts_of_an_analysis_are_there(analysis: Analysis) -> None:
-    text = Reader(analysis._repr_html_()).text
-    assert f"{analysis.num_sequences}; rejected: 1" in text
-    assert f"{analysis.num_tokens.max():,} tokens" in text
-    assert "ESTIMATED" in text and "<b onclick=x>&.jsonl" in text
-    sampled = dataclasses.replace(analysis, manifest={**analysis.manifest, "sample": 0.25})
-    assert "A SAMPLE of 25%" in Reader(sampled._repr_html_()).text
-
-
 def test_a_bare_file_of_lengths_is_shown(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 1001))
     text = Reader(chunkplan.load_analysis(tmp_path / "lengths.npy")._repr_html_()).text
@@ -109,10 +91,3 @@ def test_what_would_not_be_seen_is_a_symbol(analysis: Analysis) -> None:
     shown = one._repr_html_()
     assert not {"\x1b", "\u202e", "\x00"} & {*shown}
     assert shown.count("a␛[31m\\u202eb␀.jsonl") == 2
-
-
-def test_what_a_plan_holds_of_the_data_is_said(tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.arange(1, 101))
-    config = chunkplan.PlanConfig(chunk_size=64, k=1, holdout=0.1, epochs=3)
-    text = Reader(chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)._repr_html_()).text
-    assert re.search(r"epochs\s*3", text) and re.search(r"held out\s*\d+ of 100 sequences", text)

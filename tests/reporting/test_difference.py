@@ -225,20 +225,6 @@ def test_the_command_prints_the_twins_document(
     assert command("diff", plan, plan).code == 0
 
 
-def test_the_screen_says_first_whether_they_differ_and_fits_80_columns(
-    tmp_path: Path, plan: Path, lengths: Path, command: Callable[..., Any]
-) -> None:
-    other = build(tmp_path / "other", lengths, k=2, seed=5).path
-    for after, verdict in ((plan, "identical"), (other, "different")):
-        ran = command("diff", plan, after)
-        lines = ran.out.splitlines()
-        assert (ran.code, lines[0]) == (0, verdict)
-        assert max(map(len, lines)) <= 80
-        assert "\x1b" not in ran.out
-    assert any(line.split() == ["k", "1", "2"] for line in lines)
-    assert lines[-1] == "0 of 9 steps hold the same sequences."
-
-
 def test_names_are_shown_as_they_are_and_do_nothing_to_the_terminal(
     tmp_path: Path, command: Callable[..., Any]
 ) -> None:
@@ -248,16 +234,3 @@ def test_names_are_shown_as_they_are_and_do_nothing_to_the_terminal(
     together = "".join(line.split("  ")[0] for line in out.splitlines())
     assert "[red]a[bold].jsonl" in together and "[link=x]b␛[2J.jsonl" in together
     assert "\x1b" not in out
-
-
-def test_it_is_said_of_each_side_where_lengths_are_estimated(
-    tmp_path: Path, lengths: Path, command: Callable[..., Any]
-) -> None:
-    estimated = analyze(tmp_path, "estimated", {"a.jsonl": ["a text"]})
-    out = command("diff", lengths.name, estimated.name).out
-    before, after = out.splitlines()[2:4]
-    assert "ESTIMATED" not in before and after.rstrip().endswith("ESTIMATED")
-    assert (chunkplan.diff(lengths, estimated).before.exact, chunkplan.diff(lengths, estimated).after.exact) == (
-        True,
-        False,
-    )

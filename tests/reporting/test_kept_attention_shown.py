@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import chunkplan
@@ -81,22 +80,6 @@ def test_a_step_says_it_of_every_chunk_and_what_its_words_mean(command: Run, pla
     assert [each["kept_attention"] for each in of_json] == [chunk.kept_attention for _, chunk in chunks_of(plan)]
 
 
-def test_a_chunk_says_it(command: Run, plan: Plan) -> None:
-    for rank, chunk in chunks_of(plan):
-        place = ("inspect", plan.path, "--step", 0, "--rank", rank, "--chunk", chunk.chunk_id)
-        said = " ".join(command(*place).out.split())
-        assert ("attention is kept" in said) == bool(chunk.kept_attention)
-        assert not chunk.kept_attention or f"for which attention is kept {WORDS[chunk.kept_attention]}" in said
-        assert json.loads(command(*place, "--json").out)["kept_attention"] == chunk.kept_attention
-
-
-def test_simulate_says_it_of_few_chunks(command: Run, plan: Plan) -> None:
-    shown = " ".join(command("simulate", plan.path, "--rank", 1).out.split())
-    places = {chunk.kept_attention for rank, chunk in chunks_of(plan) if rank == 1} - {""}
-    assert len(places) == 2
-    assert all(f"recomputed with attention kept {WORDS[where]}:" in shown for where in places)
-
-
 def test_the_page_says_it_in_numbers_of_chunks_and_of_bars(plan: Plan, tmp_path: Path) -> None:
     made = write_and_read(tmp_path / "page.html", plan)
     again = [chunk for _, chunk in chunks_of(plan) if not chunk.keeps_activations]
@@ -118,17 +101,6 @@ def test_the_page_says_it_in_numbers_of_chunks_and_of_bars(plan: Plan, tmp_path:
     assert len(named) == len(set(named))
 
 
-def test_nothing_is_said_where_no_chunk_keeps_any(command: Run, plan: Plan, tmp_path: Path) -> None:
-    plan = keeping(plan, "")
-    screens = [command("inspect", plan.path).out, command("inspect", plan.path, "--step", 0).out]
-    screens += [
-        command("inspect", plan.path, "--step", 0, "--rank", rank, "--chunk", chunk.chunk_id).out
-        for rank, chunk in chunks_of(plan)
-    ]
-    assert not any("kept" in screen or "gpu" in screen or "host" in screen for screen in screens)
-    assert "attention kept" not in write_and_read(tmp_path / "page.html", plan).text
-
-
 @pytest.mark.parametrize("words", ["disk", "\x1b[31m"])
 def test_a_place_that_there_is_not_neither_stops_a_screen_nor_reaches_the_terminal(
     command: Run, plan: Plan, words: str
@@ -139,11 +111,3 @@ def test_a_place_that_there_is_not_neither_stops_a_screen_nor_reaches_the_termin
         ran: Any = command("inspect", plan.path, *options)
         assert ran.code == 0 and words not in ran.out
     assert command("validate", plan.path).code == 4
-
-
-def test_what_build_says_is_what_inspect_says(command: Run, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([60_000, 30_000, 500]))
-    options = ("--chunk-size", 8192, "--k", 1, "--lora-rank", 16)
-    made = command("build", tmp_path / "lengths.npy", *options, "--output", tmp_path / "plan").out
-    again = command("inspect", tmp_path / "plan").out
-    assert "attention kept" in made and made.strip() in again

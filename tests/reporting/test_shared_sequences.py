@@ -15,14 +15,10 @@ from rich.console import Console
 import chunkplan
 from chunkplan.cost.durations import attention_pairs_of, work_ns
 from chunkplan.planfile.plan import Chunk, Plan
-from chunkplan.planning.memory import LongestSequence
-from chunkplan.quantities import seconds
 from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.per_step import per_step
 from chunkplan.reporting.plan_report import plan_report
-from chunkplan.reporting.plan_words import least_words, longest_words
 from chunkplan.reporting.shared_sequences import step_shares
-from chunkplan.reporting.tables import way_words
 from chunkplan.simulation import simulate_ranks
 from chunkplan.summary import summarize_plan
 from chunkplan_cli.gantt import print_gantt
@@ -116,27 +112,6 @@ def test_without_shared_sequences_no_plan_is_faster_than_the_bound(plan: Plan, t
     assert (report.shared, report.summary.num_shared_sequences, report.summary.unshared_lower_bound_us) == ((), 0, None)
 
 
-def test_a_bound_is_shown_beside_a_bound_even_where_the_plan_takes_longer_than_both() -> None:
-    assert least_words(2e6, None, 1e6) == "at least 3.00 s"
-    assert least_words(2e6, 3e6, 1e6) == "at least 3.00 s, and 4.00 s if none were shared"
-
-
-def test_how_long_a_sequence_may_be_is_said_of_any_step() -> None:
-    def words(*most: int | None) -> str:
-        longest = [LongestSequence(num_ranks=1 << place, num_tokens=tokens) for place, tokens in enumerate(most)]
-        return longest_words(longest).removeprefix("whatever else is in a step, ")
-
-    assert words(3839) == "sequences of up to 3,839 tokens fit"
-    assert words(3839, 8000) == "sequences of up to 3,839 tokens fit; shared by 2 ranks 8,000"
-    assert words(0, None) == "no sequence fits on one rank; shared by 2 ranks any"
-    assert words(0, 0) == "no sequence fits on one rank; shared by 2 ranks none"
-    assert words(None, None) == "sequences of any length fit"
-
-
-def test_ways_to_share_are_named() -> None:
-    assert [way_words(8, heads) for heads in (1, 4, 8)] == ["pages", "4 heads x 2 pages", "heads"]
-
-
 def test_the_page_draws_shared_chunks_apart_and_lists_exchange(plan: Plan) -> None:
     [drawn, *_] = drawn_steps(plan, per_step(plan), 0, 1)
     shared = [bar for bar in gantt_figure(drawn).data if "shared by ranks" in (bar.hovertemplate or "")]
@@ -183,32 +158,6 @@ def test_the_critical_path_goes_on_in_the_rows_of_other_ranks(tmp_path: Path) ->
     console = Console(file=io.StringIO(), width=120)
     print_simulation(console, found[1])
     assert "on rank" not in console.file.getvalue(), "all of it is on the rank that is shown"
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_screens_of_a_plan_with_shared_sequences_fit_and_say_by_whom(command: Run, plan: Plan, width: int) -> None:
-    for words in (("inspect", plan.path), ("inspect", plan.path, "--step", 1), ("simulate", plan.path, "--step", 1)):
-        ran = command(*words, width=width)
-        assert (ran.code, ran.err) == (0, "")
-        assert max(map(len, ran.out.splitlines())) <= width
-    shown = command("inspect", plan.path, width=120).out
-    assert "Shared sequences, by number of ranks" in shown
-    summary = plan_report(plan).summary
-    assert summary.unshared_lower_bound_us is not None and summary.reduction_us is not None
-    bounds = seconds(summary.total_lower_bound_us), seconds(summary.unshared_lower_bound_us + summary.reduction_us)
-    said = " ".join(shown.replace("│", " ").split())
-    assert f"any plan takes at least {bounds[0]}, and {bounds[1]} if none were shared" in said
-    assert "split or shared sequences; each rank's part of one is a chunk)" in said
-    shown = command("inspect", plan.path, "--step", 1, width=120).out
-    assert re.search(r"takes at least [\d.]+ m?s, and [\d.]+ m?s if none were shared", " ".join(shown.split()))
-    for each in step_shares(plan, list(plan.iter_steps())[1]).sequences:
-        ranks = f"{each.first_rank}-{each.first_rank + each.num_ranks - 1}"
-        assert re.search(
-            rf"{each.sequence_id} +{each.num_tokens:,} +{ranks} +{way_words(each.num_ranks, each.num_heads)}", shown
-        )
-    shown = command("simulate", plan.path, "--step", 1, width=120).out
-    for words in ("F0x4==", "F3x4 shared by 4 ranks", "waiting for their ranks", "for ranks", "exchange"):
-        assert words in shown
 
 
 def test_a_trace_of_a_step_with_shared_sequences_has_all_its_ranks(command: Run, plan: Plan, tmp_path: Path) -> None:

@@ -9,14 +9,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from chunkplan.errors import ChunkplanError
 from chunkplan.planfile.load import load_plan
 from tests.support.places import ROOT
 
@@ -51,28 +49,6 @@ def report(folder, *words, missing=()):
     )
     files = list(folder.glob("*.json"))
     return ran, json.loads(files[0].read_text()) if files else None
-
-
-@pytest.mark.soak
-def test_parts_print_each_row_and_one_that_fails_does_not_end_the_others(tmp_path):
-    """A model with adapters needs peft, which is not there; all that does not need it is measured."""
-    ran, found = report(tmp_path, "--parts", "kernels,steps,probe", missing=("peft",))
-    assert (ran.returncode, "Traceback" in ran.stderr) == (1, False), ran.stderr
-    assert ran.stderr.splitlines()[-1] == "failed: steps"
-    failed = [line for line in ran.stdout.splitlines() if "FAILED" in line]
-    assert [line.split(":")[0] for line in failed] == ["steps, 7b-lora-32k", "steps"] and "peft" in failed[0]
-    for part, number in (("attention_tflops", 6), ("probe", 8), ("steps", 10)):
-        assert len(found[part]) == number
-        shown = [line.partition(": ")[2] for line in ran.stdout.splitlines() if line.startswith(f"{part}: {{")]
-        assert list(map(json.loads, shown)) == found[part]
-    plain = [row for row in found["steps"] if "compile" not in row]
-    on_device, on_host = (
-        [row for row in plain if (row["kv_offload"], row["plan"]) == (where, "1.5b-8k")] for where in (False, True)
-    )
-    assert [row["loss"] for row in on_device] == [row["loss"] for row in on_host]
-    assert all(row["seconds"] > 0 and row["predicted s, profile h100"] > 0 for row in found["steps"])
-    page = (tmp_path / "gpu-report.md").read_text()
-    assert "figures mean nothing" in page and "### Attention" in page and page.count("| 1.5b-8k |") == 6
 
 
 @pytest.mark.soak
@@ -151,46 +127,6 @@ def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks):
         "kernels beside, s": 0.1,
         "pageable copies, s": 1.0,
     }
-
-
-def test_plans_for_which_no_time_is_left_are_left_out_without_their_models(benchmarks, tmp_path, capsys):
-    import gpu_report
-
-    made = gpu_report.Report(torch.device("cpu"), "cpu", tmp_path, toy=True)
-    gpu_report._run_plans("million", made, ("0.5b-512k", (True,), False), ("0.5b-1m", (True,), False), seconds=0)
-    told = capsys.readouterr().out.splitlines()[1:]
-    assert told == [f"million, {name}: left out, the 0 s of million are over" for name in ("0.5b-512k", "0.5b-1m")]
-    assert "million" not in made.document
-
-
-def test_a_plan_is_looked_for_before_tokens_are_written(benchmarks, tmp_path, monkeypatch):
-    """Where no folder for them can be made either."""
-    import gpu_links
-    import gpu_steps
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    for program in (gpu_steps, gpu_links):
-        monkeypatch.setattr(program, "FOLDER", tmp_path)
-    run = gpu_steps.Run(torch.device("cpu"), True, {}, print)
-    with pytest.raises(ChunkplanError, match="no plan"):
-        gpu_steps.run_plan(run, "0.5b-1m")
-    with pytest.raises(ChunkplanError, match="no plan"):
-        gpu_links.measure_links(torch.device("cpu"), toy=True, add=[].append)
-
-
-def test_a_program_ends_with_its_time_or_with_who_takes_its_lines(benchmarks):
-    import gpu_program
-
-    waits = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-    with pytest.raises(RuntimeError, match=r"not done after 0\.01 s"):
-        list(gpu_program.lines_of(waits, seconds=0.01))
-    lines = gpu_program.lines_of(waits)
-    pid = int(next(lines))
-    lines.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    with pytest.raises(RuntimeError, match="exit code 3"):
-        list(gpu_program.lines_of([sys.executable, "-c", "raise SystemExit(3)"]))
 
 
 @pytest.mark.parametrize(

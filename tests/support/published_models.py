@@ -38,6 +38,7 @@ def of_type(
     }
 
 
+_UNTIED = {"tie_word_embeddings": False}
 _DEEPSEEK = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -223,6 +224,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "OLMo-Hybrid-7B": of_type("olmo_hybrid", 3840, 32, 30, 30, 11008, 100352)
     | {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
     | {"linear_value_head_dim": 192, "linear_conv_kernel_dim": 4},
+    "Qwen2.5-7B": of_type("qwen2", 3584, 28, 28, 4, 18944, 152064, **_UNTIED)
+    | {"sliding_window": 131072, "use_sliding_window": False},
+    "Llama-3-8B": of_type("llama", 4096, 32, 32, 8, 14336, 128256, **_UNTIED),
+    "Mistral-7B-v0.3": of_type("mistral", 4096, 32, 32, 8, 14336, 32768, **_UNTIED, sliding_window=None),
+    "Qwen3-8B": of_type("qwen3", 4096, 36, 32, 8, 12288, 151936, **_UNTIED, head_dim=128),
+    "Qwen3-30B-A3B": of_type("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, **_UNTIED, head_dim=128)
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "Qwen2-57B-A14B": of_type("qwen2_moe", 3584, 28, 28, 4, 18944, 151936, **_UNTIED)
+    | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
+    | {"shared_expert_intermediate_size": 20480},
+    "Mixtral-8x7B": of_type("mixtral", 4096, 32, 32, 8, 14336, 32000, **_UNTIED)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 #: Parameters in all and those that are active, in billions, where these are stated, and the rest of `Published`.
@@ -299,5 +313,12 @@ STATED: dict[str, tuple[float | None, float | None, str, int, int | None]] = {
     "Bamba-9B": (9.78, 9.78, "huggingface.co/ibm-ai-platform/Bamba-9B-v1", 0, 9780235392),
     "Jamba-v0.1": (52, 12, "arXiv 2403.19887", 0, 51570323328),
     "OLMo-Hybrid-7B": (None, None, "huggingface.co/allenai/Olmo-Hybrid-7B, which states 7", 0, 7430870688),
+    "Qwen2.5-7B": (7.62, 7.62, "huggingface.co/Qwen/Qwen2.5-7B", 0, None),
+    "Llama-3-8B": (8.03, 8.03, "huggingface.co/meta-llama/Meta-Llama-3-8B", 0, None),
+    "Mistral-7B-v0.3": (7.25, 7.25, "huggingface.co/mistralai/Mistral-7B-v0.3", 0, None),
+    "Qwen3-8B": (8.19, 8.19, "huggingface.co/Qwen/Qwen3-8B", 0, None),
+    "Qwen3-30B-A3B": (30.5, 3.34, "huggingface.co/Qwen/Qwen3-30B-A3B", 0, None),
+    "Qwen2-57B-A14B": (57.4, 14.2, "huggingface.co/Qwen/Qwen2-57B-A14B", 0, None),
+    "Mixtral-8x7B": (46.7, 12.9, "arXiv 2401.04088", 0, None),
 }
 MODELS = {name: Published(CONFIGS[name], *stated) for name, stated in STATED.items()}

@@ -18,7 +18,7 @@ from tests.support.places import ROOT
 NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
 
 #: What only a slow machine prints.
-_SLOW = r"[\w ,-]+: [\d.,]+ of [\d.,]+ \w+ \(\d+%\)|compiling the planner's loops: "
+_SLOW = r"[\w ,.-]+: [\d.,]+ of [\d.,]+ \w+ \(\d+%\)|compiling the planner's loops: "
 
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,11 +284,9 @@ def test_baselines_differ_in_what_they_compute(lengths: Path, tuning: Tuning) ->
 @pytest.mark.soak
 def test_context_and_tensor_parallelism_are_baselines_of_their_own_each_on_its_best_layout(lengths: Path) -> None:
     found = tune(lengths, options_with(gpus=4, tp=1, pp=1, chunk_sizes=(4096,), ks=(1,)))
-    rows = {row.name.split(" by ")[0]: row for row in found.baselines}
-    packed, tensor, context = (
-        rows[name] for name in ("packed to the longest", "packed, tensor parallelism", "packed, shared")
-    )
-    assert packed.layout.tp == packed.cp == 1 and tensor.layout.tp > 1 == tensor.cp and context.cp > 1
+    rows = {row.key: row for row in found.baselines}
+    packed, tensor, context = (rows[key] for key in ("packed", "megatron", "context-parallel"))
+    assert packed.layout.tp == packed.cp == context.layout.tp == 1 < min(tensor.layout.tp, context.cp)
     assert {row.lost for row in (packed, tensor, context)} == {0.0}
 
 

@@ -111,7 +111,7 @@ def recompute_missing_on_a_virtual_stage(rows: Rows) -> None:
 
 
 def gradients_crossed_on_a_virtual_stage(rows: Rows) -> None:
-    """The last model stage gives two standalone chunks back in the other order, and forwards them so."""
+    """The last stage takes two standalone chunks on its second virtual stage in another order than its neighbour."""
     last = rows["schedule"][-1]
     standalone = {row["chunk_id"] for row in rows["chunks"] if row["step"] == 1 and row["group_id"] is None}
     one, other = sorted(standalone)[:2]
@@ -137,18 +137,6 @@ INTERLEAVED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", INTERLEAVED)
-def test_a_broken_schedule_of_virtual_stages_is_named(interleaved: Path, case: str) -> None:
-    assert validate(interleaved).ok
-    invariant, change, words = INTERLEAVED[case]
-    tamper(interleaved, change)
-    [violation] = validate(interleaved).violations
-    assert (violation.invariant, violation.dp_rank) == (invariant, 0)
-    assert violation.step is not None
-    assert violation.chunk_id is not None
-    assert words in violation.message
-
-
 @pytest.fixture
 def v_shaped(tmp_path: Path, analysis: Path) -> Path:
     """Two steps on two stages, whose second virtual stages are in descending order."""
@@ -162,16 +150,6 @@ def last_model_stage_missing_a_backward(rows: Rows) -> None:
     del actions[of_virtual_stage(actions, 1, "backward_input")[0]]
 
 
-def gradients_crossed_where_the_v_turns(rows: Rows) -> None:
-    """Stage 1 takes two standalone chunks on its second virtual stage in the other order than on its first."""
-    last = rows["schedule"][-1]
-    standalone = {row["chunk_id"] for row in rows["chunks"] if row["step"] == 1 and row["group_id"] is None}
-    one, other = sorted(standalone)[:2]
-    for action in last["actions"]:
-        if action["virtual_stage"] == 1 and action["chunk_id"] in (one, other):
-            action["chunk_id"] = one + other - action["chunk_id"]
-
-
 def last_backward_before_the_turn(rows: Rows) -> None:
     """Stage 1 backwards a chunk on its first virtual stage before it does so on its second one, which is behind."""
     actions = rows["schedule"][-1]["actions"]
@@ -183,18 +161,22 @@ def last_backward_before_the_turn(rows: Rows) -> None:
 
 V_SHAPED: dict[str, tuple[str, Callable[[Rows], None], str]] = {
     "a backward missing": ("actions", last_model_stage_missing_a_backward, "model stage (0, 1)"),
-    "chunks in different orders": ("links", gradients_crossed_where_the_v_turns, "stages 1 and 1"),
+    "chunks in different orders": ("links", gradients_crossed_on_a_virtual_stage, "stages 1 and 1"),
     "a deadlock": ("acyclic", last_backward_before_the_turn, "stage 1 is stuck"),
 }
+BROKEN = [("interleaved", *case) for case in INTERLEAVED.values()] + [("v_shaped", *case) for case in V_SHAPED.values()]
 
 
-@pytest.mark.parametrize("case", V_SHAPED)
-def test_a_broken_v_of_virtual_stages_is_named(v_shaped: Path, case: str) -> None:
-    assert validate(v_shaped).ok
-    invariant, change, words = V_SHAPED[case]
-    tamper(v_shaped, change)
-    [violation] = validate(v_shaped).violations
+@pytest.mark.parametrize(("plan_of", "invariant", "change", "words"), BROKEN)
+def test_a_broken_schedule_of_virtual_stages_is_named(
+    request: pytest.FixtureRequest, plan_of: str, invariant: str, change: Callable[[Rows], None], words: str
+) -> None:
+    plan = request.getfixturevalue(plan_of)
+    assert validate(plan).ok
+    tamper(plan, change)
+    [violation] = validate(plan).violations
     assert (violation.invariant, violation.dp_rank) == (invariant, 0)
+    assert plan_of == "v_shaped" or None not in (violation.step, violation.chunk_id)
     assert words in violation.message
 
 

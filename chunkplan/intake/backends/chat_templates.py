@@ -1,4 +1,4 @@
-"""Which chat template a tokenizer gets, and where it is from."""
+"""Finds the chat template of a tokenizer and records where it is from."""
 
 from __future__ import annotations
 

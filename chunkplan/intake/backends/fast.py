@@ -119,7 +119,7 @@ class FastTokenizer:
         return self._masked(texts, spans, 0, 0)
 
     def _masked(self, texts: list[str], spans: list[list[Span]], front: int, behind: int) -> list[Masked]:
-        """As `rendered`; with `front` and `behind` tokens that are added, and that the masks leave out."""
+        """Like `rendered`, for `front` and `behind` special tokens that are added and that the masks leave out."""
         added = bool(front or behind)
         if self._num_bytes is None:
             encodings = self._encode(texts, added=added, offsets=True)

@@ -79,16 +79,16 @@ class TiktokenTokenizer:
             self._num_bytes[rank] = len(name.encode())
 
     def texts(self, texts: list[str]) -> list[Int32Array]:
-        """See `FastTokenizer.texts`."""
+        """Implements `FastTokenizer.texts`."""
         return [np.array(self._encoding.encode_ordinary(text), np.int32) for text in texts]
 
     def prompts(self, texts: list[str], borders: list[int]) -> list[Masked]:
-        """See `FastTokenizer.prompts`."""
+        """Implements `FastTokenizer.prompts`."""
         found = zip(texts, borders, self.texts(texts), strict=True)
         return [self._masked(text, ids, [(border, len(text))][: border < len(text)]) for text, border, ids in found]
 
     def rendered(self, texts: list[str], spans: list[list[Span]]) -> list[Masked]:
-        """See `FastTokenizer.rendered`."""
+        """Implements `FastTokenizer.rendered`."""
         found = (np.array(self._encoding.encode(text, allowed_special="all"), np.int32) for text in texts)
         return [self._masked(*each) for each in zip(texts, found, spans, strict=True)]
 
@@ -98,15 +98,15 @@ class TiktokenTokenizer:
         return input_ids, *masked
 
     def knows(self, input_id: int) -> bool:
-        """See `FastTokenizer.knows`."""
+        """Implements `FastTokenizer.knows`."""
         return 0 <= input_id < len(self._num_bytes) and self._num_bytes[input_id] > 0
 
     def is_special(self, input_id: int) -> bool:
-        """See `FastTokenizer.is_special`."""
+        """Implements `FastTokenizer.is_special`."""
         return input_id in self._encoding._special_tokens.values()
 
     def decode(self, input_ids: list[int]) -> str:
-        """See `FastTokenizer.decode`."""
+        """Implements `FastTokenizer.decode`."""
         return self._encoding.decode(input_ids)
 
 

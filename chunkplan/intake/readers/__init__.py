@@ -54,14 +54,14 @@ def cut(file: SourceFile, source: int, spool: Path) -> Iterator[Piece]:
 
 
 def is_stream(file: SourceFile) -> bool:
-    """Whether all of a source has to be read to cut it, by whoever cuts it. True for JSON, which may be an array."""
+    """True if cutting a source into pieces takes reading all of it. True for JSON, which may be an array."""
     if file.kind in ("arrow", "npy"):
         return is_url(file.path)
     return file.kind == "json" or (file.kind == "jsonl" and streams.is_spooled(file))
 
 
 def default_columns(file: SourceFile) -> dict[str, str]:
-    """Which column has the lengths, of a file that can hold nothing else: .npy, a table of one column of integers."""
+    """Name the length column of a file that can hold nothing else: .npy, a table of one column of integers."""
     if file.kind == "npy":
         return {"length": numpy_files.KEY}
     name = tables.length_column(file) if file.kind in ("parquet", "arrow") else None
@@ -108,7 +108,7 @@ def digest(piece: Piece) -> str:
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lines or rows a piece has, with blank ones."""
+    """Number of lines or rows of a piece, blank ones included."""
     return int(_READERS[piece.reader].num_rows(piece))
 
 

@@ -122,7 +122,7 @@ def digest(piece: Piece) -> str:
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lines there are, with blank ones."""
+    """Number of lines of a piece, blank ones included."""
     return sum(len(block.starts) for block in _sizes(piece))
 
 
@@ -172,7 +172,7 @@ def line_blocks(path: str, start: int, stop: int, *, max_line_bytes: int, max_li
 
 
 def _first_line(file: BinaryIO, start: int, stop: int) -> int:
-    """Where the first line begins that begins at or after `start`; somewhere from `stop` on if there is none before."""
+    """Offset of the first line that begins at or after `start`; an offset >= `stop` if none begins before `stop`."""
     at = max(start - 1, 0)
     file.seek(at)
     while start and at < stop and (data := file.read(pieces.BLOCK_BYTES)):
@@ -228,7 +228,7 @@ def _lengths(lines: Sequence[bytes], layout: RecordLayout) -> tuple[LengthColumn
 
 
 def _are_objects(lines: Sequence[bytes], block: bytes) -> bool:
-    """Whether every line begins and ends like an object.
+    """True if every line begins with `{` and ends with `}`.
 
     Parsers of several lines take an LF for any other space: a line may hold two values, and a value several lines. A
     value that began on an earlier line cannot go on with `{` behind a `}`, so these lines hold one value each at least.
@@ -274,7 +274,7 @@ def _decode_line(line: bytes, is_element: bool) -> _Value | RecordError:
 
 
 def _are_messages(value: object) -> bool:
-    """Whether it is a list of objects that all say who speaks."""
+    """True for a non-empty list of objects that all name a speaker."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -285,7 +285,7 @@ def _are_messages(value: object) -> bool:
 
 
 def _not_json(line: bytes, message: str, hint: str) -> RecordError:
-    """Why the decoder refuses a line, for which it says `message`: its text, or what other parsers take for JSON."""
+    """Explain why the decoder refuses a line with `message`: its encoding, or values that only other parsers accept."""
     try:
         text = line.decode()
     except UnicodeDecodeError as wrong:
@@ -337,7 +337,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _most_keys(text: bytes) -> int:
-    """How many keys there are in JSON lines, or more: text in strings may look like keys. Faster than `_KEY_END`."""
+    """Upper bound of the number of keys in JSON lines: text in strings may look like keys. Faster than `_KEY_END`."""
     padded = np.frombuffer(b"   " + text, np.uint8)
     colons = np.flatnonzero(padded == ord(":"))
     first, second, third = (padded[colons - distance] for distance in (1, 2, 3))
@@ -347,7 +347,7 @@ def _most_keys(text: bytes) -> int:
 
 
 def _num_keys(records: Sequence[Row | _Value], text: bytes) -> int:
-    """How many keys all objects in `records` have together, which were decoded from `text`."""
+    """Number of keys of all objects in `records`, nested ones included; `records` were decoded from `text`."""
     if text.count(b"{") == len(records):  # none of them has another in it
         return sum(map(len, records))  # type: ignore[arg-type]
     num_keys = 0

@@ -42,7 +42,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
 def rows(
     piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
 ) -> Iterator[RowBlock]:
-    """See `readers.read`."""
+    """Implements `readers.read`."""
     values = _values(piece)
     for start in range(0, len(values), max_rows):
         lengths = np.array(values[start : start + max_rows])
@@ -63,7 +63,7 @@ def digest(piece: Piece) -> str:
 
 
 def num_rows(piece: Piece) -> int:
-    """How many lengths there are."""
+    """Number of lengths of a piece."""
     return piece.stop - piece.start
 
 

@@ -1,4 +1,4 @@
-"""What all readers share: decoded rows -> batches of records and rejections, and which rows a sample takes."""
+"""Shared by all readers: decoded rows to batches of records and rejections, and the rows that a sample takes."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def make_batch(layout: RecordLayout, block: RowBlock) -> Batch:
 
 
 def are_lengths(values: Int64Array) -> bool:
-    """Whether all of `values` are lengths: whole numbers from 1 that fit int32."""
+    """True if all of `values` are lengths: whole numbers from 1 that fit int32."""
     return not values.size or (int(values.min()) >= 1 and int(values.max()) <= _INT32_MAX)
 
 
 def is_valid(array: pa.Array) -> BoolArray:
-    """Which values of an array are not null, bool [n]."""
+    """Mask of the values of an array that are not null, bool [n]."""
     valid: BoolArray = to_numpy(array.is_valid()) if array.null_count else np.ones(len(array), np.bool_)
     return valid
 
@@ -95,9 +95,9 @@ def lengths_of(batch: pa.RecordBatch, layout: RecordLayout) -> tuple[LengthColum
 
 
 def sampled(positions: Int64Array, rate: float | None) -> BoolArray:
-    """Which positions within a source a sample of `rate` takes, bool [n]; all without a rate.
+    """Mask of the positions in a source that a sample of `rate` takes, bool [n]; all without a rate.
 
-    Which these are does not depend on how the source is cut, and those of a rate are among those of a higher one.
+    The sample does not depend on how the source is cut, and the sample of a rate is part of that of a higher rate.
     """
     if rate is None or rate >= 1:
         return np.ones(len(positions), np.bool_)

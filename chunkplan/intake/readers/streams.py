@@ -1,7 +1,7 @@
-"""What is read in order: compressed files, the standard input, URLs, JSON arrays, objects over several lines.
+"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines.
 
-What cannot be cut by seeking is read once and spooled: temporary files of whole lines, one a piece. Elements of an
-array are told apart in bounded memory, whatever their size; what is in them is for who reads the lines.
+Sources that cannot be cut by seeking are read once and spooled to temporary files of whole lines, one for each piece.
+Elements of an array of any size are split in bounded memory; their content is left to the reader of lines.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IS_MARK[_COMMA] = True
 
 @dataclass
 class Taken:
-    """How many bytes of a file, as it is stored, have been read so far."""
+    """Counts the bytes read so far of a file as it is stored, before decompression."""
 
     num_bytes: int = 0
 
@@ -144,7 +144,7 @@ def unreadable(message: str, path: str, *, hint: str) -> RecordError:
 
 
 def is_spooled(file: SourceFile) -> bool:
-    """Whether lines of a file cannot be cut by seeking."""
+    """True if a file of lines cannot be cut by seeking."""
     return file.compression is not None or file.num_bytes is None or is_url(file.path)
 
 
@@ -182,9 +182,9 @@ def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[
 
 
 def _is_spread(text: bytes) -> bool:
-    """Whether a file that begins with `text` has objects over several lines: the first line goes on in the next.
+    """True if a file that begins with `text` has objects over several lines: the first line goes on in the next.
 
-    Where the next one begins with `{`, these are lines of which the first is cut short.
+    If the next line begins with `{`, they are lines of which the first is truncated.
     """
     first, _, rest = text.partition(_LF)
     rest = rest.lstrip(_SPACES)
@@ -345,9 +345,9 @@ class _Marks:
         self._is_escaped = False  # the first byte of the next block
 
     def find(self, block: bytes) -> Int64Array:
-        """Where in `block`, which follows the last, brackets up to the depth are that begin or end there, and commas.
+        """Positions in the next `block` of brackets up to the tracked depth, and of commas, int64 [n].
 
-        Of an array, 1 is the depth of its elements; of objects one after another, 0.
+        Elements of an array are at depth 1, objects one after another at depth 0.
         """
         if self._is_escaped and block[:1] in (b'"', b"\\"):  # a bracket behind a backslash is one all the same
             block = b"_" + block[1:]

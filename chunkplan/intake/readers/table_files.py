@@ -211,7 +211,7 @@ def _without_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _damage(error: Exception) -> str:
-    """What Arrow says of a file, in one line; errors of the system or of a server are raised again."""
+    """Arrow's error for a file, in one line; errors of the system or of a server are raised again."""
     if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
         raise error
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -222,7 +222,7 @@ def _chunks(group: Any) -> Iterator[Any]:
 
 
 def _rows_in(num_bytes: int, num_rows: int, max_rows: int) -> int:
-    """How many rows are read together of `num_rows` with `num_bytes`."""
+    """Number of rows to read at once from a table of `num_rows` rows and `num_bytes` bytes."""
     return max(1, min(max_rows, pieces.BLOCK_BYTES * num_rows // max(num_bytes, 1)))
 
 

@@ -77,7 +77,7 @@ def length_column(file: SourceFile) -> str | None:
 def rows(
     piece: Piece, layout: RecordLayout | None, max_rows: int, max_record_bytes: int, sample: float | None
 ) -> Iterator[RowBlock]:
-    """See `readers.read`; rows that are lost to damage are rejected each. Without a layout all columns are read.
+    """Implements `readers.read`; rows that are lost to damage are rejected each. Without a layout all columns are read.
 
     Of a file that cannot even be opened any more, all is one that is rejected.
     """
@@ -129,7 +129,7 @@ def digest(piece: Piece) -> str:
 
 
 def num_rows(piece: Piece) -> int:
-    """How many rows there are."""
+    """Number of rows of a piece."""
     with open_table(piece.path, piece.reader) as table:
         return _num_rows(table, piece)
 
@@ -166,7 +166,7 @@ def _wanted(schema: pa.Schema, layout: RecordLayout) -> list[str]:
 
 
 def _is_mark(field: pa.Field, layout: RecordLayout) -> bool:
-    """Whether a column beside token ids may say what is learnt, by its name or as it has lists, but of texts."""
+    """True if a column beside token ids may mark the loss: by its name, or as it holds lists other than of texts."""
     if layout.schema != "input_ids" or field.name in HARMLESS:
         return False
     is_lists = any(is_kind(field.type) for is_kind in _LISTS)
@@ -217,7 +217,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _token_rows(batch: pa.RecordBatch) -> list[Row]:
-    """As `_rows`, of records that are tokens: lists of whole numbers that fit int32 are arrays of it, [n]."""
+    """Like `_rows`, for records of token ids: lists of whole numbers that fit int32 become int32 arrays, [n]."""
     names = [name for name in batch.schema.names if _are_numbers(batch.column(name))]
     others = batch.drop_columns(names)
     found: list[Row] = _rows(others) if others.num_columns else [{} for _ in range(len(batch))]
@@ -233,7 +233,7 @@ def _token_rows(batch: pa.RecordBatch) -> list[Row]:
 
 
 def _are_numbers(column: pa.Array) -> bool:
-    """Whether a column has lists of whole numbers, all of which fit int32."""
+    """True if a column has lists of whole numbers that all fit int32."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
@@ -245,9 +245,9 @@ def _are_numbers(column: pa.Array) -> bool:
 
 
 def _mark(column: pa.Array) -> pa.Array:
-    """Which values say something, bool [n]: false for empty lists, texts and objects, null for null.
+    """Mask of the values that hold anything, bool [n]: false for empty lists, texts and objects, null for null.
 
-    In place of what only has to be there for a record to be refused: images are not decoded to see that there are some.
+    Stands in for values whose presence alone has a record refused: images are not decoded for it.
     """
     kind = column.type
     if pa.types.is_struct(kind):

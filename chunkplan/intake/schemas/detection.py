@@ -77,7 +77,7 @@ def detect(
 
 
 def columns_inside(columns: Mapping[str, str]) -> tuple[SourceOverrides, dict[str, str]]:
-    """What the user says of the keys of records, and what of those of messages within them."""
+    """Split the user's columns into those of keys of records and those of keys of the messages within them."""
     said = SourceOverrides.of(columns)
     outside = {role: key for role, key in said.items() if role not in IN_MESSAGES}
     return SourceOverrides(outside, said.places, said.optional), {r: key for r, key in said.items() if r in IN_MESSAGES}

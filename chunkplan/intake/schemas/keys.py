@@ -1,4 +1,4 @@
-"""What a key that no schema knows may be, by its name, and which keys say what counts in the loss.
+"""Classifies keys that no schema knows by their names, and lists the keys that say what counts in the loss.
 
 Neither names nor values alone decide: names of data sets are without number, and so are texts about a text.
 docs/data.md has the rule for users.
@@ -9,10 +9,10 @@ Flags: 1 or true means that a message counts, whoever wrote it.
 - `trainable`: tinker-cookbook (renderers, TrainOnWhat.CUSTOMIZED); `loss_mask`: verl (utils/dataset/
   multiturn_sft_dataset.py); `output_with_loss`: XTuner, of the answer; `is_train`: nobody's, but of one meaning.
 
-Of `masked` it means that it does not count (pytorch/torchtune, Message in data/_messages.py). `step_loss_mask` (slime,
-utils/mask_utils.py) takes an answer away and adds none. `mask` means one to some and the other to others: it is
-refused, but for the `mask` of a record in NeMo's layout, which names the speaker who does not count. `train_detail` is
-what axolotl reads for parts of a message.
+A true `masked` means that the message does not count (pytorch/torchtune, Message in data/_messages.py).
+`step_loss_mask` (slime, utils/mask_utils.py) takes an answer away and adds none. `mask` has both meanings in the wild:
+it is refused, except in NeMo's layout, where it names the speaker who does not count. `train_detail` is axolotl's key
+for parts of a message.
 """
 
 from __future__ import annotations

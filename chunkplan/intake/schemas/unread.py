@@ -1,6 +1,6 @@
-"""What a record has beside that which is read: counted, and refused where it may say what is learnt, or what is given.
+"""Counts the keys of a record that are not read, and refuses those that may hold targets or inputs.
 
-A user should see that an answer has another name. A flag of the whole record is honoured.
+So a user sees it if an answer is under another key. A flag of the whole record is honoured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `tune` tried: time against memory, with the baselines beside it."""
+"""Chart of the choices that `tune` tried: time against memory, with the baselines beside it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIDES = {"middle right": (1, 0), "middle left": (-1, 0), "bottom center": (0, -
 
 
 class Label(NamedTuple):
-    """What stands at a baseline ("" for nothing), and where, as `textposition` of plotly: in its point or beside it."""
+    """Label of a baseline ("" for none) and its `textposition` in plotly: in its point or beside it."""
 
     text: str
     position: str
@@ -80,7 +80,7 @@ def _apart(one: Place, other: Place) -> tuple[float, float]:
 
 
 def _room(text: str, point: Place, side: str, points: Sequence[Place]) -> int:
-    """How far a label on a side of `point` is from the nearest point or border, in pixels; below 0 it is on it."""
+    """Distance in pixels of a label on a side of `point` to the nearest point or border; below 0 they overlap."""
     width = _DIGIT * len(text)
     right, up = _SIDES[side]
     x = point[0] * WIDTH + right * (_POINT + width) / 2
@@ -158,8 +158,35 @@ def candidates_figure(document: TuningDocument, own: ChoiceEntry | None) -> go.F
     return figure
 
 
+def ways_figure(document: TuningDocument) -> go.Figure:
+    """Draw a bar for the time of a step with the choice of a tuning, and below it one for each baseline."""
+    rows = [("chunkplan", document["chosen"]["step_seconds"], GREEN)]
+    for row in document["baselines"]:
+        more = f", {percent(row['lost_tokens'])} lost" if row["lost_tokens"] else ""
+        color = ORANGE if row["fits"] else GREY
+        rows.append((row["name"] + (more if row["fits"] else ", no fit"), row["step_seconds"], color))
+    names, times, colors = (list(column) for column in zip(*rows, strict=True))
+    figure = go.Figure()
+    figure.add_bar(
+        orientation="h",
+        x=times,
+        y=list(range(len(rows))),
+        marker={"color": colors},
+        text=[f"{plain(name)}: {seconds(time * 1e6)}" for name, time in zip(names, times, strict=True)],
+        textposition="none",
+        hovertemplate="%{text}<extra></extra>",
+    )
+    for place, (name, time) in enumerate(zip(names, times, strict=True)):  # above its bar, on whatever screen
+        label = {"text": f"{plain(name)}: {seconds(time * 1e6)}", "showarrow": False, "xanchor": "left", "yshift": 16}
+        figure.add_annotation(x=0, y=place, **label)
+    y_axis = {"visible": False, "range": [len(rows) - 0.5, -0.8]}
+    figure.update_traces(width=0.36)
+    figure.update_layout(layout(60 + 48 * len(rows), xaxis=axis("seconds a step", rangemode="tozero"), yaxis=y_axis))
+    return figure
+
+
 def limit_words(document: TuningDocument) -> str:
-    """Say how much memory a GPU has, and where in the chart that is."""
+    """Return the memory of a GPU in words, and where the chart has it."""
     limit = document["options"]["gpu_memory"]
     memory = _memory(document)
     where = "the dashed line" if _is_near(limit / 2**30, memory) else "beyond the chart"
@@ -176,7 +203,7 @@ def _memory(document: TuningDocument) -> list[float]:
 
 
 def _is_near(limit: float, memory: list[float]) -> bool:
-    """Whether a chart of `memory` has room for the limit: it must not press all else into a corner."""
+    """True if a chart of `memory` can show the limit without squeezing everything else into a corner."""
     return min(memory) / 2 <= limit <= max(memory) * 2
 
 
@@ -197,7 +224,7 @@ def _axis(title: str, values: list[float]) -> PlotlyEntries:
 
 
 def _place(row: Row, x_axis: PlotlyEntries, y_axis: PlotlyEntries) -> Place:
-    """Where a choice or a baseline is in the plot, as shares of its axes."""
+    """Position of a choice or a baseline in the plot, as fractions of its axes."""
     return _share(row["memory"]["total"] / 2**30, x_axis), _share(row["step_seconds"], y_axis)
 
 
@@ -233,19 +260,19 @@ def _add(
 
 
 def _kind(name: str, label: Label | None) -> str:
-    """Say what a point is beside its own name; that of a baseline is in its words already."""
+    """Return what kind of point it is; the words of a baseline say its name already."""
     return name if label is None else "baseline"
 
 
 def _words(row: Row) -> str:
-    """Say what a choice, or a baseline, is."""
+    """Return a choice or a baseline in words."""
     if "name" in row:
         return row["name"]
     return f"ChunkSize {row['chunk_size']:,}, K {k_words(row['k'], row['k_by_length'])}, {_how(row)}"
 
 
 def _how(row: ChoiceEntry) -> str:
-    """Say which schedule and layout a choice has, and how it saves memory."""
+    """Return the schedule, layout and memory savings of a choice in words."""
     words = [row["schedule"], f"dp {row['dp']}, tp {row['tp']}, pp {row['pp']}"]
     words += checkpointing_words(row["checkpointing"])
     words += ["KV offload"] if row["kv_offload"] else []

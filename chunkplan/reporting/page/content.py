@@ -34,6 +34,7 @@ from chunkplan.reporting.page.sections import (
     numbers_section,
     plan_lengths_section,
     steps_section,
+    ways_section,
 )
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import PlanReport, report_of
@@ -108,11 +109,10 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Say how many times as fast a step is as with the fastest baseline that fits and loses no token.
+    """Return the speedup of a step over the fastest baseline that fits and loses no token.
 
-    The step is that of `own`, the choice of a plan; or of a plan that is none of the choices, with `summary`, its mean
-    step; or of the choice that the tuning takes, where there is no plan. Of a plan with other settings it is said what
-    that choice takes.
+    The step is that of `own`, the choice of a plan; without one, the mean step of `summary`, for a plan that is none of
+    the choices; without a plan, that of the chosen one. For a plan with other settings the chosen step is added.
     """
     today = min(
         (row for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]),
@@ -140,7 +140,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
 
 
 def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
-    """Say how to find what a plan gains: there is no tuning, or it `is_other`, for something else than the plan."""
+    """Return how to measure a plan's gain: there is no tuning, or it `is_other`, for something else than the plan."""
     gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
     why = "the tuning is not for this plan; " if is_other else ""
     command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"
@@ -293,6 +293,7 @@ def plan_page(
         )
     lengths = None if analysis is None else planned_lengths(plan, analysis)
     sections = [
+        *([] if tuning is None else [ways_section(tuning)]),
         plan_lengths_section(lengths, said, chunks.frame, summary.chunk_size),
         *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
         candidates_section(tuning, warnings, plan),
@@ -316,6 +317,7 @@ def plan_page(
 def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
     """Return the HTML of an analysis, which is that of `text`; `tuning` is as `tuning_document` has it."""
     sections = [
+        *([] if tuning is None else [ways_section(tuning)]),
         analysis_lengths_section(analysis.num_tokens),
         *sources_section(sources_of(analysis)),
         *examples_section(text),

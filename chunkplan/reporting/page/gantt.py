@@ -213,7 +213,7 @@ def _spans(spans: Sequence[tuple[int, int, int]], scale: float) -> go.Bar:
 
 
 def _lines(op: int, kind: int, kept: str, *, with_model_stage: bool) -> list[str]:
-    """Say of the bars of a trace what they are; places are those in the rows of `_shown`."""
+    """Return the hover text of the bars of a trace; the customdata indices are those of the rows of `_shown`."""
     lines = [f"<b>{_STYLES[OPS[op]][0]}</b>: chunk %{{customdata[0]}}", "%{customdata[1]:,} tokens"]
     if kind != _WHOLE:
         lines.insert(1, "part %{customdata[3]} of %{customdata[4]}, after %{customdata[2]:,} tokens")

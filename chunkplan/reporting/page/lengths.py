@@ -25,7 +25,7 @@ _SEGMENTS = pa.schema([CHUNKS.field("segments")])
 
 
 def holds_all_once(plan: Plan) -> bool:
-    """Whether the plan holds every sequence of its analysis, and each one once."""
+    """True if the plan holds every sequence of its analysis exactly once."""
     config = plan.config
     num_left_out = plan.manifest["selection"]["num_held_out"] + plan.manifest["totals"]["num_dropped_sequences"]
     return not num_left_out and not config.mix and config.epochs == 1
@@ -70,7 +70,7 @@ _MOST_SPACES = 9
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """How many sequences or chunks there are by tokens, and the tokens in them; int64 [bars].
+    """Histogram by length: the number of sequences or chunks, and the tokens in them; int64 [bars].
 
     Bar i has those of more than 2^((first + i - 1) / 2) tokens, and at most 2^((first + i) / 2): chunks that are full
     of a power of two end the bar below it.
@@ -176,6 +176,6 @@ def lengths_table(name: str, counted: LengthHistogram) -> Table:
 
 
 def _bounds(counted: LengthHistogram) -> list[str]:
-    """Say the least and the most tokens of each bar."""
+    """Return the smallest and largest length of each bar in words."""
     edges = [int(counted.edge(bar) + 1e-9) for bar in range(-1, counted.counts.size)]
     return [f"{low + 1:,} to {high:,}" for low, high in pairwise(edges)]

@@ -79,7 +79,7 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
 
 
 def has_balance(runs: pl.DataFrame) -> bool:
-    """Whether any rank ever has more to do than another."""
+    """True if the work of ranks differs in any step."""
     return bool((runs["heaviest_over_mean_high"] != 1).any())
 
 
@@ -91,7 +91,7 @@ def _band(runs: pl.DataFrame, name: str, colour: str) -> list[go.Scatter]:
 
 
 def points_note(runs: pl.DataFrame) -> list[str]:
-    """Say what a point is, where it is not a single step."""
+    """Explain the points of a chart, where one stands for several steps."""
     run = _num_steps_a_point(runs)
     if run == 1:
         return []
@@ -116,6 +116,6 @@ def _num_steps_a_point(runs: pl.DataFrame) -> int:
 
 
 def _with_range(row: dict[str, float], name: str, say: Callable[[float], str]) -> str:
-    """Say the mean, and the least and the most where these differ."""
+    """Return the mean in words, with the minimum and maximum where these differ."""
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     return say(row[name]) + ("" if low == high else f" [{say(low)} to {say(high)}]")

@@ -93,9 +93,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """What a sequence says, under a caption: runs of text, each with what it is.
+    """Text of a sequence under a caption, in runs of one kind each.
 
-    That is "" for plain text, "special", "target", "special target", or "note" for words of the page about the text.
+    A kind is "" for plain text, "special", "target", "special target", or "note" for the page's notes on the text.
     """
 
     caption: str
@@ -104,7 +104,7 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class Drawer:
-    """What opens when somebody asks for it, by its caption or by what has its `name`, which is its id."""
+    """Content that opens on demand, by its caption or by the element with the id `name`."""
 
     name: str
     caption: str

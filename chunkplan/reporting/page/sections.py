@@ -15,7 +15,13 @@ from chunkplan.planfile.manifest import SourceEntry
 from chunkplan.planfile.plan import Chunk, Plan
 from chunkplan.quantities import counted, kept_words
 from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
-from chunkplan.reporting.page.candidates import candidates_figure, candidates_tables, choice_of_plan, limit_words
+from chunkplan.reporting.page.candidates import (
+    candidates_figure,
+    candidates_tables,
+    choice_of_plan,
+    limit_words,
+    ways_figure,
+)
 from chunkplan.reporting.page.gantt import MOST_ACTIONS, MOST_HATCHED, DrawnStep, drawn_steps, gantt_figure, gantt_table
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
 from chunkplan.reporting.page.over_steps import (
@@ -238,6 +244,13 @@ def plan_lengths_section(
     )
 
 
+def ways_section(tuning: TuningDocument) -> Section:
+    """Show what a step takes with each way of today, and with the choice that the tuning takes."""
+    note = "Each way of today is on the layout that is fastest for it, with the same kernels and the same memory."
+    words = "Time of a step with each way to train, in seconds."
+    return Section("ways", "Ways to train", [note], charts=[Chart("ways-chart", words, {"": ways_figure(tuning)})])
+
+
 def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
     """Show what a tuning found, with `warnings` of it and the choice of `plan`; or how to get a tuning."""
     title = "Candidates: time against memory"
@@ -314,7 +327,7 @@ def gantt_section(
 
 
 def _left_out(drawn: DrawnStep) -> list[str]:
-    """Say which ranks and actions of a step are drawn, where not all are."""
+    """Explain which ranks and actions of a step are drawn, where not all are."""
     said, number = [], drawn.step.step
     is_shared = any(simulation.step is not None for simulation in drawn.ranks.values())
     if len(drawn.ranks) < len(drawn.step.chunks):

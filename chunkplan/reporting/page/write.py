@@ -90,9 +90,9 @@ def _document(tuning: Tuning | str | Path) -> TuningDocument:
 
 
 def _text_source(analysis: Analysis, given: str | Path | None) -> TextSource:
-    """What decodes the tokens of `analysis`; or, where no tokenizer is given and it cannot be had, why.
+    """Source of the text of `analysis`; if no tokenizer is given and its own is not available, it says why not.
 
-    Nothing is said of a bare file of lengths, of which nobody expects text.
+    A bare file of lengths has neither text nor a reason.
     """
     if not analysis.manifest.get("sources"):
         return TextSource(analysis)
@@ -116,20 +116,19 @@ def _analysis_of(plan: Plan, given: str | Path | None) -> tuple[Analysis | None,
         return None, f"{error}."
 
 
-# Whether a tuning is of the data, the model, the GPUs and the steps that it is shown beside.
+# Compare a tuning with the data, the model, the GPUs and the steps that it is shown beside.
 
 
 def tuning_warnings(tuning: TuningDocument, plan: Plan | None, analysis: Analysis | None) -> list[str]:
-    """What a tuning (see `tuning_document`) was found for and `plan`, or `analysis`, is not; those that are None are
-    not looked at."""
+    """List what differs between `plan` or `analysis`, where not None, and what a tuning was found for."""
     said = [] if analysis is None else _of_data(tuning["data"], analysis)
     return said if plan is None else [*said, *_of_plan(tuning, plan)]
 
 
 def is_tuning_of(path: Path, plan_or_analysis: Path, analysis: str | Path | None = None) -> bool:
-    """Whether the tuning at `path` is for what lies at `plan_or_analysis`; `analysis`: where that of a plan is now.
+    """True if the tuning at `path` is for `plan_or_analysis`; `analysis` is the present path of the plan's analysis.
 
-    Not so where a file is not there or damaged.
+    False if a file is missing or damaged.
     """
     try:
         found = load_plan_or_analysis(plan_or_analysis)

@@ -50,7 +50,7 @@ class TorchCpuKernel(AttentionKernel):
     has_window = has_softcap = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """See `kernel.AttentionKernel.forward`."""
+        """Implements `kernel.AttentionKernel.forward`."""
         do, runs = _aten._scaled_dot_product_flash_attention_for_cpu, _runs(form, query, key, value)
         out, lse = _joined([do(*run, 0.0, form.causal, scale=form.scale) for run in runs])
         return out, lse
@@ -58,7 +58,7 @@ class TorchCpuKernel(AttentionKernel):
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kernel.AttentionKernel.backward`.
+        """Implements `kernel.AttentionKernel.backward`.
 
         In dtypes below float32 the operator would add up the heads of a KV head in them: each has a KV head there.
         """
@@ -85,7 +85,7 @@ class FlashKernel(AttentionKernel):
     largest_head = 256
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`."""
+        """Implements `kernel.AttentionKernel.why_not`."""
         if reason := super().why_not(device, dtype, head_dims, form):
             return reason
         if dtype not in (torch.bfloat16, torch.float16):
@@ -96,14 +96,14 @@ class FlashKernel(AttentionKernel):
         return None if fits else f"it has no kernel for heads of {head_dims[0]}"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """See `kernel.AttentionKernel.forward`."""
+        """Implements `kernel.AttentionKernel.forward`."""
         out, lse = self._forward(_tokens_first(query, key, value), _bounds(query, key, form), form)
         return out.transpose(0, 1)[None], lse[None]
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kernel.AttentionKernel.backward`."""
+        """Implements `kernel.AttentionKernel.backward`."""
         tensors = _tokens_first(grad_out, query, key, value, out)
         gradients = self._backward(tensors, lse[0].contiguous(), _bounds(query, key, form), form)
         grad_query, grad_key, grad_value = (each.transpose(0, 1)[None] for each in gradients)
@@ -156,7 +156,7 @@ class TorchCudnnKernel(TorchCudaKernel):
     _lse_dims = 4  # of the LSE as PyTorch's operators give and take it: [1, heads, num_queries, 1] in torch 2.11
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`."""
+        """Implements `kernel.AttentionKernel.why_not`."""
         if reason := super().why_not(device, dtype, head_dims, form):
             return reason
         try:
@@ -169,7 +169,7 @@ class TorchCudnnKernel(TorchCudaKernel):
         return None if there >= _CUDNN_VERSION else f"cuDNN {found} is there, needed is {needed} or newer"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """See `kernel.AttentionKernel.forward`."""
+        """Implements `kernel.AttentionKernel.forward`."""
         if not _is_for_cudnn(query, key, form):
             return super().forward(query, key, value, form)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -181,7 +181,7 @@ class TorchCudnnKernel(TorchCudaKernel):
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kernel.AttentionKernel.backward`."""
+        """Implements `kernel.AttentionKernel.backward`."""
         if not _is_for_cudnn(query, key, form):
             return super().backward(grad_out, query, key, value, out, lse, form)
         # A plan is found again by the strides of queries, keys and values alone: the others have the same every time.
@@ -233,7 +233,7 @@ class PackagedKernel(FlashKernel):
         return dict(zip(_BOUNDS, bounds, strict=True)) | how
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], form: Form) -> str | None:
-        """See `kernel.AttentionKernel.why_not`."""
+        """Implements `kernel.AttentionKernel.why_not`."""
         if self.version is None:
             return f"the package {self.package} is not installed"
         return super().why_not(device, dtype, head_dims, form) or self.why_not_called()
@@ -255,7 +255,7 @@ class FlashAttn2Kernel(PackagedKernel):
     )
 
     def why_not_called(self) -> str | None:
-        """See `PackagedKernel.why_not_called`."""
+        """Implements `PackagedKernel.why_not_called`."""
         numbers = re.match(r"(\d+)\.(\d+)", self.version or "")
         start, stop = (".".join(map(str, each)) for each in _VERSIONS)
         if numbers is None or not _VERSIONS[0] <= (int(numbers[1]), int(numbers[2])) < _VERSIONS[1]:
@@ -325,7 +325,7 @@ def _takes(function: Any) -> dict[str, bool]:
 
 
 def _runs(form: Form, *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
-    """Those of [1, heads, num_tokens, ...] each, for a call each."""
+    """Split tensors [1, heads, num_tokens, ...] into runs, one for each call."""
     if form.borders is None or len(form.borders) == 2:
         return (tensors,)
     lengths = [stop - start for start, stop in pairwise(form.borders)]

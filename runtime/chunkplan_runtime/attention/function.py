@@ -45,7 +45,7 @@ class LayerAttention(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Those that keys and values are made by."""
+        """Weights that make keys and values."""
         return () if self.expand is None else self.expand.weights
 
     def form(self, causal: bool, borders: tuple[int, ...] | None = None) -> Form:
@@ -149,7 +149,7 @@ def _put(gradient: Tensor, here: slice, tensor: Tensor, home: Tensor | None) -> 
 def _attend_to_ranges(
     context: ChunkContext, attention: LayerAttention, sink: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """See `attend`. In memory, tokens of out are first too: some models take views."""
+    """Implements `attend`. In memory, tokens of out are first too: some models take views."""
     if len(context.ranges) == 1:
         out, lse = _attend_to_range(context.ranges[0], context, attention, given)
         out = out.transpose(1, 2).contiguous()

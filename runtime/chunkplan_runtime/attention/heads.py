@@ -81,7 +81,7 @@ class HeadExchange:
 
     @property
     def _slices(self) -> list[Run]:
-        """Those of all, process by process, as rows are exchanged."""
+        """Slices of all processes, in the order in which rows are exchanged."""
         return [each for slices in self.part.slices for each in slices]
 
 

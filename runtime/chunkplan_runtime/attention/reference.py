@@ -25,7 +25,7 @@ class ReferenceKernel(AttentionKernel):
     name = "reference"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """See `kernel.AttentionKernel.forward`."""
+        """Implements `kernel.AttentionKernel.forward`."""
         out = query.new_empty(*query.shape[:3], value.shape[3])  # [1, heads, num_queries, value_dim]
         lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))  # [1, heads, num_queries]
         for queries, keys, alignment in _blocks(query.shape[2], key.shape[2], form):
@@ -40,7 +40,7 @@ class ReferenceKernel(AttentionKernel):
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `kernel.AttentionKernel.backward`."""
+        """Implements `kernel.AttentionKernel.backward`."""
         dtype, num_groups = wide(query.dtype), key.shape[1]
         grad_query = query.new_empty(query.shape)  # [1, heads, num_queries, head_dim]
         grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)

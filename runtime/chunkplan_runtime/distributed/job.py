@@ -152,7 +152,7 @@ def make_groups(layout: RankLayout, device: torch.device, timeout: timedelta, bl
         return next((group for each, group in groups if layout.process in each), None)
 
     def of_stages(*stages: int) -> list[list[int]]:
-        """By pipeline, the processes of these stages."""
+        """Processes of these stages, by pipeline."""
         return [[layout.process_of(stage, replica) for stage in stages] for replica in pipelines]
 
     if layout.dp > 1:
@@ -212,7 +212,7 @@ class Job:
         return values[0]
 
     def at_step(self, step: int) -> None:
-        """Have the watchdog know which step this process is at, for its messages; -1 is before the first."""
+        """Tell the watchdog the step that this process is at, for its messages; -1 is before the first."""
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 

@@ -138,7 +138,7 @@ class Shards:
         self.model = replace(model, call=self._root, compute_dtype=dtype)
 
     def begin_step(self) -> None:
-        """From now on gradients are summed here, and what is gathered once a step stays gathered."""
+        """Start a step: gradients are summed here, and what is gathered once a step stays gathered."""
         self.begin_forwards()
         # Where backwards reduce layers, embeddings and head are still summed until the end of a step.
         self._sum_in_float32(self._ends if self._reduces_always else self._modules)
@@ -261,7 +261,7 @@ class Shards:
             module.reshard()
 
     def _sync_layers(self, virtual_stage: int, reduces: bool) -> None:
-        """Have the next backwards reduce the layers of a virtual stage, or not."""
+        """Set whether the next backwards reduce the layers of a virtual stage."""
         for layer in self._layers[virtual_stage]:
             layer.set_requires_gradient_sync(reduces, recurse=False)
 

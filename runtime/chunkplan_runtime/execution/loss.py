@@ -47,7 +47,7 @@ class LogitLoss:
     compiled: Callable[[], _OfLogits | None] | None = None
 
     def __call__(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ChunkLoss`; a position without a target has no loss."""
+        """Implements `ChunkLoss`; a position without a target has no loss."""
         losses = hidden.new_zeros(len(hidden), dtype=wide(hidden.dtype))  # [num_tokens]
         gradient = torch.zeros_like(hidden)  # [num_tokens, hidden_size]
         compiled = self.compiled() if self.compiled and head.compiles and torch.is_grad_enabled() else None

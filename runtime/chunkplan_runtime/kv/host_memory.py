@@ -122,19 +122,19 @@ class HostMemory(PageMemory):
                 self._next_buffer(tensors)
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        """See `pages.PageMemory.new_page`."""
+        """Implements `pages.PageMemory.new_page`."""
         memory = [self._take(capacity, tensor[0].transpose(0, 1), tensor.dtype) for tensor in tensors]
         held = tuple(tensor[:capacity] for tensor in memory)
         return _HostPage(start, capacity, held, memory=memory, added_from=start + capacity)
 
     def give_back(self, page: Any) -> None:
-        """See `pages.PageMemory.give_back`."""
+        """Implements `pages.PageMemory.give_back`."""
         for tensor in page.memory:
             self.unused[tensor.shape, tensor.dtype].append(tensor)
         page.memory = []
 
     def hold(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `pages.PageMemory.hold`; while links are open, when no memory is taken, it stays on the device."""
+        """Implements `pages.PageMemory.hold`; while links are open, when no memory is taken, it stays on the device."""
         if not may_wait():
             return lambda: tensor
         home = self._new(tensor.shape, tensor.dtype)
@@ -147,14 +147,14 @@ class HostMemory(PageMemory):
         return fetch
 
     def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
-        """See `pages.PageMemory.write`."""
+        """Implements `pages.PageMemory.write`."""
         sent = [tensor.detach()[0].transpose(0, 1).contiguous() for tensor in tensors]  # [num_tokens, heads, dim]
         homes = [home[start - page.start :][: len(sent[0])] for home in page.tensors]
         page.written_before = page.written
         page.written = _copy_to_host(homes, sent, self._device)
 
     def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
-        """See `pages.PageMemory.fetch`."""
+        """Implements `pages.PageMemory.fetch`."""
         page, start, stop, own_start = page_slice
         num_tokens, num_fetched, tokens = stop - start, min(own_start, stop) - start, page_slice.tokens
         buffer = self._next_buffer(page.tensors)
@@ -193,7 +193,7 @@ class HostMemory(PageMemory):
         buffer.free = page.added = _copy_to_host(homes, sent, self._device)
 
     def ensure_gradients(self, page: Any) -> None:
-        """See `pages.PageMemory.ensure_gradients`: of what later parts have not added to nothing is known."""
+        """Implements `pages.PageMemory.ensure_gradients`: of what later parts have not added to nothing is known."""
         if not page.gradients:
             memory = [self._take(page.capacity, tensor, wide(tensor.dtype)) for tensor in page.tensors]
             page.memory += memory

@@ -193,25 +193,25 @@ class GatheredMemory(PageMemory):
         self._own = part.holdings[part.place]
 
     def new_page(self, start: int, capacity: int, tensors: tuple[Tensor, ...]) -> Page:
-        """See `pages.PageMemory.new_page`."""
+        """Implements `pages.PageMemory.new_page`."""
         first = self._own.before(start)
         own = self._inner.new_page(first, self._own.before(start + capacity) - first, tensors)
         return _SharedPage(start, capacity, own.tensors, own=own)
 
     def write(self, page: Any, start: int, tensors: tuple[Tensor, ...]) -> None:
-        """See `pages.PageMemory.write`: of this process's tokens from `start` on."""
+        """Implements `pages.PageMemory.write`: of this process's tokens from `start` on."""
         self._inner.write(page.own, self._own.before(start), tensors)
 
     def give_back(self, page: Any) -> None:
-        """See `pages.PageMemory.give_back`."""
+        """Implements `pages.PageMemory.give_back`."""
         self._inner.give_back(page.own)
 
     def ensure_gradients(self, page: Any) -> None:
-        """See `pages.PageMemory.ensure_gradients`."""
+        """Implements `pages.PageMemory.ensure_gradients`."""
         self._inner.ensure_gradients(page.own)
 
     def fetch(self, page_slice: PageSlice, request: KVRequest) -> Iterator[KVBlock | None]:
-        """See `pages.PageMemory.fetch`."""
+        """Implements `pages.PageMemory.fetch`."""
         page, start, stop, own_start = page_slice
         source = self._inner.fetch(PageSlice(page.own, *map(self._own.before, (start, stop, own_start))), request)
         next(source)

@@ -74,7 +74,7 @@ def fuse(model: nn.Module, kernels: FusedKernels, device: torch.device) -> Fused
 
 
 def _kernel_of(module: nn.Module) -> str:
-    """By what a module calls a fused kernel: the name of the function in the place of its `forward`, if any."""
+    """Name of the fused kernel in the place of a module's `forward`, "" without one."""
     function: Any = getattr(vars(module).get("forward"), "__func__", None)
     is_fused = getattr(function, "__module__", "").startswith(("liger_kernel.", __name__))
     return str(function.__qualname__) if is_fused else ""

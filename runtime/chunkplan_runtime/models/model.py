@@ -199,7 +199,7 @@ class CausalLM:
         return {kind: " and ".join(names[kind]) for kind in sorted(names)}
 
     def set_checkpointing(self, checkpointing: str) -> None:
-        """See `checkpoint_layers`."""
+        """Implements `checkpoint_layers`."""
         checkpoint_layers(self.model, self.current, checkpointing)
 
     def offloaded_bytes(self, num_tokens: int) -> int:

@@ -88,7 +88,7 @@ class StateCache(DynamicCache):
         }
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *given: Any, **how: Any) -> Tensor:
-        """See `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
+        """Implements `_StateLayer`; the scan of a layer, which comes after its convolution, begins with its state."""
         layer: Any = self.layers[layer_idx]
         begin_scan_with(layer.recurrent_states.get(0))
         full: Tensor = super().update_conv_state(conv_states, layer_idx, *given, **how)
@@ -117,7 +117,7 @@ class StateCache(DynamicCache):
         return 0
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """As many keys as queries."""
+        """Return as many keys as queries."""
         return query_length, 0
 
     def is_recording_past(self, *_: Any, **__: Any) -> bool:

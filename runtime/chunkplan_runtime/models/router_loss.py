@@ -181,7 +181,7 @@ class RouterLoss:
         return counts * (weights > 0)[:, None]
 
     def _gradient(self, router: int, context: ChunkContext, counts: Tensor | None, logits: Tensor) -> Tensor:
-        """That of the loss for `logits` [..., num_experts]; its value is added up."""
+        """Gradient of the loss for `logits` [..., num_experts]; its value is added up."""
         rows = logits.reshape(-1, logits.shape[-1])
         if counts is None:
             assert self._shares is not None, "a step has begun"
@@ -206,7 +206,7 @@ class RouterLoss:
         return gradient.view_as(logits)
 
     def _weights_of(self, context: ChunkContext, device: torch.device) -> tuple[Tensor, Tensor]:
-        """See `_weights`; for what runs again in a backward too, which may ask torch for no more than the first run."""
+        """Implements `_weights`, kept for recomputation, which may call torch no more often than the first run."""
         if context not in self._weights:
             spans, is_mean = context.spans, self.scope == "sequence"
             lengths = torch.tensor([span.stop - span.start for span in spans])

@@ -188,7 +188,7 @@ def _of_families(tiny: Entries, heads: int, num_layers: int) -> Entries:
 
 
 def _kept_layers(document: Entries, num_layers: int) -> int:
-    """As many layers as it takes for every kind to have occurred, and at least two."""
+    """Number of layers until every kind has occurred, and at least two."""
     lists = [value for value in document.values() if isinstance(value, (list, tuple))]
     kinds = list(zip(*([str(kind) for kind in each] for each in lists if len(each) == num_layers > 1), strict=True))
     kept = next((index + 1 for index in range(len(kinds)) if {*kinds[: index + 1]} == {*kinds}), 2)

@@ -170,7 +170,7 @@ def _two_stages(model: CausalLM) -> CausalLM:
 
 
 def random_sequences(vocab_size: int) -> list[Sequence]:
-    """Those that `CHUNKS` are of, in which two of three tokens are targets, the same in every process."""
+    """Sequences of `CHUNKS`, in which two of three tokens are targets, the same in every process."""
     random = torch.Generator().manual_seed(0)
     lengths = {name: stop for chunk in CHUNKS for name, _, stop in chunk}
     found = []

@@ -206,7 +206,7 @@ class ChunkTrainer(Trainer):
         return num_sequences
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`. A resumed run goes on at the step of the plan that comes next, bit for bit on a CPU.
+        """Train like `Trainer.train`. A resumed run goes on at the plan's next step, bit for bit on a CPU.
 
         Raises:
             UsageError: there is no checkpoint, or it is of another plan, or of learning rates that this run has not.

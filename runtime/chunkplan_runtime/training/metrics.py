@@ -204,7 +204,7 @@ class FlopCounter:
 
 
 def attention_widths(config: Any) -> Counter[int | None]:
-    """By window, how wide keys and values of all heads of queries are together, over the layers that attend."""
+    """Width of keys and values of all query heads, by window, over the layers with attention."""
     of_layers = windows(config)
     kinds = getattr(config, "layer_types", None) or (None,) * len(of_layers)
     own = getattr(config, "per_layer_config", None) or (config,) * len(of_layers)

@@ -152,7 +152,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tens
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer remember something of every weight, by an update that changes none: room for what is read."""
+    """Create the state of an optimizer for every weight by an update that changes none, as the target of loading."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

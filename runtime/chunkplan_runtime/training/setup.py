@@ -1,4 +1,4 @@
-"""From options to what a run trains: plans with their analysis, and a model on a device."""
+"""Loads what a run trains from its options: plans with their analysis, and a model on a device."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _load_part(config: TrainConfig, model_config: Any, plan: Plan, job: Job) -> 
 
 
 def _kernels(config: TrainConfig, plan: Plan) -> Kernels:
-    """Those of attention that are asked for; by their rates in the plan's profile, if that is of this device."""
+    """Attention kernels that are asked for; by their rates in the plan's profile, if it is of this device."""
     has_links = plan.config.pp > 1
     try:
         hardware = plan.cost.hardware

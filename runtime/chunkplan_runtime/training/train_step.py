@@ -86,7 +86,7 @@ class StepExecutor:
         return self._run_forwards(work, partial(self.ranks.evaluate, num_target_tokens=work.step.num_target_tokens))
 
     def _run_forwards(self, work: StepWork, run: Callable[..., T]) -> list[T]:
-        """Have `run` do all forwards of this process in a step, and gather weights with those that have others."""
+        """Run all forwards of this process in a step, and gather weights with the processes that have others."""
         shards = self._shards
         if shards is None:
             return [run(rank) for rank in work.ranks]

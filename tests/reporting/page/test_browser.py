@@ -14,7 +14,7 @@ import pytest
 
 import chunkplan
 from chunkplan.planfile.plan import Plan
-from tests.support.page_cases import HOSTILE, build_plan, hostile_plan, hostile_tuning, tuning_of
+from tests.support.page_cases import HOSTILE, hostile_plan, hostile_tuning
 from tests.support.page_scripts import LOOK_AT_TEXT, OVERLAPS, TICKS, TRY_TO_LEAVE
 from tests.support.places import ROOT
 
@@ -32,16 +32,6 @@ CHARTS = ["lengths-chart", "candidates-chart", "steps-chart", "gantt-chart"]
 
 #: Of text in pixels, and its contrast with what is behind it (WCAG 2, level AA).
 SMALLEST, CONTRAST = 11, 4.5
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    return build_plan(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def tuning(plan: Plan) -> dict[str, Any]:
-    return tuning_of(plan.path.parent)
 
 
 def write_page(plan: Plan, tuning: dict[str, Any], folder: Path) -> Path:

@@ -21,23 +21,13 @@ from chunkplan.reporting.page.candidates import (
     choice_of_plan,
     limit_words,
 )
-from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure, gantt_table
+from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure
 from chunkplan.reporting.page.lengths import histogram, lengths_figure
-from chunkplan.reporting.page.over_steps import over_steps_figure, over_steps_table, points, points_note
+from chunkplan.reporting.page.over_steps import over_steps_table, points, points_note
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.slow_steps import step_times
 from chunkplan.tuning.document_entries import PLAN_ENTRIES
-from tests.support.page_cases import build_plan, tuning_of, write_and_read
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    return build_plan(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def tuning(plan: Plan) -> dict[str, Any]:
-    return tuning_of(plan.path.parent)
+from tests.support.page_cases import build_plan, write_and_read
 
 
 def drawn_all(plan: Plan) -> list[DrawnStep]:
@@ -140,17 +130,6 @@ def test_of_few_steps_all_are_drawn_and_of_many_the_odd_ones(tmp_path: Path, pla
     assert f"{len(drawn)} of 30 steps are here" in made.text
 
 
-def test_many_bars_of_a_stage_have_no_outlines_that_hide_them(tmp_path: Path, plan: Plan) -> None:
-    few = [bars for each in drawn_all(plan) for bars in actions_of(each)]
-    assert {bars.marker.line.width for bars in few} == {0.5}
-    assert {bars.marker.pattern.shape for bars in few} == {"", "/"}
-    [busy] = drawn_all(build_plan(tmp_path, chunk_size=256, global_batch=60))
-    many = actions_of(busy)
-    assert {bars.marker.line.width for bars in many} == {0}
-    assert {bars.marker.pattern.shape for bars in many} == {""}
-    assert all("part " in bars.hovertemplate for bars in many if not bars.showlegend)
-
-
 def test_a_plan_of_a_model_that_is_not_described_is_shown_without_what_takes_it(tmp_path: Path, plan: Plan) -> None:
     cost_model = {**plan.manifest["predictions"]["cost_model"], "precision": "unknown"}
     manifest = {**plan.manifest, "predictions": {**plan.manifest["predictions"], "cost_model": cost_model}}
@@ -185,35 +164,6 @@ def test_of_many_steps_runs_keep_the_least_and_the_most() -> None:
     assert points_note(points(steps.head(1000))) == []
 
 
-def test_one_step_on_one_rank_has_a_place_for_itself_and_no_panel_of_balance(tmp_path: Path) -> None:
-    figure = over_steps_figure(points(per_step(build_plan(tmp_path, dp=1, global_batch=60))))
-    assert figure.layout.xaxis.range == (-0.5, 0.5)
-    assert figure.layout.xaxis2.dtick == 1
-    assert [trace.name for trace in figure.data] == ["lower bound", "predicted time", "fill"]
-
-
-def test_balance_that_is_almost_perfect_has_room_for_ticks() -> None:
-    """Digits of ticks follow from their distance, which no format cuts off."""
-    values = {"predicted_us": 1e6, "lower_bound_us": 1e6, "fill": 0.01, "recompute_share": 0.0}
-    steps = pl.DataFrame({"step": [0, 1], "heaviest_over_mean": [1.0002, 1.0004]}).with_columns(
-        pl.lit(value).alias(name) for name, value in values.items()
-    )
-    axes = over_steps_figure(points(steps)).layout
-    assert axes.yaxis3.range[1] >= 1.01
-    assert axes.yaxis2.range[1] >= 100
-    assert [axis.tickformat for axis in (axes.yaxis, axes.yaxis2, axes.yaxis3)] == [None] * 3
-
-
-def test_the_line_of_chunk_size_is_always_in_the_chart() -> None:
-    for length in (5, 100_000):
-        counted = histogram(np.array([length]))
-        figure = lengths_figure(counted, counted, 512)
-        first, last = figure.layout.xaxis.range
-        assert first < 18 < last  # half powers of two
-        assert "K is" in figure.layout.xaxis2.title.text
-        assert "(K" not in figure.layout.xaxis2.title.text
-
-
 @pytest.mark.parametrize("lengths", [[1], [37], [64], [5793], [3, 100_000], [1000] * 3 + [5000]])
 def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
     counted = histogram(np.array(lengths))
@@ -225,13 +175,6 @@ def test_ticks_of_lengths_are_around_all_bars(lengths: list[int]) -> None:
     assert len(set(axis.ticktext)) == len(axis.tickvals) == len(axis.ticktext)
     assert len(set(np.diff(axis.tickvals))) <= 1 and len(axis.tickvals) <= 10, "as far apart from each other"
     assert len(axis.tickvals) > 1 or lengths == [1]
-
-
-def test_a_step_has_the_same_name_in_a_table_as_elsewhere(plan: Plan) -> None:
-    drawn = drawn_all(plan)[0]
-    far = replace(drawn, step=replace(drawn.step, step=10_642))
-    assert gantt_table([far]).rows[0][0].startswith("step 10,642, ")
-    assert far.label.startswith("step 10,642")
 
 
 @pytest.mark.parametrize("changed", [None, "k", "checkpointing"])
@@ -304,12 +247,3 @@ def test_numbers_of_baselines_that_hide_each_other_stand_beside_them() -> None:
     beside = (0.3, 0.8)
     assert baseline_labels([hidden, near, beside], [])[0].position != "middle right", "nor is it on another point"
     assert baseline_labels([], [star]) == []
-
-
-def test_candidates_that_take_almost_the_same_memory_are_not_on_one_line(tuning: dict[str, Any]) -> None:
-    document = json.loads(json.dumps(tuning))
-    for place, row in enumerate([*document["choices"], *document["baselines"], document["chosen"]]):
-        row["memory"]["total"] = (2 << 30) + place * (1 << 20)
-    axis = candidates_figure(document, None).layout.xaxis
-    assert axis.type is None
-    assert 1.9 < axis.range[0] < 2 < axis.range[1] < 2.3

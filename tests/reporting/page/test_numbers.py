@@ -16,20 +16,9 @@ import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import gibibytes, percent, seconds
-from chunkplan.reporting.page.content import plan_facts
 from tests.support.page_cases import Page, build_plan, tuning_of, write_and_read
 
 Command = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    return build_plan(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def tuning(plan: Plan) -> dict[str, Any]:
-    return tuning_of(plan.path.parent)
 
 
 def total(made: Page, caption: str, column: int) -> int:
@@ -91,20 +80,6 @@ def test_a_plan_of_everything_once_is_said_to_be_nothing_else(plan: Plan, tmp_pa
     head = text[: text.index("Lengths before")]
     assert [words for words in ("held out", "mix", "epochs", "dropped") if words in head] == []
     assert "does not hold every sequence" not in text
-
-
-@pytest.mark.parametrize(
-    ("global_batch", "words"),
-    [
-        (15, "4, 15 sequences each"),
-        (16, "4, 16 sequences each; an epoch's last has fewer"),
-        (256, "1, of 60 sequences"),
-    ],
-)
-def test_no_step_is_said_to_have_more_sequences_than_there_are(tmp_path: Path, global_batch: int, words: str) -> None:
-    plan = build_plan(tmp_path, global_batch=global_batch)
-    report = chunkplan.plan_report(plan)
-    assert dict(plan_facts(plan, report))["steps"] == words
 
 
 def test_tables_have_all_that_inspect_shows(plan: Plan, tmp_path: Path) -> None:

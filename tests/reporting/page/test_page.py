@@ -28,10 +28,8 @@ from tests.support.page_cases import (
     HOSTILE,
     PLOTLY,
     Page,
-    build_plan,
     hostile_plan,
     hostile_tuning,
-    tuning_of,
     write_and_read,
 )
 from tests.support.places import ROOT
@@ -42,16 +40,6 @@ Command = Callable[..., Any]
 MOST_BYTES = 8 << 20
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    return build_plan(tmp_path_factory.mktemp("page"))
-
-
-@pytest.fixture(scope="module")
-def tuning(plan: Plan) -> dict[str, Any]:
-    return tuning_of(plan.path.parent)
 
 
 @pytest.fixture
@@ -107,13 +95,6 @@ def test_names_that_are_markup_stay_text(
     [first] = [trace for trace in hostile.charts["candidates-chart"][""]["data"] if trace["name"].startswith("1: ")]
     assert "<" not in first["name"] + "".join(first["hovertext"])
     assert "<" not in next(text for kind, text in hostile.scripts if kind == "application/json")
-
-
-def test_a_page_of_an_analysis_with_a_name_of_markup_stays_text(write: Callable[..., Page], plan: Plan) -> None:
-    analysis = chunkplan.load_analysis(plan.analysis_path)
-    made = write(replace(analysis, manifest={**analysis.manifest, "sources": [{"path": HOSTILE}]}))
-    assert HOSTILE in made.text
-    assert [tag for tag, _ in made.tags if tag == "img"] == []
 
 
 def test_the_same_plan_gives_the_same_bytes_however_it_is_asked_for(

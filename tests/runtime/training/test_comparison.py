@@ -39,17 +39,6 @@ def test_a_plan_for_this_model_and_device_is_compared_with(made, tmp_path, capsy
         assert row["predicted_seconds"] == pytest.approx(sum(step.schedule_us.values()) / 1e6)
 
 
-@pytest.mark.parametrize("sharding, what", [("gradients", "gradients (ZeRO-2)"), ("weights", "weights (ZeRO-3)")])
-def test_a_plan_that_counts_on_more_being_shared_is_told_apart(made, tmp_path, capsys, sharding, what):
-    cost = replace(cost_of_a_run(made / "config.json"), sharding=sharding)
-    config = PlanConfig(chunk_size=8, k=1, dp=2, cp="off", global_batch=3, equal_chunks=True)
-    build(made / "analysis", tmp_path / "plan", config, cost=cost)
-    assert main([*options(made, tmp_path, plan="dp")[2:], "--plan", str(tmp_path / "plan"), "--max-steps", "1"]) == 0
-    said = capsys.readouterr().err
-    words = f"shares    optimizer states alone (ZeRO-1): the plan's memory is that of shared {what}; it may not fit"
-    assert words in said
-
-
 #: What of the plan's cost model is another than that of the run, and what is said of it. `%s`: what this device is.
 DIFFERENCES = {
     "all": (
@@ -107,11 +96,6 @@ def test_checkpointing_otherwise_than_planned_is_another_time(made, tmp_path, ca
     assert "`chunkplan build` with `--checkpointing keep-attention`\n" in said
     [row] = lines(tmp_path / "metrics.jsonl")
     assert row["predicted_seconds"] is None and row["mfu"] > 0
-
-
-def test_where_keys_and_values_lie_is_no_other_time(made, tmp_path):
-    assert main(options(made, tmp_path, "--kv-offload", "--max-steps", 1)) == 0
-    assert lines(tmp_path / "metrics.jsonl")[0]["predicted_seconds"] > 0
 
 
 ALL, RANK_2 = "all weights trained", "adapters of rank 2"

@@ -185,11 +185,6 @@ def test_choices_hold_for_files_too(tmp_path):
         read(*NEEDED, "--config", tmp_path / "run.toml")
 
 
-def test_the_parser_has_no_default_of_its_own():
-    """Or a flag that is not given would win over a file."""
-    assert read(*NEEDED) == TrainConfig(plan=Path("p"), output=Path("o"), model="m")
-
-
 def test_adapters_of_a_model_that_nothing_keeps_and_options_without_effect_are_refused():
     with pytest.raises(UsageError, match="random weights that nothing keeps"):
         read("--plan", "p", "--output", "o", "--model-config", "c", "--lora-rank", 4)

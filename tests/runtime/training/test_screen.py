@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
-import sys
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +15,6 @@ from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan
 from chunkplan.errors import UsageError
 from chunkplan_runtime.execution.loss import SequenceLoss
 from chunkplan_runtime.train import main
-from chunkplan_runtime.training import screen as screen_module
 from chunkplan_runtime.training.final import check_tokenizer
 from chunkplan_runtime.training.metrics import SpikeWatch
 from chunkplan_runtime.training.run_folder import append_lines, cut_back
@@ -66,14 +61,6 @@ def test_evaluation_changes_nothing_that_is_learned(made, tmp_path):
     for name, every in {"often": 1, "end": 0}.items():
         assert main(options(made, tmp_path / name, "--eval-every", every, "--max-steps", 4, plan="held")) == 0
     assert learning(tmp_path / "often") == learning(tmp_path / "end")
-
-
-def test_the_plan_to_evaluate_on_is_shown_as_the_other_one_is(made, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(made)
-    more = ("--plan", "held", "--analysis", "analysis", "--max-steps", 1)
-    assert main(options(made, tmp_path, *more, plan="held")) == 0
-    said = capsys.readouterr().err
-    assert "plan      held (" in said and "evaluates held-eval\n" in said
 
 
 def test_without_held_out_sequences_there_is_no_evaluation(made, tmp_path, capsys):
@@ -237,33 +224,6 @@ ROW = {
     "seconds": 12.345,
     "predicted_seconds": 11.5,
 }
-
-
-def _read(terminal):
-    """What there is; nothing once its other end is closed."""
-    try:
-        return terminal.read(4096)
-    except OSError:
-        return b""
-
-
-def test_a_terminal_shows_one_bar_below_the_lines(monkeypatch):
-    leader, follower = pty.openpty()
-    with os.fdopen(follower, "w", buffering=1) as stream, os.fdopen(leader, "rb", buffering=0) as terminal:
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setenv("TERM", "xterm")
-        now = iter([0.0, 300.0])
-        monkeypatch.setattr(screen_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
-        with Screen(1200, 10000) as screen:
-            screen.show_step(ROW)
-            screen.show_step(ROW | {"step": 1333})
-        stream.close()
-        shown = b"".join(iter(partial(_read, terminal), b"")).decode()
-    assert "step 1233 (1234/10000)  loss 12.3457  grad 1.23" in shown
-    assert "1,334 of 10,000 steps" in shown and "123,457 tokens/s" in shown
-    before, after = shown.split("step 1333 ")
-    assert "left" not in before and "7.2 h left" in after
 
 
 def test_elsewhere_there_are_plain_lines_of_120_columns_at_most(capsys):

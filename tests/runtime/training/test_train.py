@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from chunkplan import PlanConfig, analyze, build, load_analysis, load_plan
+from chunkplan import PlanConfig, build, load_analysis, load_plan
 from chunkplan.extras import pip_install
 from chunkplan_runtime.train import main
 from tests.support.training_checks import (
@@ -331,12 +331,3 @@ def test_tokens_that_were_changed_are_refused_or_said_to_be_unknown(made, tmp_pa
         assert code == 3
         assert "content-hash: the tokens are not those the manifest was written for\nhint: files of tokens were" in told
         assert not (tmp_path / "run").exists()
-
-
-def test_a_run_says_once_what_was_not_read_of_its_data(made, tmp_path, capsys):
-    lines = [json.dumps({"input_ids": [1, 2, 3, number], "note": "x"}) for number in range(9)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    analyze(tmp_path / "a.jsonl", tmp_path / "analysis")
-    build(tmp_path / "analysis", tmp_path / "plan", PlanConfig(chunk_size=8, k=2, global_batch=3))
-    assert main([*options(made, tmp_path / "run", "--max-steps", 1), "--plan", str(tmp_path / "plan")]) == 0
-    assert capsys.readouterr().err.count("not read  of the data: `note` in 9 records\n") == 1
