@@ -240,6 +240,7 @@ def read_settings(path: Path, *configs: type[Options], section: str = "") -> dic
     options = [one for config in configs for one in options_of(config).values()]
     typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
     declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
+    declared |= {one.flag.removeprefix("--"): one for one in options if one.flag and one.domain.is_written_too}
     values = {}
     for entry, value in read_entries(path, section, _example(declared)).items():
         name = entry.replace("_", "-")

@@ -124,6 +124,7 @@ HARDWARE = Domain(
     read=load_hardware,
     metavar="NAME|FILE",
     completed=SHIPPED,
+    is_written_too=True,
 )
 MACHINE = "Model and GPUs"
 

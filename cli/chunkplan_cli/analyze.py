@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, read_toml, same, toml_name
+from chunkplan.options import Options, option, options_of, read_settings, same, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.plan_report import warn_of_positions
@@ -104,7 +104,7 @@ class FileOptions(Options):
     """The file that options come from beside the command line."""
 
     config: Path | None = option(
-        path("FILE.toml"),
+        path("FILE"),
         'A file with these options, such as `turns = "last"`; the command line wins.',
         group=OPTIONS,
         default=None,
@@ -230,7 +230,10 @@ def with_files(
     Of what is said by source or role, each entry is joined by itself.
     """
     joined = dict(with_length_column({**work, **intake}))
-    files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
+    files: list[tuple[Path, CliValues]] = []
+    if config is not None:
+        in_config = read_settings(config, AnalyzeOptions, IntakeOptions, section="analyze")
+        files.append((config, with_length_column(in_config)))
     settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
     files += [(place.file, CliValues(settings))] if settings else []
     for file, in_file in files:

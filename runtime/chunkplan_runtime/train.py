@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from chunkplan.errors import ChunkplanError, UsageError, one_line
-from chunkplan.options import options_of, read_toml
+from chunkplan.options import options_of, read_settings
 from chunkplan_runtime import require_torch, set_environment, world_size
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
@@ -119,7 +119,7 @@ def read_options(arguments: list[str] | None) -> TrainConfig:
     """
     given = vars(make_parser().parse_args(arguments))
     file = given.pop("config", None)
-    values = {**(read_toml(file, TrainConfig) if file is not None else {}), **given}
+    values = {**(read_settings(file, TrainConfig, section="train") if file is not None else {}), **given}
     for name, one in options_of(TrainConfig).items():
         if one.is_required and name not in values:
             raise UsageError(f"{one.flag} is missing", hint="give it as a flag, or in the file of --config")
@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    words = "A TOML file with these options, such as lr = 1e-5; the command line wins."
+    words = "A TOML or YAML file with these options, such as lr = 1e-5; the command line wins."
     parser.add_argument("--config", type=Path, metavar="FILE", help=words)
     declared = options_of(TrainConfig).values()
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}

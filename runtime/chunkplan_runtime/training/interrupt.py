@@ -10,7 +10,6 @@ from types import FrameType
 from chunkplan_runtime.distributed.job import Job
 
 _SAID = "\nstopping after this step, with a checkpoint; Ctrl-C again stops at once\n"
-_STDERR = 2
 
 
 class Interrupt:
@@ -41,4 +40,4 @@ class Interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.is_asked = True
         if self._job.is_main:
-            os.write(_STDERR, _SAID.encode())  # whatever Python's stream is in the middle of
+            os.write(2, _SAID.encode())  # whatever Python's stderr is in the middle of

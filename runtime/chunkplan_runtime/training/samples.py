@@ -29,13 +29,15 @@ class Sampler:
             )
         if not tokenizer:
             raise UsageError("--sample-prompt: the model has no tokenizer", hint="give --tokenizer")
-        self._model, self._tokenizer = model, AutoTokenizer.from_pretrained(tokenizer[0].parent)
-        text, how = prompt, dict[str, bool]()
+        self._model = model
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer[0].parent)
+        how: Any = {"return_tensors": "pt", "return_dict": True}
         if self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}]
-            text = str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-            how = {"add_special_tokens": False}  # which the template has
-        self._tokens = self._tokenizer(text, return_tensors="pt", **how)["input_ids"]
+            asked = [{"role": "user", "content": prompt}]
+            tokens = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
+        else:
+            tokens = self._tokenizer(prompt, return_tensors="pt")
+        self._tokens = tokens["input_ids"]
         self._room = min(NEW_TOKENS, (max_positions(model.config) or 1 << 62) - self._tokens.shape[1])
         if not self._tokens.shape[1] or self._room < 1:
             told = f"--sample-prompt has {self._tokens.shape[1]:,} tokens"
@@ -46,17 +48,12 @@ class Sampler:
         model, current, tokens = self._model.model, self._model.current, self._tokens.to(self._model.device)
         config: Any = self._model.config
         attention, config._attn_implementation = config._attn_implementation, "eager"  # which every model has
-        current.context = None
+        current.context, end = None, self._tokenizer.eos_token_id
+        how: Any = {} if end is None else {"eos_token_id": end, "pad_token_id": end}
+        how |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": self._room, "do_sample": False}
         model.eval()
-        end = self._tokenizer.eos_token_id
         try:
-            found = model.generate(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=self._room,
-                do_sample=False,
-                **({} if end is None else {"eos_token_id": end, "pad_token_id": end}),
-            )
+            found = model.generate(input_ids=tokens, **how)
         finally:
             config._attn_implementation = attention
             model.train()

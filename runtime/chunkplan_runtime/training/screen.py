@@ -210,12 +210,12 @@ def describe_run(
 
 def _learning_words(config: TrainConfig, num_steps: int) -> str:
     """The optimizer and its learning rate over the run, in one line."""
-    warmup = config.num_warmup(num_steps)
-    words = [f"by {config.optimizer}, learning rate {config.highest_lr:g}"]
+    rate, warmup = config.highest_lr, config.num_warmup(num_steps)
+    words = [f"{config.optimizer}, learning rate {rate:g}"]
     words += [f"after {counted(warmup, 'step')} of warm-up"] if warmup else []
-    end = "" if config.lr_schedule == "constant" else f" to {config.highest_lr * config.min_lr:g}"
-    words += [f"{config.lr_schedule}{end}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, f"gradients clipped at {config.clip:g}" if config.clip else "no clipping"])
+    words += [config.lr_schedule + ("" if config.lr_schedule == "constant" else f" to {rate * config.min_lr:g}")]
+    words += [f"weight decay {config.weight_decay:g}", f"gradients clipped at {config.clip:g}" if config.clip else ""]
+    return ", ".join(filter(None, words))
 
 
 def group_lines(groups: Groups | None) -> list[str]:
