@@ -56,7 +56,7 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     is_once = file.num_bytes is None and not is_url(file.path)
     if file.kind == LINK or is_once or (is_url(file.path) and file.kind in _FETCHED):
         return None
-    if file.kind == "text":
+    if file.kind == "text" and file.text_split is None:
         if file.num_bytes != 0 or file.compression:  # an empty text is a blank record
             next(chunks(file.path, file.compression, is_look=True))
         return None

@@ -147,9 +147,9 @@ def _encoder(settings: IntakeSettings) -> RecordTokenizer | None:
     if settings.tokenizer is None:
         return None
     arguments = settings.tokenizer, settings.chat_template, settings.today
-    if (loaded := _load(*arguments)).identity != settings.identity:
+    if (loaded := _load(*arguments).as_asked(settings.options)).identity != settings.identity:
         _load.cache_clear()
-        loaded = _load(*arguments)
+        loaded = _load(*arguments).as_asked(settings.options)
     return loaded
 
 

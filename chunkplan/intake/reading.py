@@ -160,7 +160,8 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     beside: list[str] = []
     train, evaluation = _by_part(request.paths)
-    files = find_sources(train, beside, suffixes_of(request.options.formats), evaluation=evaluation)
+    suffixes, split = suffixes_of(request.options.formats), request.options.text_split
+    files = find_sources(train, beside, suffixes, evaluation=evaluation, text_split=split)
     if request.beside is not None:
         request.beside(beside)
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
@@ -219,7 +220,7 @@ def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry
     if tokenizer is None and template is not None:
         raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
     today = date.today().isoformat()
-    encoder = None if tokenizer is None else load_tokenizer(tokenizer, template, today=today)
+    encoder = load_tokenizer(tokenizer, template, today=today).as_asked(request.options) if tokenizer else None
     settings = IntakeSettings(
         tokenizer=tokenizer,
         chat_template=template,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
-from chunkplan.config.intake import Turns
+from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import SHARED, TokenColumns
 from chunkplan.intake.records import (
@@ -100,6 +100,27 @@ class RecordTokenizer:
             eos_token=self.eos and self.eos[0],
             template_hash=None if self.template is None else self.template.content_hash,
         )
+
+    def as_asked(self, options: IntakeOptions) -> RecordTokenizer:
+        """The tokenizer as `options` have it: with variables for its template, and whether texts get its end token.
+
+        Raises UsageError where it has no template, no such variable of it, or no end token.
+        """
+        variables, template = options.chat_template_kwargs, self.template
+        if variables and template is None:
+            raise UsageError(
+                f"variables for a chat template, and the tokenizer {self.path} has none",
+                hint="give one with --chat-template, or leave --template-kwargs out",
+            )
+        ends_text = self.ends_text or options.text_end == "eos"
+        if ends_text > self.ends_text and self.eos is None:
+            raise UsageError(
+                f"the tokenizer {self.path} has no end token", hint="set `eos_token` in its tokenizer_config.json"
+            )
+        if variables and template is not None:
+            template.check_variables(variables)
+            template = template.with_variables(variables)
+        return replace(self, template=template, ends_text=ends_text)
 
     @property
     def identity(self) -> str:

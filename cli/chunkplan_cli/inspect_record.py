@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView, SequenceView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes")
+READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes", "text_split")
+READING += ("chat_template_kwargs", "text_end")
 
 #: Options that say together how records are laid out.
 LAYOUT = ("schema", "formats", "columns", "ignore_columns")

@@ -22,7 +22,7 @@ def run(command: Run) -> Run:
     ("arguments", "code", "message"),
     [
         (("missing.jsonl",), 2, "there is no file missing.jsonl"),
-        (("dataset.jsonl", "data.csv"), 2, "data.csv has a suffix that is not known"),
+        (("dataset.jsonl", "data.xlsx"), 2, "data.xlsx has a suffix that is not known"),
         (("*.arrow",), 2, "no data matches *.arrow"),
         (("-", "-"), 2, "the standard input can be read once"),
         (("nowhere://bucket/a.jsonl",), 2, "is no address"),
@@ -32,7 +32,7 @@ def run(command: Run) -> Run:
         (("torn.parquet",), 3, "torn.parquet: "),
         (("cut.jsonl.gz",), 3, "cut.jsonl.gz: "),
         (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
-        (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
+        (("dataset.jsonl", "--tokenizer", "data.xlsx"), 3, "data.xlsx: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format is 'chat', expected one of text, "),
         (
@@ -62,7 +62,7 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--workers", "two"), 2, "--workers is 'two', expected a whole number from 1"),
         (("dataset.jsonl", "--shard", "0/2"), 2, "--shard is '0/2', expected I/N"),
         (("dataset.jsonl", "--shard", "half"), 2, "--shard is 'half', expected I/N"),
-        (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
+        (("dataset.jsonl", "--output", "data.xlsx"), 2, "data.xlsx"),
         (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
         ((), 2, "Missing argument"),
     ],
@@ -70,7 +70,7 @@ def run(command: Run) -> Run:
 def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
     run: Run, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
-    write("data.csv", "a,b")
+    write("data.xlsx", "a,b")
     write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
     write("unknown.jsonl", {"foo": 1})
     for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):

@@ -1,4 +1,4 @@
-"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines.
+"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines, CSV.
 
 Sources that cannot be cut by seeking are read once and spooled to temporary files of whole lines, one for each piece.
 Elements of an array of any size are split in bounded memory; their content is left to the reader of lines.
@@ -22,7 +22,8 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
-from chunkplan.intake.readers.rows import BOM
+from chunkplan.intake.readers.delimited import rows_of_csv, split_texts
+from chunkplan.intake.readers.rows import BOM, unreadable
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
@@ -138,11 +139,6 @@ def check_head(head: bytes, path: str) -> None:
         raise unreadable("a pointer of Git LFS, not the data", path, hint="run `git lfs pull` where it was cloned")
 
 
-def unreadable(message: str, path: str, *, hint: str) -> RecordError:
-    """The error of a file, or the rest of one."""
-    return RecordError(message, reason="unreadable", where=path, hint=hint)
-
-
 def is_spooled(file: SourceFile) -> bool:
     """True if a file of lines cannot be cut by seeking."""
     return file.compression is not None or file.num_bytes is None or is_url(file.path)
@@ -166,6 +162,10 @@ def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[
     """
     data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
+    if file.text_split is not None:
+        return split_texts(data, file.text_split), "elements"
+    if file.kind in ("csv", "tsv"):
+        return rows_of_csv(data, file), "elements"
     if file.kind == "json":
         for block in data:  # so much that it says whether it is an array, and if not has a line, unless that is long
             start += block

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
-from chunkplan.intake.readers.streams import check_head, unreadable
+from chunkplan.intake.readers.rows import unreadable
+from chunkplan.intake.readers.streams import check_head
 from chunkplan.intake.records import RecordError
 
 #: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.

@@ -16,8 +16,8 @@ from chunkplan.arrays import BoolArray, offsets_of
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large
-from chunkplan.intake.readers.streams import fetch, unreadable
+from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large, unreadable
+from chunkplan.intake.readers.streams import fetch
 from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
