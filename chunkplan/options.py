@@ -193,7 +193,7 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     }
 
 
-def read_entries(path: Path, section: str = "", example: str = "name = value") -> dict[str, Any]:
+def read_entries(path: Path, section: str = "", example: str = "name = value") -> Mapping[str, Any]:
     """The entries of a TOML file, or of a YAML file by its name; where it has a `section` those in it.
 
     Raises:
@@ -209,14 +209,14 @@ def read_entries(path: Path, section: str = "", example: str = "name = value") -
         hint = f"lines such as {example.replace(' =', ':') if kind == 'YAML' else example}"
         raise UsageError(f"not {kind}: {error}", where=str(path), hint=hint) from error
     found = entries.get(section)
-    return found if isinstance(found, dict) else entries
+    return found if isinstance(found, Mapping) else entries
 
 
 def _is_yaml(path: Path) -> bool:
     return path.suffix in (".yaml", ".yml")
 
 
-def _load_yaml(text: str) -> dict[str, Any]:
+def _load_yaml(text: str) -> Mapping[str, Any]:
     import yaml
 
     try:

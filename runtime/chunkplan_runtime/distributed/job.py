@@ -217,7 +217,7 @@ class Job:
             self.watchdog.at_step(step)
 
     def defers_interrupt(self, defers: bool) -> None:
-        """Have the watchdog leave the next Ctrl-C to the end of this process's step, or not."""
+        """Tell the watchdog if this process takes the next Ctrl-C when its step is done."""
         if self.watchdog is not None:
             self.watchdog.defers_interrupt = defers
 

@@ -30,7 +30,7 @@ from chunkplan.planfile.tokenizer_hash import tokenizer_hash
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import layer_of
-from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.model import CausalLM, first_line
 from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import shared_folder, why
@@ -86,7 +86,7 @@ def open_repository(name: str) -> str:
         return str(create_repo(name, exist_ok=True))
     except Exception as error:  # its errors have no common base
         raise UsageError(
-            f"--push-to-hub {name}: {_first_line(error)}",
+            f"--push-to-hub {name}: {first_line(error)}",
             hint="run `hf auth login` with a token that may write; a repository is named USER/NAME",
         ) from error
 
@@ -97,11 +97,7 @@ def upload(folder: Path, name: str) -> str:
         return str(upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with chunkplan").commit_url)
     except Exception as error:
         hint = f"what was trained is there: hf upload {shlex.join([name, str(folder)])} does it again"
-        raise ChunkplanError(f"--push-to-hub {name}: {_first_line(error)}", where=str(folder), hint=hint) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ChunkplanError(f"--push-to-hub {name}: {first_line(error)}", where=str(folder), hint=hint) from error
 
 
 def check_mergeable(model: Any) -> None:

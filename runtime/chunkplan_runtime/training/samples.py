@@ -34,7 +34,7 @@ class Sampler:
         how: Any = {"return_tensors": "pt", "return_dict": True}
         if self._tokenizer.chat_template:
             asked = [{"role": "user", "content": prompt}]
-            tokens = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
+            tokens: Any = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
         else:
             tokens = self._tokenizer(prompt, return_tensors="pt")
         self._tokens = tokens["input_ids"]
