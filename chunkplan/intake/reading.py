@@ -74,8 +74,8 @@ class IntakeRequest:
 
 
 @dataclass(frozen=True)
-class Done:
-    """All sources with the results of their pieces, where these are, and the manifest's entry for the tokenizer."""
+class IntakeResult:
+    """All sources with the results of their pieces, the store of these, and the manifest's entry for the tokenizer."""
 
     sources: list[Source]
     store: Store
@@ -150,7 +150,7 @@ def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
 
 
 @contextmanager
-def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
+def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[IntakeResult]:
     """Process all pieces, or those of a shard (I, N); they are in the store at least until the block ends.
 
     Until then no other run writes the folder `output`, which they are for. Raises as `analyze` does; an error of
@@ -192,7 +192,7 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
                     run.run(runner, report)
                 finally:
                     store.clean()  # processes that were ended at once leave their pieces behind
-            yield Done(run.sources, store, settings, tokenizer)
+            yield IntakeResult(run.sources, store, settings, tokenizer)
 
 
 def _by_part(paths: Paths | Mapping[str, Paths]) -> list[Sequence[str | Path]]:

@@ -166,7 +166,7 @@ class RecordTokenizer:
                 case _:
                     raise AssertionError("it has tokens, or a length, already")
         for kind, texts in by_kind.items():
-            for call in calls(texts, lambda item: size_of(item[1])):
+            for call in batches_by_bytes(texts, lambda item: size_of(item[1])):
                 for (index, _, _), (input_ids, target, shares) in zip(call, self._masked(kind, call), strict=True):
                     if shares:
                         left_out.setdefault(index, set()).add(SHARED)
@@ -219,12 +219,12 @@ class RecordTokenizer:
 
 
 def size_of(text: str) -> int:
-    """About how many bytes `text` has in UTF-8, without encoding it."""
+    """Approximate bytes of `text` in UTF-8, without encoding it."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
-def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """`items` in runs of at most `CALL_BYTES` bytes, or of one."""
+def batches_by_bytes(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Split `items` into batches of at most `CALL_BYTES` bytes, or of one item."""
     call: list[T] = []
     total = 0
     for item in items:
