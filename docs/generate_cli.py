@@ -138,8 +138,9 @@ def row(parameter: Any) -> Row:
 
 
 def sentence(text: str) -> str:
-    """The first sentence of `text`, without its dot."""
-    return re.split(r"(?<=\.)\s", text.strip())[0].removesuffix(".")
+    """The first sentence of `text`, without its dot; up to a semicolon, if no list of values goes on behind it."""
+    first = re.split(r"(?<=\.)\s", text.strip())[0].removesuffix(".")
+    return first if ": " in first else first.partition("; ")[0]
 
 
 def trainer() -> Iterator[str]:

@@ -20,11 +20,11 @@ BUDGETS = {
     ("chunkplan/intake/",): 10_600,
     ("chunkplan/reporting/", "cli/"): 9_900,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_050,
-    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_755,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_256,
+    ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_306,
     ("",): 56_900,
 }
-MOST_FILES = 289
+MOST_FILES = 291
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

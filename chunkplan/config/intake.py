@@ -282,6 +282,7 @@ class IntakeOptions(Options):
         "Turns of the assistant that are trained: all, as the chat template renders them (rendered); only the last "
         "one (last); or each in a sequence of its own, which ends with it (each).",
         group=_TOKENS,
+        called="train-turns",
         default="rendered",
     )
     max_length: int | None = option(
@@ -291,6 +292,7 @@ class IntakeOptions(Options):
         one_of("error", "drop", "truncate", metavar="WHAT"),
         "What to do with sequences over --max-length: error, drop or truncate.",
         group=_TOKENS,
+        called="overlong",
         default="truncate",
     )
     on_error: Literal["stop", "skip"] = option(
@@ -304,6 +306,7 @@ class IntakeOptions(Options):
         one_of("error", "drop", metavar="WHAT"),
         "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error or drop.",
         group=_DATA,
+        called="kto-negatives",
         default="error",
     )
     tokens: bool = option(
@@ -330,7 +333,7 @@ class IntakeOptions(Options):
         """Refuse to treat long sequences where none is too long."""
         if self.long != "truncate" and self.max_length is None:
             raise UsageError(
-                f"--long {self.long} without a maximum length", hint="say with --max-length what is too long"
+                f"--overlong {self.long} without a maximum length", hint="say with --max-length what is too long"
             )
 
     @property

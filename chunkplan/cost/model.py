@@ -157,7 +157,7 @@ class CostModel(Options):
         group=MACHINE,
         default=QWEN2_5_7B,
         default_words=QWEN2_5_7B.name,
-        flag="--model",
+        called="model",
     )
     hardware: Hardware = option(
         HARDWARE,

@@ -159,7 +159,7 @@ REASONS = {
 HINTS_OF_ALL = {
     "empty": "give files with at least one record that is not blank",
     "undesirable": "give records with good answers too, or remove `label` if it means another thing",
-    "too-long": "raise --max-length, or say --long truncate",
+    "too-long": "raise --max-length, or say --overlong truncate",
 }
 
 

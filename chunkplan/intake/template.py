@@ -329,7 +329,7 @@ class ChatTemplate:
                     "assistant, so which of them are left out of the loss is not known",
                     reason="template",
                     hint="use a template with one generation block a message, or train all of the conversation: leave "
-                    "`loss` and weights out, and --turns rendered",
+                    "`loss` and weights out, and --train-turns rendered",
                 )
             kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
         others = [

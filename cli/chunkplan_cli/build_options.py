@@ -78,12 +78,9 @@ def resolve(plan: CliValues, machine: CliValues, config: Path | None) -> tuple[C
     of_plan = options_of(PlanConfig).keys()
     values = CliValues({name: value for name, value in in_file.items() if name in of_plan} | plan)
     found = CliValues({name: value for name, value in in_file.items() if name not in of_plan} | machine)
-    written = {name.replace("-", "_"): in_words(value) for name, value in read_entries(config, "build").items()}
-    found.typed = {
-        name: written.get(name) or written[options_of(CostModel)[name].flag[2:]]
-        for name, value in found.items()
-        if name in in_file and not isinstance(value, bool)
-    } | machine.typed
+    written = {name.replace("_", "-"): in_words(value) for name, value in read_entries(config, "build").items()}
+    called = {name: options_of(CostModel)[name].called for name, value in found.items() if not isinstance(value, bool)}
+    found.typed = {name: written[called[name]] for name in called if called[name] in written} | machine.typed
     return values, found
 
 
@@ -182,7 +179,7 @@ def choose(
     for name in ("memory_tokens", "virtual_stages"):
         if name in values:
             raise UsageError(
-                f"--{name.replace('_', '-')} and --auto exclude each other",
+                f"{options_of(PlanConfig)[name].flag} and --auto exclude each other",
                 hint="--auto looks at the memory of the GPUs instead; leave one of them out",
             )
     if file is not None:

@@ -100,6 +100,7 @@ def test_each_term_is_worth_something(predictions: ModuleType) -> None:
         assert chunks > of_chunks or steps > of_steps, name
 
 
+@pytest.mark.docs
 def test_the_tables_of_the_document_are_what_the_program_prints(
     predictions: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,28 +47,10 @@ def test_records_may_differ_in_other_keys() -> None:
     assert detect(records).schema == "text"
 
 
-def test_the_evidence_says_what_was_found() -> None:
-    chats: list[dict[str, Any]] = [{"messages": MESSAGES}, {"messages": MESSAGES[:1], "tools": "[1]"}]
-    assert detect(chats).evidence == "`messages` in 2 of the first 2 records, some with `tools`; roles user, assistant"
-    assert detect([{"text": "a"}]).evidence == "`text` in the first record"
-    some = detect([{"text": "a"}, {"text": "b"}, {"txt": "c"}])
-    assert some.evidence == "`text` in 2 of the first 3 records"
-    mapped = detect([{"q": "a", "answer": "b"}], columns={"question": "q"})
-    assert mapped.evidence == "`q` (question) and `answer` in the first record"
-    labelled = {"question": "a", "answer": "b"}
-    assert "`label`" in detect([{**labelled, "label": False}]).evidence
-    assert "`label`" not in detect([{**labelled, "label": 1}]).evidence  # which is not read
-    assert detect([{"text": "a"}], schema="text").evidence == "--format text: `text` in the first record"
-
-
 def test_an_unknown_schema_shows_the_keys_found_with_counts_and_the_closest_schema() -> None:
     with pytest.raises(DataError) as caught:
         detect([{"body": "a"}, {"body": "b", "id": 1}])
-    for word in (
-        "`body` in 2 of 2",
-        "`id` in 1 of 2",
-        "closest is text (`text`)",
-    ):
+    for word in ("`body` in 2 of 2", "`id` in 1 of 2", "closest is text (`text`)"):
         assert word in caught.value.message
     assert caught.value.hint == "try this: --column text=body"
     with pytest.raises(DataError, match="no schema fits") as caught:
@@ -90,11 +72,7 @@ def test_few_records_that_fit_no_schema_are_left_to_be_rejected_and_many_are_not
 
 @pytest.mark.parametrize(
     "record",
-    [
-        {"length": 3, "body": "some words"},
-        {"length": 3, "sentences": ["a"]},
-        {"num_tokens": 3, "turns": {"a": 1}},
-    ],
+    [{"length": 3, "body": "some words"}, {"length": 3, "sentences": ["a"]}, {"num_tokens": 3, "turns": {"a": 1}}],
 )
 def test_a_length_beside_something_to_train_on_is_not_taken_for_all_there_is(record: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no schema fits"):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
@@ -17,22 +16,12 @@ from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERS, parse_as
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
+_write = partial(write_records, rows=10)
 
 _LISTS = {"prompt": [{"role": "user", "content": "Hi!"}], "completion": [{"role": "assistant", "content": "Hello."}]}
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=10)
-    elif path.suffix == ".arrow":
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table, max_chunksize=10)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def _unread(path: Path, folder: Path, **options: Any) -> tuple[dict[str, int | None], int]:
@@ -104,10 +93,7 @@ def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
         ({"instruction": "a", "output": "b", "response": "b", "input": "", "id": 0}, {"response", "id"}),
         ({"problem": "a", "solution": "b", "answer": "c"}, {"answer"}),
         ({"messages": json.dumps(ANSWERS["messages"]["messages"]), "conversation_id": "x"}, {"conversation_id"}),
-        (
-            {"conversation": json.dumps([{"from": "gpt", "value": "a", "mood": "b"}])},
-            {"conversation[].mood"},
-        ),
+        ({"conversation": json.dumps([{"from": "gpt", "value": "a", "mood": "b"}])}, {"conversation[].mood"}),
         ({"messages": ANSWERS["messages"]["messages"], "tools": [], "images": [], "n": None, "m": {}}, {"m"}),
         ({"text": "a", "label": True, "system": "b", "history": []}, {"label", "system", "history"}),
         ({"prompt": "a", "completion": "b", "chosen": "c"}, {"chosen"}),

@@ -137,7 +137,7 @@ class TrainStep:
                 if self._shards:
                     self._shards.reduce_gradients()
                 norm = gradient_norm(weights, self._tied, job.groups)
-            clip(weights.values(), norm, self._config.clip or math.inf)
+            clip(weights.values(), norm, self._config.max_grad_norm or math.inf)
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"

@@ -109,7 +109,7 @@ class TrainingRun:
             checkpoints.restore_random_states(earlier.state, self.train_step.model.device)
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = checkpoints.BestLoss(config.early_stopping, job.broadcast_object(before))
-        self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
+        self.spikes, self.largest = metrics.SpikeWatch(config.loss_spike_factor, losses), metrics.LargestStep()
         self.whole, self.job, self.folder, self.interrupt = model.whole, job, folder, Interrupt(job)
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
@@ -312,8 +312,8 @@ class TrainingRun:
         return ChunkplanError(
             f"not finite: {what}",
             where=where,
-            hint="try a smaller --lr, --clip 1 or --precision fp32 in a new run, or leave these sequences out; "
-            + self.folder.how_to_resume(),
+            hint="try a smaller --lr, --max-grad-norm 1 or --precision fp32 in a new run, or leave these sequences "
+            "out; " + self.folder.how_to_resume(),
         )
 
 
