@@ -21,8 +21,8 @@ BUDGETS = {
     ("chunkplan/reporting/", "cli/"): 9_900,
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_050,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
-    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_306,
-    ("",): 56_900,
+    ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_310,
+    ("",): 57_150,
 }
 MOST_FILES = 291
 

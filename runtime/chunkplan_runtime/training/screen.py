@@ -214,8 +214,9 @@ def _learning_words(config: TrainConfig, num_steps: int) -> str:
     words = [f"{config.optimizer}, learning rate {rate:g}"]
     words += [f"after {counted(warmup, 'step')} of warm-up"] if warmup else []
     words += [config.lr_schedule + ("" if config.lr_schedule == "constant" else f" to {rate * config.min_lr:g}")]
-    words += [f"weight decay {config.weight_decay:g}", f"gradients clipped at {config.clip:g}" if config.clip else ""]
-    return ", ".join(filter(None, words))
+    words += [f"weight decay {config.weight_decay:g}"]
+    words += [f"gradients clipped at {config.max_grad_norm:g}"] if config.max_grad_norm else []
+    return ", ".join(words)
 
 
 def group_lines(groups: Groups | None) -> list[str]:
