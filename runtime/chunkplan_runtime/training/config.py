@@ -196,15 +196,9 @@ class TrainConfig(Options):
     )
     run_name: str | None = _more_log(_NAME, "The run's name for the trackers.", **_unset("that of --output"))
     wandb_project: str | None = _more_log(_NAME, "The W&B project.", **_unset("WANDB_PROJECT, then huggingface"))
-    push_to_hub: str | None = _more_log(
-        text("USER/NAME"), "Upload final/ to this repository of the Hugging Face Hub at the end.", default=None
-    )
-    sample_every: int = _more_log(
-        whole(), "Generate from --sample-prompt every N steps (one process); 0: never.", default=0
-    )
-    sample_prompt: str | None = _more_log(
-        text("TEXT"), "The prompt; with a chat template it is a user's message.", default=None
-    )
+    push_to_hub: str | None = _more_log(text("USER/NAME"), "Upload final/ to this repository of the Hub.", default=None)
+    sample_every: int = _more_log(whole(), "Generate from --sample-prompt every N steps; 0: never.", default=0)
+    sample_prompt: str | None = _more_log(text("TEXT"), "A prompt, or with a chat template a message.", default=None)
     log_sequences: bool = _more_log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
     loss_spike_factor: float = _more_log(
         _SPIKE,
