@@ -167,6 +167,18 @@ class Options:
         UsageError: a value is not what it may be; the message names its flag.
     """
 
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Options._shown  # type: ignore[assignment]  # which a dataclass would make anew
+
+    def _shown(self) -> str:
+        """The configuration as it is made, of what differs from the defaults."""
+        given = {
+            name: getattr(self, name)
+            for name, one in options_of(type(self)).items()
+            if getattr(self, name) != one.default
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     def __post_init__(self) -> None:
         for name, declared in options_of(type(self)).items():
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from chunkplan.options import Options, option, read_settings, same
 
 _SETTINGS = "workspace.toml"
 
-#: What names a tokenizer rather than where it lies.
+#: Prefixes and forms of tokenizer names that are no paths.
 _NAME = re.compile(r"tiktoken:.+|[\w-][\w.-]*/[\w.-]+")
 
 

@@ -27,7 +27,7 @@ MAX_WEIGHT = 1_000_000
 SCHEDULES = tuple(FAMILIES)
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
-#: What `--schedule` may be.
+#: Values of `--schedule`.
 SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
 
 #: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
 
-#: What leaves out sources that cannot be read; a longer command is not repeated with it.
+#: Option that leaves out unreadable sources; a command longer than this is not repeated with it.
 _SKIP = ("--on-error", "skip")
 _LONGEST_COMMAND = 400
 
@@ -120,7 +120,11 @@ class FileOptions(Options):
 def analyze(
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA", help="Files, folders, patterns or URLs; - is JSONL from the standard input."),
+        typer.Argument(
+            metavar="DATA",
+            help="Files, folders, patterns or URLs; owner/name[:SPLIT] on the Hugging Face Hub; dataset_info.json or "
+            "axolotl's YAML; - is JSONL from the standard input.",
+        ),
     ],
     *,
     work: CliValues,
@@ -195,7 +199,7 @@ def reading_of(
                 use_cache=how.use_cache,
                 progress=progress,
                 beside=beside.extend,
-                unused=lambda places: note(f"ignored, as there is no such source: {', '.join(places)}"),
+                notes=note,
             )
     except UnreadableSourcesError as error:
         command = shlex.join(["chunkplan", *sys.argv[1:], *_SKIP])

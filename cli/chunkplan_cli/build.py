@@ -176,7 +176,7 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
     return described["exact"] and described["sample"] is None and why_plan_only(config, cost) is None
 
 
-#: What `tune` is asked for a plan that does not fit.
+#: Options of the `tune` command suggested for a plan that does not fit.
 _OF_TUNE = ("shape", "hardware", "gpus", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp")
 
 

@@ -38,7 +38,7 @@ class StartOptions(Options):
     )
 
 
-#: What the flags of a run are, beside those with a default here.
+#: Options of a run, beside those with a default here.
 _FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", "output"))
 
 

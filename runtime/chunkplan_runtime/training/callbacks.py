@@ -27,7 +27,7 @@ LOGGED = {"lr": "learning_rate"} | {name: name for name in (*_SAME, "mfu", "peak
 #: The same of evals.jsonl.
 LOGGED_OF_EVALUATIONS = {"eval_loss": "eval_loss", "target_tokens": "eval_target_tokens", "seconds": "eval_seconds"}
 
-#: What a callback may ask for.
+#: Requests that a callback may make.
 _REQUESTS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
 

@@ -37,7 +37,7 @@ PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
 #: What metrics are reported to, each by its integration in transformers.
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
-#: What data-parallel processes can share, each all before it too.
+#: Shardings of data-parallel processes, each with all before it too.
 SHARED = ("optimizer", "gradients", "weights")
 
 #: Learning rates where none is given: of all weights, and of adapters.
