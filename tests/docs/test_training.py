@@ -46,7 +46,7 @@ def ran(tmp_path_factory):
 def test_the_commands_run_as_written_and_leave_what_is_said(ran):
     [table] = re.findall(r"^\| in the output folder.*?\n\n", TRAINING, re.M | re.S)
     for name in re.findall(r"^\| `([a-z.]+)/?", table, re.M):
-        assert (ran / "run" / name).exists() or name in ("sequences.jsonl", "measured.json"), name
+        assert (ran / "run" / name).exists() or name in ("sequences.jsonl", "samples.jsonl", "measured.json"), name
     assert [path.name for path in sorted((ran / "run" / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
     AutoTokenizer.from_pretrained(ran / "run" / "final")
     model = AutoModelForCausalLM.from_pretrained(ran / "run" / "final")
