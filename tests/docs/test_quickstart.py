@@ -22,7 +22,7 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     """A line `...` stands for any lines; of training and parity numbers may be others."""
     enter(tmp_path, monkeypatch)
     shown = list(commands_of(PAGE))
-    assert len(shown) == 15
+    assert len(shown) == 13
     norms = []
     for command, screen in shown:
         if not command.startswith("chunkplan "):
