@@ -98,8 +98,8 @@ class Tuning:
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """The baseline that gains are against: the fastest baseline that fits and loses no token, or of those that the options name;
-        None where none fits."""
+        """The baseline that gains are against: the fastest that fits and loses no token, or of those that the options
+        name; None where none fits."""
         named = self.options.baseline
         fitting = [row for row in self.baselines if row.fits and (row.key == named if named else not row.lost)]
         return min(fitting, key=lambda row: row.step_ns, default=None)
