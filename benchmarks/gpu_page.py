@@ -1,4 +1,7 @@
-"""Writes docs/gpu-report.md: every file in benchmarks/measured/ as a section, the newest first."""
+"""Writes docs/gpu-report.md: every file in benchmarks/measured/ as a section, the newest first.
+
+Parts that a newer file of the same GPU has are those of that file.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,21 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What has run on a GPU
 
-*Written by `make gpu-report` from the files in `benchmarks/measured/`.* It measures the GPU at hand in minutes, with
-torch, transformers and pyarrow (adapters need peft, its tests pytest) and nothing of the planner, and prints each row
-as it comes; `benchmarks/gpu_report.py` says what its parts are. Tokens are random, lengths real."""
+Times and memory of steps, attention and chunks, from the files in `benchmarks/measured/`, which have more rows.
+`make gpu-report` measures the GPU at hand in minutes and writes this page; it needs torch, transformers and pyarrow,
+for adapters peft, nothing of the planner (`benchmarks/gpu_report.py`). Tokens are random, lengths real.
+
+Steps are forwards and backwards with bf16 weights, fp32 master weights and fp32 gradients, without the optimizer.
+Predictions are by the profile as shipped then. *Times its work*: over the time of its products and attention at the
+rates measured beside it; a forward and a backward of each token, another forward where checkpointing is full."""
 
 ATTENTION = """\
 TFLOP/s in bf16, forward / backward, counting what is seen: half of a causal square, all of a block of earlier keys.
-`torch-cuda` is PyTorch's FlashAttention-2. `torch-cudnn` is its cuDNN."""
-
-STEPS = """\
-Forwards and backwards of a step with bf16 weights, fp32 master weights and fp32 gradients, without the optimizer's
-update and states. Predictions are by the hardware profile as shipped then, and by the one that `calibrate` fitted on
-this GPU."""
+`torch-cuda` is PyTorch's FlashAttention-2."""
 
 CHUNKS = """\
-A chunk of one sequence, or packed, behind earlier tokens of its sequence: a forward for its keys and values alone, and
-a forward with a backward; beside them what the fitted profile says."""
-
-WORK = """\
-*Times its work*: beside the time that its products and its attention take at the rates that were measured beside it, of
-large products and of the fastest kernel. That is a forward and a backward of each token, and another forward where
-checkpointing is full; a chunk of the probe runs forward twice."""
+Chunks of whole sequences: a forward for keys and values alone, and a forward with a backward, beside the fitted
+profile."""
 
 #: Parts with steps, and their titles.
 _STEP_PARTS = {
@@ -41,15 +38,6 @@ _STEP_PARTS = {
     "offload": "Keys and values on the GPU and on the host",
     "long": "A long step",
     "million": "A million tokens",
-}
-
-#: What the first file calls the plans of its steps, in words.
-_PLANS = {
-    "p15_8k1": "1.5B, ChunkSize 8,192",
-    "p15_32k1": "1.5B, ChunkSize 32,768",
-    "p15_long": "1.5B, whole sequences",
-    "p7_s128": "7B, LoRA, ChunkSize 8,192",
-    "p05_s256": "0.5B, ChunkSize 8,192",
 }
 
 _KERNELS = {"fa2": "torch-cuda", "cudnn gqa": "torch-cudnn"}
@@ -65,8 +53,11 @@ def page(folder: Path) -> str:
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     documents.sort(key=lambda document: document["machine"]["date"], reverse=True)
     parts = [INTRODUCTION]
+    shown: set[tuple[str, str]] = set()
     for document in documents:
-        parts += _section(document)
+        gpu = slug(document["machine"]["gpu"]).partition("-")[0]
+        parts += _section({part: rows for part, rows in document.items() if (gpu, part) not in shown})
+        shown |= {(gpu, part) for part in document if part != "machine"}
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,31 +71,25 @@ def _section(document: Row) -> Iterator[str]:
     if rows := document.get("attention_tflops"):
         yield "### Attention"
         yield ATTENTION
-        yield _table([_attention(row) for row in rows])
+        most = max(row.get("q", 0) for row in rows)
+        yield _table([_attention(row) for row in rows if row.get("q", most) == most])
     if rows := document.get("probe"):
         yield "### The probe: four layers and the head of a 7B"
-        yield WORK
         yield _table([_with_work(row, document, row["both ms"] / 1e3) for row in rows])
     for part, title in _STEP_PARTS.items():
         if rows := [row for row in document.get(part, []) if "plan" in row]:
             yield f"### {title}"
-            yield STEPS
             names = ("plan", "ckpt", "kv_offload", "step", "compile")
             last = {tuple(row.get(name) for name in names): row for row in rows}
-            done = [_step(row, document) for row in last.values()]  # what ran first warmed up
+            done = [_step(row) for row in last.values()]  # what ran first warmed up
             yield _table([_with_work(row, document, row["s"]) for row in done])
         if rows := [row for row in document.get(part, []) if "streams of" in row]:
             yield _table(rows)
     if found := document.get("calibrate"):
         yield "### Chunks, and the profile fitted to them"
         yield _fill(f"{found['model']}. {CHUNKS}")
-        yield _table([_chunk(row) for row in found["chunks"]])
+        yield _table([_chunk(row) for row in found["chunks"] if not row["prefix_tokens"] and len(row["segments"]) == 1])
         yield _table([_rates(found["fitted"])])
-    if found := document.get("predicted_gib"):
-        yield "### Memory that was predicted"
-        yield _fill(found["what"][0].upper() + found["what"][1:] + ".")
-        memory = {name.partition(" ")[0]: value for name, value in found.items() if name != "what"}
-        yield _table([{"plan": _PLANS.get(name, name), "predicted GiB": value} for name, value in memory.items()])
     if rows := document.get("trainer"):
         yield "### The trainer"
         yield _table([_trainer(row) for row in rows])
@@ -131,22 +116,19 @@ def _attention(row: Row) -> Row:
     return size
 
 
-def _step(row: Row, document: Row) -> Row:
+def _step(row: Row) -> Row:
     found = {
-        "plan": _PLANS.get(row["plan"], row["plan"]),
+        "plan": row["plan"],
         "checkpointing": row["ckpt"],
         "compiled": row.get("compile", False),
         "keys on": "host" if row["kv_offload"] else "GPU",
         "tokens": row["tokens"],
         "chunks": row["chunks"],
         "s": row["seconds"],
-    } | {name: row[name] for name in ("prepared s", "first s", "first prepared s") if name in row}
-    keys = (row["plan"], f"{row['plan']} {row['ckpt']}")
-    predicted = {name: value for name, value in row.items() if name.startswith("predicted s, ")}
-    for name, steps in document.get("predicted_seconds", {}).items():
-        predicted |= {f"predicted s, {name}": steps[key][row["step"]] for key in keys if key in steps}
-    for name, seconds in predicted.items():
-        found[name] = f"{seconds} ({seconds / row['seconds'] - 1:+.0%})"
+    }
+    for name, seconds in row.items():
+        if name.startswith("predicted s, "):
+            found[name] = f"{seconds} ({seconds / row['seconds'] - 1:+.0%})"
     found |= {"GiB": row["peak_gib"]} if row.get("peak_gib") else {}
     return found | {name: row[name] for name in ("predicted GiB", "done", "work", "head_size") if name in row}
 
@@ -163,8 +145,7 @@ def _with_work(row: Row, document: Row, seconds: float) -> Row:
 
 
 def _chunk(row: Row) -> Row:
-    number, size = len(row["segments"]), row["segments"][0]
-    found: Row = {"tokens": size if number == 1 else f"{number} x {size:,}", "behind": row["prefix_tokens"]}
+    found: Row = {"tokens": row["segments"][0]}
     for name in ("forward_kv", "train"):
         measured, fitted = row[f"{name}_ns"] / 1e6, row[f"fitted_{name}_ns"] / 1e6
         what = "forward for keys" if name == "forward_kv" else "forward and backward"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from chunkplan.lengths import length_report as length_report
     from chunkplan.planfile.load import load_analysis as load_analysis
     from chunkplan.planfile.load import load_plan as load_plan
+    from chunkplan.planning.step import plan_step as plan_step
+    from chunkplan.planning.step import prewarm as prewarm
     from chunkplan.reporting.chunk_view import view_chunk as view_chunk
     from chunkplan.reporting.difference import diff as diff
     from chunkplan.reporting.page.write import write_report as write_report
@@ -77,6 +79,8 @@ HOMES = {
     "pack": "chunkplan.exporting.rows",
     "per_step": "chunkplan.reporting.per_step",
     "plan_report": "chunkplan.reporting.plan_report",
+    "plan_step": "chunkplan.planning.step",
+    "prewarm": "chunkplan.planning.step",
     "read_model_config": "chunkplan.cost.model_config",
     "simulate_lengths": "chunkplan.simulation",
     "simulate_plan": "chunkplan.simulation",

@@ -37,7 +37,8 @@ class Option:
         default: MISSING where a value has to be given.
         default_words: the default as the help says it, "" where it is not said; None: as it is typed.
         depends: of a default of `UNSET`, computes it from a configuration that has all fields before this one.
-        flag: how it is typed; "" for an entry of files only; None: as the field is named.
+        called: the name that users know it by, where it is not the field's: of the flag and of the entry in TOML files.
+        flag: how it is typed; "" for an entry of files only; None: as it is called.
         also: further flags, each with the value that it stands for.
         fills: the fields that a flag for several fields sets.
         name: the field's.
@@ -49,6 +50,7 @@ class Option:
     default: Any = field(default_factory=lambda: MISSING)
     default_words: Any = None
     depends: Callable[[Any], Any] | None = None
+    called: str = ""
     flag: Any = None
     also: Mapping[str, Any] = field(default_factory=dict)
     fills: tuple[str, ...] = ()
@@ -57,10 +59,12 @@ class Option:
     def of_field(self, name: str) -> Option:
         """The declaration with all that follows from the field's name and the default."""
         words, is_said = self.default_words, not any(self.default is value for value in (MISSING, None, False))
+        called = self.called or name.replace("_", "-")
         return replace(
             self,
             name=name,
-            flag="--" + name.replace("_", "-") if self.flag is None else self.flag,
+            called=called,
+            flag="--" + called if self.flag is None else self.flag,
             default_words=(in_words(self.default) if is_said else "") if words is None else words,
         )
 
@@ -96,7 +100,7 @@ class Option:
     @property
     def spelled(self) -> str:
         """The name that users know it by."""
-        return self.flag or self.name.replace("_", "-")
+        return self.flag or self.called
 
     @property
     def hint(self) -> str:
@@ -194,7 +198,7 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
 
 
 def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
-    """Values by field, of a file whose entries are the fields of configurations, with dashes between words.
+    """Values by field, of a file whose entries are called as the options of configurations are.
 
     What no flag says is no entry either; where a flag says several fields, each of these is one.
 
@@ -203,7 +207,7 @@ def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
     """
     options = [one for config in configs for one in options_of(config).values()]
     typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
-    declared = {one.name.replace("_", "-"): one for one in options if one.name in typed}
+    declared = {one.called: one for one in options if one.name in typed}
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,7 +18,7 @@ from chunkplan.config.plan import ORDERS_OF_GROUPS, VIRTUAL, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import OPS
-from chunkplan.options import UNSET
+from chunkplan.options import UNSET, options_of
 from chunkplan.planfile.chunks import Chunks, chunks_of_rank, chunks_of_rows, times_of
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import VALIDATE_HINT, Action, Plan, PlanStep, check_rank, find_step
@@ -281,9 +281,8 @@ def compare_schedules(
     options |= dict.fromkeys(("auto", "zero-bubble", "search"), ("memory_tokens", memory_tokens))
     for taker, (name, value) in options.items():
         if value is not None and all(options.get(schedule, ("", None))[0] != name for schedule in schedules):
-            raise UsageError(
-                f"{name.replace('_', '-')} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}"
-            )
+            called = options_of(PlanConfig)[name].called
+            raise UsageError(f"{called} is for {taker}, which is not compared", hint=f"leave it out, or add {taker}")
     compared = []
     for schedule in dict.fromkeys(schedules):
         name, value = options.get(schedule, ("", None))

@@ -5,6 +5,7 @@ Run it after a change of a command or of the trainer's options: python docs/gene
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,43 +18,16 @@ from chunkplan_runtime.train import make_parser
 
 HEAD = """# The command line
 
-`chunkplan COMMAND --help` shows all that a command takes. This page describes each option once. `make docs` writes it
-from the commands (`docs/generate_cli.py`).
-
-Data goes to the standard output. Progress, notes, warnings and errors go to the standard error. An error says where it
-is, what was found and what was expected; a `hint:` says what to try next.
-"""
-
-EXIT_CODES = """## Exit codes
-
-| exit code | of `chunkplan`, and of `python -m chunkplan_runtime.train` |
-| --- | --- |
-| 0 | done |
-| 1 | a bug, a killed process; training with a full disk or bad numbers; of `parity`, gradients that are not exact |
-| 2 | usage: an option or a path is wrong, or an extra is not installed |
-| 3 | a file is not what it should be |
-| 4 | `validate`: an invariant is broken |
-| 130, 143 | interrupted by Ctrl-C; ended by SIGTERM. Earlier results are kept |
-"""
-
-ENVIRONMENT = """## The environment
+Arguments and options of every command, each described once, in a sentence, with its default in brackets;
+`chunkplan COMMAND --help` says more. `make docs` writes this page (`docs/generate_cli.py`). Data goes to the standard
+output, all else to the standard error. [errors.md](errors.md) has exit codes and messages.
+`chunkplan --install-completion` installs completion for bash, zsh, fish or PowerShell.
 
 | variable | |
 | --- | --- |
 | `CHUNKPLAN_WORKSPACE` | the default of `--workspace` |
 | `CHUNKPLAN_TOKENIZER` | the default of `--tokenizer` of `analyze` |
-| `NO_COLOR`, `COLUMNS` | no colours; the width of reports (default: that of the terminal) |
-"""
-
-COMPLETION = """## Completion
-
-`chunkplan --install-completion` installs completion for the shell that you call it from (bash, zsh, fish or
-PowerShell): of commands, options, their values, and the steps and ranks of a plan. `chunkplan --show-completion` prints
-what it would install. For another shell:
-
-```sh
-_CHUNKPLAN_COMPLETE=source_zsh chunkplan > ~/.zfunc/_chunkplan
-```
+| `NO_COLOR`, `COLUMNS` | no colours; the width of reports |
 """
 
 #: The commands that describe the options which several have, most important first; else the first that has one does.
@@ -63,23 +37,22 @@ SHARED = "## Options of most commands"
 
 TRAINER = """## python -m chunkplan_runtime.train
 
-Trains on all processes that `torchrun` starts ([distributed.md](distributed.md)). It takes the options of
+Trains on [all processes that `torchrun` starts](training.md#several-processes). It takes the options of
 [`chunkplan train`](#chunkplan-train) except for {others}; `--plan` and `--output` are required.
 """
 
 
 class Row(NamedTuple):
-    """An option: how it is typed, what it does, its default in words ("" where there is none), its group."""
+    """An option: how it is typed, what it does in a sentence, its default in words ("" where there is none)."""
 
     typed: str
     words: str
     default: str
-    group: str
 
     @property
     def cells(self) -> tuple[str, str]:
         """The row of a table."""
-        return f"`{self.typed}`", f"{self.words} Default: {self.default}.".strip() if self.default else self.words
+        return f"`{self.typed}`", f"{self.words} [{self.default}]".strip() if self.default else self.words
 
     @property
     def key(self) -> tuple[str, str]:
@@ -119,12 +92,9 @@ def section(
     assert command.help and command.epilog
     arguments = [parameter for parameter in parsed.params if parameter.param_type_name == "argument"]
     yield f"## chunkplan {parsed.name}"
-    yield paragraph(command.help)
-    if arguments:
-        yield table(("Arguments", ""), [(f"`{argument(each)}`", each.help) for each in arguments])
-    own = [each for each in rows if described[each.key][0] == parsed.name]
-    for group in dict.fromkeys(each.group for each in own):
-        yield table((group, ""), [each.cells for each in own if each.group == group])
+    yield paragraph(f"{sentence(command.help)}.")
+    own = [each.cells for each in rows if described[each.key][0] == parsed.name]
+    yield table(("", ""), [(f"`{argument(each)}`", sentence(each.help)) for each in arguments] + own)
     others: dict[str, list[str]] = {}
     for each in rows:
         home, same = described[each.key]
@@ -156,14 +126,20 @@ def options_of(command: Any) -> list[Any]:
 def row(parameter: Any) -> Row:
     """How an option is typed; what it does and, where its words do not say, whether it is required or has a default."""
     words, _, default = parameter.help.partition("Default: ")
+    words = sentence(words)
     typed = " / ".join([*parameter.opts, *parameter.secondary_opts])
     if not parameter.is_flag:
         typed += f" {parameter.metavar}"
     if parameter.required:
-        words += " Required."
+        words += ", required"
     if not default and parameter.default is not None and parameter.default is not False:
         default = f"{parameter.default:g}" if isinstance(parameter.default, float) else str(parameter.default)
-    return Row(typed, words.strip(), default.removesuffix("."), parameter.rich_help_panel or "Options")
+    return Row(typed, words, sentence(default))
+
+
+def sentence(text: str) -> str:
+    """The first sentence of `text`, without its dot."""
+    return re.split(r"(?<=\.)\s", text.strip())[0].removesuffix(".")
 
 
 def trainer() -> Iterator[str]:
@@ -179,4 +155,4 @@ def trainer() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    write_page("cli.md", [HEAD, EXIT_CODES, ENVIRONMENT, COMPLETION, *sections(), *trainer()])
+    write_page("cli.md", [HEAD, *sections(), *trainer()])

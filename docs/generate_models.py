@@ -85,15 +85,12 @@ STAGE_REASONS = {
 INTRODUCTION = """\
 # Models that are proved exact
 
-*Written by `docs/generate_models.py` with transformers {transformers} and torch {torch}. It tests all {number} types
-of causal language models that transformers has.*
+The {number} types of causal language models of transformers {transformers}, tried with torch {torch} by
+`docs/generate_models.py`.
 
-Before training, the trainer builds a small model of the same class. Its config switches on everything that yours does:
-patterns of layers, windows, scalings, experts. This small model runs a few sequences whole and in chunks (packed,
-split, and both in one chunk; K of 1 and 2) in float64, so that only rounding may differ. Your model is accepted if no
-gradient differs by more than {tolerance:.0e} of its norm, and refused otherwise. The result is kept in
-`~/.cache/chunkplan`. The proof is skipped for the types that the tests of this project cover. This page has the results
-for default configs.
+Before training, a small model with the features of your config runs whole and in chunks (packed, split, both; K of 1
+and 2) in float64. Yours is refused if a gradient differs by more than {tolerance:.0e} of its norm. Results are kept in
+`~/.cache/chunkplan`; types that the tests of this project cover need no proof. Below are default configs.
 
 | exact on one stage and on two | exact on one stage only | off | not proved |
 | --- | --- | --- | --- |
@@ -102,8 +99,7 @@ for default configs.
 
 OFF = """## Off
 
-Something crosses the border of a chunk that chunks do not carry. The error is that of the worst gradient, relative to
-its norm.
+Something crosses the border of a chunk that chunks do not carry; the error is of the worst gradient.
 """
 
 NOT_PROVED = """## Not proved

@@ -6,6 +6,7 @@ Run it after a change of one, with the extra `hf` installed: python docs/generat
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from textwrap import fill
@@ -20,9 +21,9 @@ from chunkplan.options import Options
 
 HEAD = """# The Python API
 
-Each command is also a function, which returns an object; functions named `write_...` write a file or a folder. Lengths
-are in tokens, and times in microseconds (`_us`), unless the name says otherwise. Paths may be strings. This analyzes
-the sample data, builds two plans and compares them; run it in the folder of the repository:
+Signatures of the functions that are also commands, of their options and of what they return. Lengths are in tokens,
+times in microseconds (`_us`). This analyzes the sample data, builds two plans and compares them, in the folder of the
+repository:
 
 ```python
 import chunkplan
@@ -40,12 +41,9 @@ for number in chunkplan.diff(plan.path, other.path).numbers:
     print(number.name, number.before, number.after)
 ```
 
-In a notebook, a plan or an analysis as the last line of a cell shows its facts as a table. `import chunkplan` is fast:
-what a name needs is imported when you first use it, and torch never.
-
-`make docs` writes this page from signatures and docstrings (`docs/generate_python_api.py`). `help(NAME)` shows the full
-docstring, and the types and methods of configurations. A default of `...` is long, or depends on other fields. Methods
-that a base class has too, and `to_dict()`, are not listed.
+`import chunkplan` imports what a name needs when you first use it, and torch never. `make docs` writes this page from
+signatures and docstrings (`docs/generate_python_api.py`); `help(NAME)` shows types and the full docstring. A default of
+`...` is long, or depends on other fields.
 """
 
 #: Command -> the functions that do what it does.
@@ -53,7 +51,7 @@ FUNCTIONS = {
     "analyze": ["chunkplan.analyze", "chunkplan.write_shard"],
     "merge": ["chunkplan.merge"],
     "tune": ["chunkplan.tune"],
-    "build": ["chunkplan.build", "chunkplan.build_like"],
+    "build": ["chunkplan.build", "chunkplan.build_like", "chunkplan.plan_step", "chunkplan.prewarm"],
     "inspect": [
         *("chunkplan.length_report", "chunkplan.plan_report", "chunkplan.view_chunk"),
         *("chunkplan.view_record", "chunkplan.write_report"),
@@ -127,7 +125,7 @@ All are a `chunkplan.errors.ChunkplanError` with `message`, `where`, `hint` and 
 
 RUNTIME = """## chunkplan_runtime
 
-Needs the extra `runtime`; `ChunkTrainer` ([chunk-trainer.md](chunk-trainer.md)) also needs `hf`.
+Needs the extra `runtime`; `ChunkTrainer` ([integrations.md](integrations.md#chunktrainer)) also needs `hf`.
 [runtime.md](runtime.md) explains how a plan is executed.
 
 ### A training loop of your own
@@ -153,22 +151,17 @@ for work in executor.stream("chunkplan-out/plan"):
 model.save_pretrained("trained")
 ```
 
-One process does the work of all ranks of the plan. One of several pipeline stages, or in which ranks share sequences,
-is refused with the command that builds one of the same steps for a single process (`chunkplan build --like PLAN --dp 1`
-and, for stages, `--pp 1 --schedule algorithm2`). An epoch is one of the plan: a stream that has ended gives no more.
-`from_model` takes [types](runtime.md#models) of models that gradients are exact for, also with LoRA adapters by peft,
-and refuses others by name, as it does weights in float16. Dtype, device, optimizer, learning rates and `model.train()`
-or `model.eval()` are yours, and the model's own attention is replaced only while a step runs. `step` adds to `.grad`,
-over all chunks of the step and in the dtype of the weights: so keep these in float32, under autocast. Weights in
-bfloat16 take less memory, and gradients lose bits.
-`examples/own_loop.py` is a program that goes on where it stopped.
+One process does the work of all ranks. A plan of several stages, or in which ranks share sequences, is refused with the
+command that builds one like it. `from_model` takes [types](runtime.md#models) that gradients are exact for, also with
+LoRA adapters by peft. `step` adds to `.grad` in the dtype of the weights: keep these in float32, under autocast. Dtype,
+device, optimizer, learning rates and `model.train()` are yours. `examples/own_loop.py` goes on where it stopped.
 
 ```python
 Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_loss=None, seed=0)
 ```
 
-`checkpointing` is a [level](cost-model.md#activation-checkpointing). With `kv_offload` keys and values of split
-sequences are in host memory. `router_loss` is that [of `ChunkTrainer`](chunk-trainer.md). `seed` is dropout's.
+`checkpointing` is a [level](cost-model.md#activation-checkpointing); `kv_offload` keeps keys and values of split
+sequences in host memory; `router_loss` is that [of `ChunkTrainer`](integrations.md#chunktrainer); `seed` is dropout's.
 """
 
 TRAINING = """## Training, parity and calibration
@@ -226,33 +219,25 @@ def is_configuration(thing: Any) -> bool:
 
 
 def signature(name: str, thing: Any) -> str:
-    """Format a signature, on one line where that is short enough; of a configuration names and defaults alone."""
+    """Format a signature, names and defaults alone, with what is returned; wrapped where it is long."""
     found = inspect.signature(thing)
     shown: list[str] = []
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
-        shown.append(assigned(parameter) if is_configuration(thing) else written(parameter))
+        shown.append(assigned(parameter))
     returns = "" if isinstance(thing, type) else f" -> {annotation(found.return_annotation)}"
     line = f"{name}({', '.join(shown)}){returns}"
-    if is_configuration(thing) and len(line) > WIDTH:
-        fields = fill(", ".join(shown), WIDTH, initial_indent="    ", subsequent_indent="    ")
-        return f"{name}(\n{fields},\n)"
-    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
-
-
-def written(parameter: inspect.Parameter) -> str:
-    """Format a parameter as `name: kind = default`."""
-    before = stars(parameter)
-    kind = "" if parameter.annotation is parameter.empty else f": {annotation(parameter.annotation)}"
-    if parameter.default is parameter.empty:
-        return f"{before}{parameter.name}{kind}"
-    return f"{before}{parameter.name}{kind} = {default_of(parameter)}"
+    if len(line) <= WIDTH:
+        return line
+    fields = fill(", ".join(shown), WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{name}(\n{fields},\n){returns}"
 
 
 def assigned(parameter: inspect.Parameter) -> str:
     """Format a parameter as `name=default`."""
-    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={default_of(parameter)}"
+    name = stars(parameter) + parameter.name
+    return name if parameter.default is parameter.empty else f"{name}={default_of(parameter)}"
 
 
 def default_of(parameter: inspect.Parameter) -> str:
@@ -285,8 +270,8 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def first_line(thing: Any) -> str:
-    """The first paragraph of a docstring."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    """The first sentence of a docstring."""
+    return re.split(r"(?<=\.)\s", " ".join((inspect.getdoc(thing) or "").split()))[0]
 
 
 def named() -> Iterator[tuple[str, str]]:

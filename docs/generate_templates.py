@@ -6,7 +6,6 @@ The templates are those that the library `trl` has of them (its folder `chat_tem
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from contextlib import suppress
 from importlib.metadata import version
@@ -43,33 +42,23 @@ TOOL: dict[str, Any] = {
 INTRODUCTION = """\
 # Conversations in the chat templates of models
 
-*Written by `docs/generate_templates.py`, with the chat templates that trl {trl} has of these models and
-transformers {transformers}.*
+Results of `analyze` for the chat templates that trl {trl} has of these models (transformers {transformers}; written by
+`docs/generate_templates.py`), of {number} conversations of each kind: turns of plain text; *system*: behind a system
+message; *thinking*: with `<think>` in the text; *reasoning*: with `reasoning_content`; *tools*: with calls and answers.
 
-How many of {number} conversations of each kind are kept; the template itself refuses the others, or leaves the call
-out of what it puts out. *How*: what counts is known from `{{% generation %}}` blocks, or from what the template puts
-out for each message ([data.md](data.md#tokenizers-and-chat-templates)). A dash: none is kept.
+*Not*: kinds of which the template refuses some, or leaves out the call. *Left out*: what it does not put out of those
+that are kept, which `analyze` counts: *thinking*, or of *earlier* turns alone; the text *beside calls*. *End*: what it
+puts behind the last answer; of none ([GLM-4.5](#glm-45)) `analyze` warns.
 
-- *turns*: one to four turns of plain text; *system*: the same behind a system message;
-- *thinking*: the same with `<think>` in the text; *reasoning*: with `reasoning_content` beside it;
-- *tools*: a tool that the conversation declares, a call of it with a text beside it, its answer and a turn after it.
-
-*Left out*: what the template does not put out of some of those that are kept, which `analyze` counts and tells:
-*thinking* also of a single turn, or of *earlier* turns alone; the text *beside calls*. *End*: what it puts behind the
-last answer; of what has none ([GLM-4.5](#glm-45)), `analyze` warns.
-
-| template | turns | system | thinking | reasoning | tools | left out | end | how |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| templates | not | left out | end |
+| --- | --- | --- | --- |
 """
 
 GLM = """
 ## GLM-4.5
 
-Its models take what begins the turn of somebody else for the end of theirs: `<|user|>` and `<|observation|>` are among
-the end tokens of their generation, beside `<|endoftext|>`. The template puts one of them behind each answer that
-another message follows, where it counts, and none behind the last: of a conversation with one answer nothing would
-teach the model to stop. These lines at the end of a copy of the template, given with `--chat-template`, put the token
-there, and it counts:
+Its models end a turn with what begins the next: `<|user|>` or `<|observation|>`. The template puts none behind the last
+answer, so nothing would teach the model to stop. These lines at the end of a copy, given with `--chat-template`, do:
 
 ```jinja
 {line}
@@ -112,18 +101,16 @@ def conversations(kind: str) -> list[Conversation]:
 KINDS = {kind: conversations(kind) for kind in ("turns", "system", "thinking", "reasoning", "tools")}
 
 
-def kept(template: ChatTemplate, kind: str) -> str:
-    """How many conversations of a kind are kept; a dash for none."""
-    number = 0
+def all_kept(template: ChatTemplate, kind: str) -> bool:
+    """True if all conversations of a kind are kept."""
     for asked in KINDS[kind]:
         try:
             template.render(asked)
         except RecordError as error:
             if not error.message.startswith(("the chat template raised", "the chat template leaves out the call")):
                 raise AssertionError(f"refused by us: {error.message}") from error
-        else:
-            number += 1
-    return str(number) if number else "-"
+            return False
+    return True
 
 
 def left_out(template: ChatTemplate) -> str:
@@ -151,14 +138,14 @@ def end(template: ChatTemplate) -> str:
 def page() -> str:
     """The text of the page."""
     text = INTRODUCTION.format(trl=version("trl"), transformers=version("transformers"), number=len(KINDS["turns"]))
+    rows: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(TEMPLATES.glob("*.jinja")):
         if path.stem.endswith("_training") or path.stem in PARTS_ONLY:
             continue
-        source = path.read_text(encoding="utf-8")
-        template = ChatTemplate(source, SPECIAL, path.stem)
-        how = "blocks" if re.search(r"{%-?\s*generation", source) else "messages"
-        found = [*(kept(template, kind) for kind in KINDS), left_out(template), end(template).replace("|", "\\|"), how]
-        text += f"| {path.stem} | {' | '.join(found)} |\n"
+        template = ChatTemplate(path.read_text(encoding="utf-8"), SPECIAL, path.stem)
+        refused = ", ".join(kind for kind in KINDS if not all_kept(template, kind)) or "-"
+        rows.setdefault((refused, left_out(template), end(template).replace("|", "\\|")), []).append(path.stem)
+    text += "".join(f"| {', '.join(names)} | {' | '.join(found)} |\n" for found, names in rows.items())
     return text + GLM.replace("{line}", GLM_LINE)
 
 

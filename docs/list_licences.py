@@ -1,4 +1,4 @@
-"""Writes licences.md: what chunkplan needs and under which licence, as the metadata of the installed packages say.
+"""Writes LICENCES.md: what chunkplan needs and under which licence, as the metadata of the installed packages say.
 
 Run it after a change of pyproject.toml or constraints.txt, with all of them installed: python docs/list_licences.py
 """
@@ -22,9 +22,9 @@ NOT_INSTALLED = {"bitsandbytes": "MIT", "flash-attn": "BSD-3-Clause", "liger-ker
 
 HEAD = """# Licences
 
-chunkplan is Apache-2.0 ([LICENSE](../LICENSE)). What it needs is installed beside it, unchanged. Below are the versions
+chunkplan is Apache-2.0 ([LICENSE](LICENSE)). What it needs is installed beside it, unchanged. Below are the versions
 that `make` installs (`constraints.txt`), each with the licence that its own metadata name; `docs/list_licences.py`
-writes this page. Sources and licences of the sample data are in [sample_data/README.md](../sample_data/README.md).
+writes this page. Sources and licences of the sample data are in [sample_data/README.md](sample_data/README.md).
 """
 
 
@@ -110,5 +110,5 @@ def write() -> str:
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("licences.md")
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "LICENCES.md"
     output.write_text(write(), encoding="utf-8", newline="\n")

@@ -52,7 +52,7 @@ LONGEST = (
     *("runtime/failures/test_watchdog", "runtime/models/test_compiled", "intake/test_left_over"),
     *("intake/test_interrupts", "intake/test_loss_flags", "runtime/models/test_recurrent"),
     *("runtime/distributed/test_train", "runtime/distributed/test_gradients", "runtime/distributed/test_held_memory"),
-    *("tuning/test_tuning", "cli/test_tune", "docs/test_distributed", "reporting/page/test_browser"),
+    *("tuning/test_search", "tuning/test_tuning", "cli/test_tune", "reporting/page/test_browser"),
     *("runtime/distributed/test_train_sharing", "runtime/training/test_resume", "runtime/proof/test_prove"),
     *("runtime/training/test_chunk_trainer", "runtime/test_parity", "test_clean_environment"),
 )

@@ -114,14 +114,20 @@ def test_parts_are_called_by_compiled_functions_alone() -> None:
             elif not marks & {"compiled", "inlined"} and not isinstance(node, ast.Import | ast.ImportFrom):
                 callers.append((path, node))
     assert len(parts) > 50
-    for path, node in callers:
-        known = {name for home, name in parts if home == path} | {
+    homes = {name: {home.stem for home, part in parts if part == name} for _, name in parts}
+    named = {
+        path: {name for home, name in parts if home == path}
+        | {
             alias.asname or alias.name
-            for each in ast.walk(trees[path])
+            for each in ast.walk(tree)
             if isinstance(each, ast.ImportFrom)
             for alias in each.names
-            if any(name == alias.name and home.stem == (each.module or "").split(".")[-1] for home, name in parts)
+            if (each.module or "").split(".")[-1] in homes.get(alias.name, ())
         }
+        for path, tree in trees.items()
+    }
+    for path, node in callers:
+        known = named[path]
         used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         assert not used & known, f"{path}: {used & known}"
 

@@ -81,7 +81,7 @@ def test_a_number_of_tokens_is_itself(tokens: int) -> None:
 
 
 def test_tokens_may_have_a_unit_wherever_they_are_asked_for(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text('chunk-size = "4k"\nk = 2\nmemory_tokens = "16k"\n')
+    (tmp_path / "plan.toml").write_text('chunk-size = "4k"\nk = 2\nmax_activation_tokens = "16k"\n')
     assert run("build", "lengths.npy", "--config", "plan.toml", "--output", "of-file").code == 0
     assert run("build", "lengths.npy", "--chunk-size", "4K", "--k", "2,16k:1", "--output", "of-flags").code == 0
     of_file, of_flags = (load_plan(tmp_path / name).config for name in ("of-file", "of-flags"))
@@ -98,7 +98,7 @@ def test_a_flag_a_file_and_python_refuse_the_same_value_in_the_same_words(name: 
     one = options_of(PlanConfig)[name]
     with pytest.raises(UsageError, match=re.escape(f"expected {one.domain.expected}")):
         PlanConfig(**({"chunk_size": 8, "k": 1} | {name: "no way"}))
-    (tmp_path / "plan.toml").write_text(f'{name} = "no way"\n')
+    (tmp_path / "plan.toml").write_text(f'{one.called} = "no way"\n')
     in_file = one.domain.expected if name != "part" else "unknown entry `part`"
     with pytest.raises(UsageError, match=re.escape(in_file)):
         read_toml(tmp_path / "plan.toml", PlanConfig)

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from tests.support.places import ROOT
 
-LICENCES = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+LICENCES = (ROOT / "LICENCES.md").read_text(encoding="utf-8")
 LISTED = runpy.run_path(str(ROOT / "docs" / "list_licences.py"))
 
 #: Imports every module of three packages, and every public name; none is left out for a package that is not there.

@@ -59,12 +59,12 @@ def test_what_is_built_of_the_sdist_is_the_same_to_the_byte(built: Built, tmp_pa
 
 
 def test_the_metadata_ask_for_what_is_documented(built: Built) -> None:
-    """Without an extra what docs/licences.md has; extras that a document or a message names exist."""
+    """Without an extra what LICENCES.md has; extras that a document or a message names exist."""
     with zipfile.ZipFile(built.wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     asked = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
-    licences = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    licences = (ROOT / "LICENCES.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| (\S+) \|.*\| (?:.*, )?chunkplan(?:, .*)? \|$", licences, re.M)
     assert sorted(re.match(r"[\w-]+", each)[0] for each in asked) == sorted(documented)
     assert metadata["License-Expression"] == "Apache-2.0"

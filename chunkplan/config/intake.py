@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -156,6 +158,41 @@ IGNORED = Domain(
 FILES = replace(
     IGNORED, expected="a list of files, folders or patterns", typed="FILE", metavar="FILE", example="dev.jsonl"
 )
+
+
+def _read_variables(typed: list[str]) -> dict[str, Any]:
+    """Values by name: of JSON where they are, else texts; ["enable_thinking=false", "effort=high"]."""
+    found: dict[str, Any] = {}
+    for words in typed:
+        name, sign, value = words.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(words)
+        found[name] = value
+        with suppress(ValueError, RecursionError):
+            found[name] = json.loads(value)
+    return found
+
+
+VARIABLES = Domain(
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+    "values by name",
+    read=_read_variables,
+    typed="NAME=VALUE",
+    metavar="KEY=VAL",
+    example="enable_thinking=false",
+    is_repeated=True,
+)
+
+#: Signs that a separator of texts has as they are typed.
+_SIGNS = {r"\n": "\n", r"\t": "\t", r"\f": "\f", r"\r": "\r"}
+SEPARATOR = Domain(
+    lambda value: isinstance(value, str) and bool(value),
+    r"line, or what stands between two texts, such as '\n\n'",
+    read=lambda typed: re.sub(r"\\[ntfr]", lambda sign: _SIGNS[sign[0]], typed),
+    metavar="SEP",
+    completed=("line",),
+    example="line",
+)
 RECORD_BYTES = Domain(
     holds=lambda value: type(value) is int and 1 <= value < 10**15,
     expected="megabytes above 0",
@@ -165,6 +202,9 @@ RECORD_BYTES = Domain(
 )
 
 _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
+
+#: Options that a manifest has only where they are given.
+_UNSAID = {"chat_template_kwargs": {}, "text_split": None, "text_end": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +255,34 @@ class IntakeOptions(Options):
         default_words="",
         flag="--ignore-column",
     )
+    chat_template_kwargs: Mapping[str, Any] = option(
+        VARIABLES,
+        "A variable for the chat template, such as enable_thinking=false; `chat_template_kwargs` of a record goes "
+        "before it. Repeatable.",
+        group=_TOKENS,
+        default={},
+        default_words="",
+        flag="--template-kwargs",
+    )
+    text_split: str | None = option(
+        SEPARATOR,
+        r"Split text files (.txt) into a record for each line (line), or at a separator such as '\n\n'.",
+        group=_TOKENS,
+        default=None,
+        default_words="a file is one record",
+    )
+    text_end: Literal["auto", "eos"] = option(
+        one_of("auto", "eos", metavar="WHAT"),
+        "The token behind each plain text: as the tokenizer's configuration says (auto), or its `eos_token` (eos).",
+        group=_TOKENS,
+        default="auto",
+    )
     turns: Turns = option(
         one_of("rendered", "last", "each", metavar="WHAT"),
         "Turns of the assistant that are trained: all, as the chat template renders them (rendered); only the last "
         "one (last); or each in a sequence of its own, which ends with it (each).",
         group=_TOKENS,
+        called="train-turns",
         default="rendered",
     )
     max_length: int | None = option(
@@ -229,6 +292,7 @@ class IntakeOptions(Options):
         one_of("error", "drop", "truncate", metavar="WHAT"),
         "What to do with sequences over --max-length: error, drop or truncate.",
         group=_TOKENS,
+        called="overlong",
         default="truncate",
     )
     on_error: Literal["stop", "skip"] = option(
@@ -242,6 +306,7 @@ class IntakeOptions(Options):
         one_of("error", "drop", metavar="WHAT"),
         "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error or drop.",
         group=_DATA,
+        called="kto-negatives",
         default="error",
     )
     tokens: bool = option(
@@ -268,7 +333,7 @@ class IntakeOptions(Options):
         """Refuse to treat long sequences where none is too long."""
         if self.long != "truncate" and self.max_length is None:
             raise UsageError(
-                f"--long {self.long} without a maximum length", hint="say with --max-length what is too long"
+                f"--overlong {self.long} without a maximum length", hint="say with --max-length what is too long"
             )
 
     @property
@@ -278,4 +343,5 @@ class IntakeOptions(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON values."""
-        return asdict(self) | {"columns": dict(self.columns), "formats": dict(self.formats)}
+        found = asdict(self) | {"columns": dict(self.columns), "formats": dict(self.formats)}
+        return {name: value for name, value in found.items() if name not in _UNSAID or value != _UNSAID[name]}

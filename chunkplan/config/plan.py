@@ -107,6 +107,14 @@ CP = Domain(
 )
 K = replace(whole(1, MOST), read=read_k, typed="a number, or also TOKENS:K as in 8,131072:2")
 K_BY_LENGTH = Domain(_is_k_by_length, "pairs of tokens and K, both from 1, tokens ascending", load=_load_pairs)
+MICRO_BATCHES = Domain(
+    holds=lambda value: value == "fewest" if isinstance(value, str) else type(value) is int and 1 <= value <= MOST,
+    expected="fewest, or a whole number from 1",
+    read=lambda typed: int(typed) if typed.isdecimal() else typed,
+    metavar="N|fewest",
+    completed=("fewest",),
+    example="fewest",
+)
 HOLDOUT = Domain(
     holds=lambda value: (type(value) is int and value >= 1) or (type(value) is float and 0 < value < 1),
     expected="a share between 0 and 1, or a whole number of sequences from 1",
@@ -127,8 +135,14 @@ WEIGHTS = Domain(
 _CHUNKS, _DATA, _RANKS, _ORDER = "Chunks", "What a step holds", "Ranks and stages", "Order on a pipeline"
 
 
-#: What is no entry of a manifest, as plans before version 5 have none of the name.
-_NOTHING: dict[str, object] = {"cp": "off", "stage_layers": None, "keep_attention": "off"}
+#: Entries that a manifest lacks where they say nothing, and what they are then.
+MAY_LACK: dict[str, object] = {
+    "cp": "off",
+    "stage_layers": None,
+    "keep_attention": "off",
+    "micro_batches": None,
+    "equal_sequences": False,
+}
 
 
 def _may_share(config: PlanConfig) -> bool:
@@ -198,6 +212,7 @@ class PlanConfig(Options):
         tokens(1, 2**62 - 1),
         "Most tokens whose activations a stage may hold.",
         group=_ORDER,
+        called="max-activation-tokens",
         default=None,
         default_words="no bound",
     )
@@ -207,13 +222,15 @@ class PlanConfig(Options):
         "Cut a long sequence at ChunkSize (full), into parts of equal length (even), or of equal predicted time "
         "(cost), or refuse it (none).",
         group=_CHUNKS,
-        default="full",
+        depends=lambda config: "full" if config.micro_batches is None else "none",
+        default_words="full, or none with --micro-batches",
         also={"--no-split": "none"},
     )
     tail_sharing: bool = option(
         FLAG,
         "Fill the free room in the chunks of split sequences with short ones.",
         group=_CHUNKS,
+        called="fill-tails",
         depends=lambda config: config.pp == 1,
         default_words="on one stage",
     )
@@ -235,6 +252,15 @@ class PlanConfig(Options):
         "Give every rank the same number of chunks, which some trainers need for ZeRO-3.",
         group=_RANKS,
         default=False,
+    )
+    micro_batches: int | str | None = option(
+        MICRO_BATCHES,
+        "Chunks of whole sequences that every rank has in a step, none empty: as many, or as few as possible (fewest).",
+        group=_RANKS,
+        default=None,
+    )
+    equal_sequences: bool = option(
+        FLAG, "With --micro-batches, also give every rank the same number of sequences.", group=_RANKS, default=False
     )
     cp: str | int = option(
         CP,
@@ -283,8 +309,8 @@ class PlanConfig(Options):
             )
         if self.memory_tokens is not None and self.memory_tokens < self.chunk_size:
             raise UsageError(
-                f"memory-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
-                hint="a stage holds one chunk at least: raise memory-tokens or lower chunk-size",
+                f"max-activation-tokens is {self.memory_tokens:,}: below one chunk of {self.chunk_size:,}",
+                hint="a stage holds one chunk at least: raise max-activation-tokens or lower chunk-size",
             )
         num_model_stages = self.pp * self.virtual_stages
         if self.stage_layers is not None and len(self.stage_layers) != num_model_stages:
@@ -294,6 +320,7 @@ class PlanConfig(Options):
                 hint="give as many, or leave it out",
             )
         self._check_groups()
+        self._check_micro_batches()
         for source, weight in (self.mix or {}).items():
             is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MAX_WEIGHT
             if not is_number and read_share(weight) is None:
@@ -303,6 +330,27 @@ class PlanConfig(Options):
                     hint="70% is a share of the sequences of an epoch; 2 takes every sequence of it twice an epoch, "
                     "0.5 every other, 0 none",
                 )
+
+    def _check_micro_batches(self) -> None:
+        """Refuse what has no effect on whole sequences in as many micro-batches on every rank."""
+        if self.micro_batches is None:
+            if self.equal_sequences:
+                raise UsageError(
+                    "equal-sequences goes with micro-batches, of which there is no number",
+                    hint="add --micro-batches fewest, or leave equal-sequences out",
+                )
+            return
+        if self.split != "none":
+            raise UsageError(
+                f"micro-batches are of whole sequences, and split is {self.split}", hint="leave split out, or use none"
+            )
+        others = {
+            "equal-chunks": self.equal_chunks,
+            "balance": self.balance != "spread",
+            "packing": self.packing != "auto",
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise UsageError(f"{name} has no effect beside micro-batches", hint=f"leave {name} out")
 
     def _check_groups(self) -> None:
         """Refuse context-parallel groups that the ranks cannot be divided into, or that an order is not made for."""
@@ -349,13 +397,13 @@ class PlanConfig(Options):
         return tuple(sizes)
 
     def entries(self) -> dict[str, object]:
-        """The configuration as manifests and hashes have it: without entries of `_NOTHING` that say nothing."""
-        return {name: value for name, value in asdict(self).items() if name not in _NOTHING or value != _NOTHING[name]}
+        """The configuration as manifests and hashes have it: without entries of `MAY_LACK` that say nothing."""
+        return {name: value for name, value in asdict(self).items() if name not in MAY_LACK or value != MAY_LACK[name]}
 
     @classmethod
     def from_entries(cls, entries: dict[str, Any]) -> PlanConfig:
         """Read a configuration from `entries`, as `Options.from_entries` does; entries of older plans may lack."""
-        return super().from_entries(_NOTHING | entries)
+        return super().from_entries(MAY_LACK | entries)
 
     @property
     def placement(self) -> StagePlacement:

@@ -30,10 +30,10 @@ _GRADIENTS_OF_HIDDEN = 2
 
 
 #: Layers that follow one another, of one kind and with one level of activation checkpointing, and how many they are.
-Run = tuple[Layer, Checkpointing, int]
+LayerRun = tuple[Layer, Checkpointing, int]
 
 
-def runs_of(cost: CostModel, layers: Sequence[int]) -> list[list[Run]]:
+def runs_of(cost: CostModel, layers: Sequence[int]) -> list[list[LayerRun]]:
     """The runs of layers of model stages with so many `layers` each, first to last."""
     shape = cost.shape
     rest = iter(zip((shape.kinds[place] for place in shape.order), cost.levels, strict=True))

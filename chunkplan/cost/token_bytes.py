@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from chunkplan.cost.activations import Run, activation_bytes_per_token, pending_bytes_per_token
+from chunkplan.cost.activations import LayerRun, activation_bytes_per_token, pending_bytes_per_token
 from chunkplan.cost.checkpointing import attention_bytes
 from chunkplan.cost.durations import Float64Array
 from chunkplan.cost.model import CostModel
@@ -81,7 +81,7 @@ class MemoryRates(NamedTuple):
 
 
 def token_bytes(
-    cost: CostModel, own: Sequence[Sequence[Run]], chunk_size: int, around: Sequence[float] | None = None
+    cost: CostModel, own: Sequence[Sequence[LayerRun]], chunk_size: int, around: Sequence[float] | None = None
 ) -> TokenBytes:
     """Bytes of a token on a GPU of a stage whose virtual stages have the layers `own`, with what each holds `around`
     its layers (None: nothing)."""
@@ -109,7 +109,7 @@ def token_bytes(
     )
 
 
-def kept_attention_bytes(cost: CostModel, own: Sequence[Sequence[Run]]) -> list[float]:
+def kept_attention_bytes(cost: CostModel, own: Sequence[Sequence[LayerRun]]) -> list[float]:
     """Bytes on a GPU per token that keeps attention, for each virtual stage with the layers `own`."""
     sizes = ([count * attention_bytes(layer, cost.num_bytes) for layer, _, count in layers] for layers in own)
     return [sum(each) / cost.tp for each in sizes]
@@ -141,7 +141,7 @@ def key_gradients(cost: CostModel, layers: Layers, chunk_size: int, pp: int) -> 
     return found
 
 
-def without_levels(own: Sequence[Sequence[Run]]) -> list[tuple[Layer, int]]:
+def without_levels(own: Sequence[Sequence[LayerRun]]) -> list[tuple[Layer, int]]:
     """The layers of some virtual stages, and how many there are of each."""
     return [(layer, count) for layers in own for layer, _, count in layers]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def find_record(
     None. Raises UsageError: there is no such file or record, or nobody can tell which one is meant; DataError: the file
     cannot be read, or no schema fits its records.
     """
-    file = _one_file(place.path, suffixes_of(options.formats))
+    file = _one_file(place.path, options)
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)
     source = Source(file, overrides_of_sources(options, paths)[index])
     with temporary_folder(Path(tempfile.gettempdir()), "chunkplan") as spool:
@@ -99,11 +99,12 @@ def find_record(
     )
 
 
-def _one_file(path: str, suffixes: Mapping[str, str]) -> SourceFile:
+def _one_file(path: str, options: IntakeOptions) -> SourceFile:
     if path != STDIN and not is_url(path) and not Path(path).is_file():
         what = f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"
         raise UsageError(what, hint="name a file of data and a line of it: FILE:LINE")
-    files = [file for file in find_sources([path], [], suffixes) if file.kind != LINK]
+    found = find_sources([path], [], suffixes_of(options.formats), text_split=options.text_split)
+    files = [file for file in found if file.kind != LINK]
     if len(files) != 1:
         raise UsageError(f"{path} stands for several files", hint="name one of them and a line of it: FILE:LINE")
     return files[0]
@@ -113,13 +114,13 @@ def _row(place: TypedPlace, source: Source) -> int:
     """The row that is meant, from 0; raises UsageError where records of this source are not named that way."""
     first = record_place(source.name, source.format, 0)
     match source.format, place.kind:
-        case "text", "file":
+        case "text", "file" if source.file.text_split is None:
             return 0
-        case "text", _:
+        case "text", _ if source.file.text_split is None:
             raise UsageError(f"{source.name} is one record, its whole text", hint=f"give '{first}'")
         case "jsonl", "line" if place.number:
             return place.number - 1
-        case "npy" | "parquet" | "arrow" | "json", "record":
+        case "npy" | "parquet" | "arrow" | "json" | "csv" | "tsv" | "text", "record":
             return place.number
     counted_from = "lines are counted from 1" if source.format == "jsonl" else "its records are counted from 0"
     hint = f"{counted_from}: '{first}' is the first"

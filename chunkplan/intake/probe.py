@@ -18,7 +18,7 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, name_of
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import cut, default_columns, first_records, is_stream, read
-from chunkplan.intake.readers.streams import Taken, chunks, contents
+from chunkplan.intake.readers.streams import ByteCounter, chunks, contents
 from chunkplan.intake.records import JsonObject, RecordError, Rejected
 from chunkplan.intake.schemas import RecordLayout, detect, parse
 from chunkplan.intake.schemas.detection import columns_inside, is_null, refuse_missing
@@ -56,7 +56,7 @@ def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> Re
     is_once = file.num_bytes is None and not is_url(file.path)
     if file.kind == LINK or is_once or (is_url(file.path) and file.kind in _FETCHED):
         return None
-    if file.kind == "text":
+    if file.kind == "text" and file.text_split is None:
         if file.num_bytes != 0 or file.compression:  # an empty text is a blank record
             next(chunks(file.path, file.compression, is_look=True))
         return None
@@ -165,7 +165,7 @@ def find_layout(source: Source, records: Sequence[JsonObject]) -> RecordLayout:
 
 def _beginning(file: SourceFile, index: int, options: IntakeOptions, spool: Path) -> Piece | None:
     """The first lines of a file that has to be read in order, as a temporary piece; None if the first is very long."""
-    data, reader = contents(file, Taken(), is_look=True)
+    data, reader = contents(file, ByteCounter(), is_look=True)
     head = bytearray()
     is_whole = True
     try:

@@ -147,9 +147,9 @@ def _encoder(settings: IntakeSettings) -> RecordTokenizer | None:
     if settings.tokenizer is None:
         return None
     arguments = settings.tokenizer, settings.chat_template, settings.today
-    if (loaded := _load(*arguments)).identity != settings.identity:
+    if (loaded := _load(*arguments).as_asked(settings.options)).identity != settings.identity:
         _load.cache_clear()
-        loaded = _load(*arguments)
+        loaded = _load(*arguments).as_asked(settings.options)
     return loaded
 
 
@@ -318,8 +318,8 @@ def too_long(number: int, num_tokens: int, max_length: int | None) -> Rejected:
     """The entry of a record whose sequence has more tokens than are asked for, or than there can be."""
     limit = _LONGEST if max_length is None else max_length
     hint = (
-        f"raise --max-length; --long truncate cuts {num_tokens - limit:,} tokens off it, --long drop leaves it out; "
-        "both do so with all that are longer, counted"
+        f"raise --max-length; --overlong truncate cuts {num_tokens - limit:,} tokens off it, --overlong drop leaves it "
+        "out; both do so with all that are longer, counted"
         if max_length is not None
         else "split the record; that is the most a plan can address"
     )

@@ -74,8 +74,8 @@ class IntakeRequest:
 
 
 @dataclass(frozen=True)
-class Done:
-    """All sources with the results of their pieces, where these are, and the manifest's entry for the tokenizer."""
+class IntakeResult:
+    """All sources with the results of their pieces, the store of these, and the manifest's entry for the tokenizer."""
 
     sources: list[Source]
     store: Store
@@ -150,7 +150,7 @@ def write_analysis(request: IntakeRequest, output: Path) -> Analysis:
 
 
 @contextmanager
-def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[Done]:
+def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | None = None) -> Iterator[IntakeResult]:
     """Process all pieces, or those of a shard (I, N); they are in the store at least until the block ends.
 
     Until then no other run writes the folder `output`, which they are for. Raises as `analyze` does; an error of
@@ -160,7 +160,8 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     beside: list[str] = []
     train, evaluation = _by_part(request.paths)
-    files = find_sources(train, beside, suffixes_of(request.options.formats), evaluation=evaluation)
+    suffixes, split = suffixes_of(request.options.formats), request.options.text_split
+    files = find_sources(train, beside, suffixes, evaluation=evaluation, text_split=split)
     if request.beside is not None:
         request.beside(beside)
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
@@ -191,7 +192,7 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
                     run.run(runner, report)
                 finally:
                     store.clean()  # processes that were ended at once leave their pieces behind
-            yield Done(run.sources, store, settings, tokenizer)
+            yield IntakeResult(run.sources, store, settings, tokenizer)
 
 
 def _by_part(paths: Paths | Mapping[str, Paths]) -> list[Sequence[str | Path]]:
@@ -219,7 +220,7 @@ def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry
     if tokenizer is None and template is not None:
         raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
     today = date.today().isoformat()
-    encoder = None if tokenizer is None else load_tokenizer(tokenizer, template, today=today)
+    encoder = load_tokenizer(tokenizer, template, today=today).as_asked(request.options) if tokenizer else None
     settings = IntakeSettings(
         tokenizer=tokenizer,
         chat_template=template,

@@ -77,10 +77,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools a chat template may describe to the model."""
+    """Messages, the tools a chat template may describe to the model, and further variables of the template."""
 
     messages: tuple[Message, ...]
     tools: list[JsonObject] | None = None
+    variables: JsonObject | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,14 @@ class Exchange:
     system: str | None
     prompt: str
     completion: str
+    variables: JsonObject | None = None
 
     @property
     def conversation(self) -> Conversation:
         """The exchange as messages."""
         system = () if self.system is None else (Message("system", self.system),)
-        return Conversation((*system, Message("user", self.prompt), Message("assistant", self.completion)))
+        messages = (*system, Message("user", self.prompt), Message("assistant", self.completion))
+        return Conversation(messages, variables=self.variables)
 
     @property
     def plain(self) -> PromptRecord:
@@ -156,7 +159,7 @@ REASONS = {
 HINTS_OF_ALL = {
     "empty": "give files with at least one record that is not blank",
     "undesirable": "give records with good answers too, or remove `label` if it means another thing",
-    "too-long": "raise --max-length, or say --long truncate",
+    "too-long": "raise --max-length, or say --overlong truncate",
 }
 
 

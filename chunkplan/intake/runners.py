@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,11 +59,11 @@ class Task(NamedTuple):
 #: Called with bytes and tokens since the last call.
 Report = Callable[[int, int], None]
 
-#: What came of each task, in whichever order they end: an error ends the run, and after it none begins.
+#: The result of each task, in the order in which they end: an error ends the run, and no task begins after it.
 Outcomes = Iterator[tuple[Task, PieceResult | ChunkplanError]]
 
 #: The outcome of a task, and its bytes and tokens that have not been reported.
-_Done = tuple[PieceResult | ChunkplanError, int, int]
+_TaskResult = tuple[PieceResult | ChunkplanError, int, int]
 
 
 def run_here(tasks: Iterator[Task], settings: IntakeSettings, report: Report) -> Outcomes:
@@ -88,8 +89,8 @@ def _attempt(settings: IntakeSettings, task: Task, report: Report) -> PieceResul
 
 def _run(
     tasks: Iterator[Task],
-    running: dict[Future[_Done], Task],
-    submit: Callable[[Task], Future[_Done]],
+    running: dict[Future[_TaskResult], Task],
+    submit: Callable[[Task], Future[_TaskResult]],
     most: Callable[[], int],
     look: Callable[[bool], None],
     report: Report,
@@ -172,7 +173,7 @@ def run_in_processes(tasks: Iterator[Task], settings: IntakeSettings, report: Re
 
     Raises ChunkplanError: a process was killed.
     """
-    running: dict[Future[_Done], Task] = {}
+    running: dict[Future[_TaskResult], Task] = {}
 
     def look(is_more: bool) -> None:
         for num_bytes, num_tokens in workers.progress():
@@ -181,8 +182,8 @@ def run_in_processes(tasks: Iterator[Task], settings: IntakeSettings, report: Re
             workers.num_threads.value = workers.num_workers
 
     with workers, _named_errors(BrokenProcessPool):
-        most = workers.num_workers + _WAITING
-        yield from _run(tasks, running, lambda task: workers.submit(_do, settings, task), lambda: most, look, report)
+        submit, most = partial(workers.submit, _run_task, settings), workers.num_workers + _WAITING
+        yield from _run(tasks, running, submit, lambda: most, look, report)
 
 
 @contextmanager
@@ -231,7 +232,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(settings: IntakeSettings, task: Task) -> _Done:
+def _run_task(settings: IntakeSettings, task: Task) -> _TaskResult:
     """Run a task in a worker process, which reports its progress."""
     progress, num_threads = _shared
 
@@ -256,17 +257,17 @@ def run_on_ray(
     except ImportError as error:
         raise UsageError("Ray is not installed", hint=pip_install("ray")) from error
     ray: Any = package
-    running: dict[Future[_Done], Task] = {}
+    running: dict[Future[_TaskResult], Task] = {}
 
     def most() -> int:
         return int(ray.cluster_resources().get("CPU", 1)) * (1 + _WAITING)
 
     with _connected(ray, address, num_workers):
         try:
-            remote, shared = ray.remote(num_cpus=1)(_do_on_ray), ray.put(settings)
+            remote, shared = ray.remote(num_cpus=1)(_run_task_on_ray), ray.put(settings)
 
-            def submit(task: Task) -> Future[_Done]:
-                return cast(Future[_Done], remote.remote(shared, task).future())
+            def submit(task: Task) -> Future[_TaskResult]:
+                return cast(Future[_TaskResult], remote.remote(shared, task).future())
 
             yield from _run(tasks, running, submit, most, lambda is_more: None, report)
         except ray.exceptions.RayError as error:
@@ -279,7 +280,7 @@ def run_on_ray(
                 ray.cancel(future.object_ref, force=True)  # type: ignore[attr-defined]
 
 
-def _do_on_ray(settings: IntakeSettings, task: Task) -> _Done:
+def _run_task_on_ray(settings: IntakeSettings, task: Task) -> _TaskResult:
     reports: list[tuple[int, int]] = []
     outcome = _attempt(settings, task, lambda num_bytes, num_tokens: reports.append((num_bytes, num_tokens)))
     return outcome, sum(num_bytes for num_bytes, _ in reports), sum(num_tokens for _, num_tokens in reports)

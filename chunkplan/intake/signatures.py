@@ -37,12 +37,10 @@ _STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
 #: The suffix of what is compressed, by the name that Arrow has for it.
 _PACKINGS = {"gzip": "gz", "zstd": "zst", "bz2": "bz2"}
 
-#: How other files begin, or texts are named: the Python that writes Parquet, with the file and the new one in it.
+#: How other files begin: the Python that writes Parquet, with the file and the new one in it.
 _TO_PARQUET = {
     b"ORC": "import pyarrow.orc as o, pyarrow.parquet as p; p.write_table(o.read_table(%s), %s)",
     b"Obj\x01": "import polars; polars.read_avro(%s).write_parquet(%s)",
-    ".csv": "import polars; polars.read_csv(%s, infer_schema=False).write_parquet(%s)",
-    ".tsv": r'import polars; polars.read_csv(%s, infer_schema=False, separator="\t").write_parquet(%s)',
 }
 
 #: What unpacks a file of one other, and what such files begin with.
@@ -50,7 +48,7 @@ _UNPACK = "import {0}, shutil; shutil.copyfileobj({0}.open(%s), open(%s, 'xb'))"
 _MODULES = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
 
 #: How the names of texts end of which the whole is no text to be trained.
-_STRUCTURED = {".csv", ".tsv", ".psv", ".tab", ".yaml", ".yml", ".toml", ".xml", ".ini", ".sql", ".ipynb", ".svg"}
+_STRUCTURED = {".psv", ".tab", ".yaml", ".yml", ".toml", ".xml", ".ini", ".sql", ".ipynb", ".svg"}
 
 #: What is in every file of an office, which is an archive by its bytes.
 _OFFICE = {"[Content_Types].xml", "mimetype"}
@@ -93,7 +91,7 @@ def what_to_do(path: str) -> str:
         words = "it is one text, the whole file a record" if kind == "txt" else f"its bytes are those of .{kind}"
         format_of_it = ".".join([kind, *([packing] if packing else [])])
         return f"{words}: --format {shlex.quote(f'{name}={format_of_it}')}"
-    return (is_here and (_of_archive(path, stored, head) or _by_python(path, stored, head, suffix))) or _WRITE
+    return (is_here and (_of_archive(path, stored, head) or _by_python(path, stored, head))) or _WRITE
 
 
 def _content(stored: bytes, codec: str | None) -> bytes:
@@ -165,15 +163,12 @@ def _of_one_sample(names: Sequence[str]) -> list[str]:
     return next((files for (_, stem), files in stems.items() if stem and len(files) > 1), [])
 
 
-def _by_python(path: str, stored: bytes, head: bytes, suffix: str) -> str | None:
+def _by_python(path: str, stored: bytes, head: bytes) -> str | None:
     """The command that writes what is read, from the file at `path`; None where there is none."""
     module = next((module for begin, module in _MODULES.items() if stored.startswith(begin)), None)
-    to_parquet = next((code for begin, code in _TO_PARQUET.items() if begin in (suffix, head[: len(begin)])), None)
-    if suffix in _TO_PARQUET and not _text(head):
-        to_parquet = None
+    to_parquet = next((code for begin, code in _TO_PARQUET.items() if head.startswith(begin)), None)
     if to_parquet and module in (None, "gzip"):
         new, code, what = f"{path}.parquet", to_parquet, "writes it as Parquet"
-        what += ", if its first line names the columns" if suffix in _TO_PARQUET else ""
     elif module and path.endswith((".gz", ".bz2", ".xz")):
         new, code, what = path.rpartition(".")[0], _UNPACK.format(module), "unpacks it"
     else:

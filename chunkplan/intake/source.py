@@ -58,7 +58,9 @@ class Source:
     def request(self) -> str:
         """The requested format and layout as JSON."""
         columns, schema, ignored = self.overrides
-        return json.dumps([self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored)])
+        split = [self.file.text_split] if self.file.text_split else []
+        asked = [self.file.kind, self.file.compression, schema, sorted(columns.items()), sorted(ignored), *split]
+        return json.dumps(asked)
 
     @property
     def is_complete(self) -> bool:

@@ -39,11 +39,13 @@ _KINDS = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".txt": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".npy": "npy",
 }
-_TEXT_KINDS = ("jsonl", "json", "text")
+_TEXT_KINDS = ("jsonl", "json", "text", "csv", "tsv")
 
 #: Suffixes that are read, for people.
 KNOWN = f"{', '.join(_KINDS)}; {', '.join(k for k, v in _KINDS.items() if v in _TEXT_KINDS)} also with " + ", ".join(
@@ -76,11 +78,12 @@ _LONGEST_PATH = 1 << 16
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input. `kind` is jsonl, json, parquet, arrow, text, npy or link; `compression` None, gzip, zstd or bz2.
+    """One input. `kind` is one of `_KINDS` or link; `compression` None, gzip, zstd or bz2.
 
     `path` is a path, a URL, or "-". `num_bytes` is None for what can only be read once: the standard input and pipes.
     A link is one to a folder, in which nothing is read. `damage` says why something in a folder cannot be opened.
-    What `is_evaluation` is evaluated on, and not trained.
+    What `is_evaluation` is evaluated on, and not trained. A text is a record for each line where `text_split` is
+    "line", or for each stretch between two separators.
     """
 
     path: str
@@ -89,6 +92,7 @@ class SourceFile:
     num_bytes: int | None
     damage: str | None = None
     is_evaluation: bool = False
+    text_split: str | None = None
 
 
 def describe(path: str) -> tuple[str, str | None] | None:
@@ -114,6 +118,7 @@ class _Search:
 
     beside: list[str]
     suffixes: Mapping[str, str]
+    text_split: str | None = None
 
     def describe(self, path: str) -> tuple[str, str | None] | None:
         """Like `describe`, by the user's suffix if one is given."""
@@ -139,6 +144,7 @@ def find_sources(
     suffixes: Mapping[str, str] | None = None,
     *,
     evaluation: Sequence[str | Path] = (),
+    text_split: str | None = None,
 ) -> list[SourceFile]:
     """The sources that `paths` name, in order, then those to evaluate on; a file that is named twice is two of them.
 
@@ -156,14 +162,14 @@ def find_sources(
     standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
     its files are.
     """
-    search = _Search([] if beside is None else beside, suffixes or {})
+    search = _Search([] if beside is None else beside, suffixes or {}, text_split)
     for name, suffix in search.suffixes.items():
         if describe(f"x.{suffix.removeprefix('.')}") is None:
             place = SourceOverrides.of(search.suffixes).place(name, "--format")
             raise UsageError(
                 f"{place}: there is no such schema, and no such kind of file",
                 hint=f"a schema is one of {', '.join(SCHEMAS)}; a file is one of "
-                f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first four also such as jsonl.gz",
+                f"{', '.join(suffix[1:] for suffix in _KINDS)}, the first six also such as jsonl.gz",
             )
     evaluated = [replace(one, is_evaluation=True) for path in map(str, evaluation) for one in _find(path, search)]
     places = {_place(source) for source in evaluated}
@@ -206,7 +212,8 @@ def _source(files: Files, path: str, search: _Search) -> SourceFile:
     num_bytes = files.size(path)
     if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
         described = by_bytes(path, *described)
-    return SourceFile(path, *described, num_bytes)
+    split = search.text_split if described[0] == "text" else None
+    return SourceFile(path, *described, num_bytes, text_split=split)
 
 
 def _found(files: Files, path: str, search: _Search) -> SourceFile:

@@ -8,15 +8,17 @@ rendered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import date, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jinja2
+from jinja2.meta import find_undeclared_variables
 
-from chunkplan.errors import DataError
+from chunkplan.errors import DataError, UsageError
 from chunkplan.intake.pieces import LEFT_OUT
 from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError
 from chunkplan.intake.template_messages import (
@@ -45,6 +47,12 @@ from chunkplan.intake.template_turns import MOST_SHAPES, Prompts, Tools, TurnFin
 
 T = TypeVar("T")
 
+#: Variables of a template that are a conversation itself, or that say to stop in the middle of it.
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+#: Sets of variables of which the templates are kept; data has a few.
+_MOST_VARIANTS = 64
+
 
 class TemplateRaisedError(RecordError):
     """The template itself refuses a conversation."""
@@ -60,6 +68,7 @@ class ChatTemplate:
         today: the day on which the template is rendered, as YYYY-MM-DD, for those that print one; else the real one.
         for_tools: the Jinja template of conversations with tools, where they have one of their own.
         ends: tokens of the tokenizer that no text contains, such as the one that ends a turn.
+        variables: further variables, such as `enable_thinking`: none of `RESERVED`, and no special token.
 
     Raises:
         DataError: the template is not Jinja.
@@ -74,10 +83,13 @@ class ChatTemplate:
         *,
         for_tools: str | None = None,
         ends: Collection[str] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self._for_tools = (
-            None if for_tools is None else ChatTemplate(for_tools, special_tokens, where, today, ends=ends)
-        )
+        make = partial(ChatTemplate, special_tokens=special_tokens, where=where, today=today, ends=ends)
+        self._make = partial(make, source, for_tools=for_tools)
+        self._for_tools = None if for_tools is None else make(for_tools, variables=variables)
+        self._own_variables = dict(variables or {})
+        self._variants: dict[str, ChatTemplate] = {}  # by variables
         self.content_hash = hashlib.sha256("\0".join(filter(None, (source, for_tools))).encode()).hexdigest()
         today = today or date.today().isoformat()
         #: The day that renderings depend on, if they depend on it.
@@ -92,10 +104,14 @@ class ChatTemplate:
             self._blocks_are_direct = num_blocks == num_direct_blocks(tree)
             self._marked = environment.compile_tree(tree) if num_blocks else None
             self._watched = WatchedTemplate(environment, environment.parse(source))
+            asked = find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" (line {error.lineno} of the template)" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template is not Jinja: {error}{line}"
             raise DataError(message, where=where, hint="fix the template, or give another one") from error
+        #: The names of the variables that it may be given beside the conversation.
+        self.asks_for = asked.difference(RESERVED, special_tokens, environment.globals)
+        self.asks_for |= self._for_tools.asks_for if self._for_tools else set()
         bos, eos = special_tokens.get("bos_token", ""), special_tokens.get("eos_token", "")
         self._turns = TurnFinder(
             self._render_watched,
@@ -107,7 +123,36 @@ class ChatTemplate:
     @property
     def identity(self) -> list[Any]:
         """Everything that a rendering depends on besides the conversation, as JSON values."""
-        return [self.content_hash, self._special_tokens, self.today]
+        own = [self._own_variables] if self._own_variables else []
+        return [self.content_hash, self._special_tokens, self.today, *own]
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
+        """The template that is given `variables` too; all that is proved of a template is proved of each by itself.
+
+        Raises RecordError where one of them is not for the data to say.
+        """
+        if not variables:
+            return self
+        if taken := [name for name in variables if name in RESERVED or name in self._special_tokens]:
+            raise RecordError(
+                f"`{taken[0]}` is no variable that a chat template can be given beside a conversation",
+                reason="template",
+                hint="leave it out",
+            )
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._variants:
+            if len(self._variants) >= _MOST_VARIANTS:
+                self._variants.clear()
+            self._variants[key] = self._make(variables={**self._own_variables, **variables})
+        return self._variants[key]
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raise UsageError for one of `variables` that the template does not read."""
+        if unread := next((name for name in variables if name not in self.asks_for), None):
+            names = ", ".join(sorted(self.asks_for)) or "none"
+            raise UsageError(
+                f"the chat template does not read the variable {unread}", hint=f"variables that it reads: {names}"
+            )
 
     def render(self, conversation: Conversation, left_out: set[str] | None = None) -> tuple[str, list[Span]]:
         """Render a conversation, and find the spans of characters that count in the loss, in order and disjoint.
@@ -118,6 +163,9 @@ class ChatTemplate:
         RecordError: the template raises, leaves out what counts, or prints a null that counts as the word None; or the
         place of a message is not known.
         """
+        if conversation.variables:
+            own = self.with_variables(conversation.variables)
+            return own.render(replace(conversation, variables=None), left_out)
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.render(conversation, left_out)
         conversation = self._with_calls(conversation)
@@ -135,6 +183,8 @@ class ChatTemplate:
 
     def text(self, conversation: Conversation) -> str:
         """Render a conversation, also where the counting spans are unknown; raises RecordError as the template does."""
+        if conversation.variables:
+            return self.with_variables(conversation.variables).text(replace(conversation, variables=None))
         if self._for_tools is not None and conversation.tools is not None:
             return self._for_tools.text(conversation)
         text, _, _ = self._in_some_form(self._with_calls(conversation), self._render_text)
@@ -211,7 +261,8 @@ class ChatTemplate:
         return shown
 
     def _variables(self, tools: Tools) -> Variables:
-        return {"tools": tools, "documents": None, "add_generation_prompt": False, **self._special_tokens}
+        given = {"tools": tools, "documents": None, "add_generation_prompt": False}
+        return {**given, **self._special_tokens, **self._own_variables}
 
     def _refuse_printed_nulls(self, conversation: Conversation, messages: list[JsonObject], tools: Tools) -> None:
         """Raise RecordError where a "None" that counts is a null; `messages` and `tools` were rendered."""
@@ -278,7 +329,7 @@ class ChatTemplate:
                     "assistant, so which of them are left out of the loss is not known",
                     reason="template",
                     hint="use a template with one generation block a message, or train all of the conversation: leave "
-                    "`loss` and weights out, and --turns rendered",
+                    "`loss` and weights out, and --train-turns rendered",
                 )
             kept = [span for span, message in zip(spans, assistant, strict=True) if message.counts_in_loss]
         others = [

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chunkplan.intake.records import Conversation, JsonObject, Message, RecordError, as_tools
-from chunkplan.intake.template_turns import TEXTS, Proof, Tools
+from chunkplan.intake.template_turns import TEXTS, FragmentCheck, Tools
 
 #: Renders messages with tools. Raises RecordError where the template raises.
 RenderText = Callable[[list[JsonObject], Tools], str]
@@ -197,7 +197,7 @@ def _calls_of(message: JsonObject) -> list[Any]:
 
 
 def find_left_out(
-    messages: list[JsonObject], text: str, proof: Proof, fragments: Callable[[], dict[int, str]]
+    messages: list[JsonObject], text: str, proof: FragmentCheck, fragments: Callable[[], dict[int, str]]
 ) -> Iterator[LeftOut]:
     """Yield what the rendering `text` leaves out; `fragments` gives what was put out for each message."""
     if not proof.left_out and _stands_in_order(messages, text):

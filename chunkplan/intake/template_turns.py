@@ -74,8 +74,8 @@ def _word(index: int) -> str:
     return f"qz{f'{index:x}'.translate(str.maketrans('0123456789abcdef', 'abcdefghijklmnop'))}zq"
 
 
-class Proof(NamedTuple):
-    """Checks of one shape: whether fragments separate, and which texts stand in their own fragment or nowhere.
+class FragmentCheck(NamedTuple):
+    """Result of checking one shape: whether fragments separate, and the texts in their own fragment or nowhere.
 
     A text is given by its message, and whether it is the reasoning.
     """
@@ -207,10 +207,10 @@ class TurnFinder:
         self._has_fixed_prompt = has_fixed_prompt
         self._prompts = prompts
         self._frames: dict[bool, _Frame] = {}  # by whether there are tools
-        self._proofs: dict[Any, Proof] = {}  # by shape
-        self._last: tuple[object, object, Proof | None] = None, None, None
+        self._proofs: dict[Any, FragmentCheck] = {}  # by shape
+        self._last: tuple[object, object, FragmentCheck | None] = None, None, None
 
-    def proof(self, messages: list[JsonObject], tools: Tools) -> Proof:
+    def proof(self, messages: list[JsonObject], tools: Tools) -> FragmentCheck:
         """Return the proof of the shape of `messages`, which is asked for several times in a row."""
         last_messages, last_tools, last = self._last
         if last is None or last_messages is not messages or last_tools is not tools:
@@ -223,13 +223,13 @@ class TurnFinder:
             self._last = messages, tools, last
         return last
 
-    def _prove(self, messages: list[JsonObject], tools: Tools) -> Proof:
+    def _prove(self, messages: list[JsonObject], tools: Tools) -> FragmentCheck:
         words = {(index, thinks): _word(2 * index + thinks) for index in range(len(messages)) for thinks in (0, 1)}
         worded = [_with_text(message, words[index, 0], words[index, 1]) for index, message in enumerate(messages)]
         try:
             rendered = self._render(worded, tools, False)
         except RecordError:
-            return Proof(False, frozenset(), frozenset())
+            return FragmentCheck(False, frozenset(), frozenset())
         whole = set(_WORDS.findall(rendered.text.lower()))
         found = {owner: set(_WORDS.findall(text.lower())) for owner, text in rendered.by_message().items()}
         index_of = {word: index for (index, _), word in words.items()}
@@ -238,7 +238,7 @@ class TurnFinder:
         said = [
             (index, key != "content") for index, message in enumerate(messages) for key in TEXTS if message.get(key)
         ]
-        return Proof(
+        return FragmentCheck(
             holds=all(index == owner for index, owner in stands if index in assistants or owner in assistants),
             own=frozenset(text for text in said if words[text] in found.get(text[0], ())),
             left_out=frozenset(text for text in said if words[text] not in whole),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from chunkplan.arrays import BoolArray, Int32Array, Int64Array, offsets_of
-from chunkplan.config.intake import Turns
+from chunkplan.config.intake import IntakeOptions, Turns
 from chunkplan.errors import UsageError
 from chunkplan.intake.pieces import SHARED, TokenColumns
 from chunkplan.intake.records import (
@@ -101,6 +101,27 @@ class RecordTokenizer:
             template_hash=None if self.template is None else self.template.content_hash,
         )
 
+    def as_asked(self, options: IntakeOptions) -> RecordTokenizer:
+        """The tokenizer as `options` have it: with variables for its template, and whether texts get its end token.
+
+        Raises UsageError where it has no template, no such variable of it, or no end token.
+        """
+        variables, template = options.chat_template_kwargs, self.template
+        if variables and template is None:
+            raise UsageError(
+                f"variables for a chat template, and the tokenizer {self.path} has none",
+                hint="give one with --chat-template, or leave --template-kwargs out",
+            )
+        ends_text = self.ends_text or options.text_end == "eos"
+        if ends_text > self.ends_text and self.eos is None:
+            raise UsageError(
+                f"the tokenizer {self.path} has no end token", hint="set `eos_token` in its tokenizer_config.json"
+            )
+        if variables and template is not None:
+            template.check_variables(variables)
+            template = template.with_variables(variables)
+        return replace(self, template=template, ends_text=ends_text)
+
     @property
     def identity(self) -> str:
         """SHA-256 of everything that the tokens of a record depend on besides the record."""
@@ -145,7 +166,7 @@ class RecordTokenizer:
                 case _:
                     raise AssertionError("it has tokens, or a length, already")
         for kind, texts in by_kind.items():
-            for call in calls(texts, lambda item: size_of(item[1])):
+            for call in batches_by_bytes(texts, lambda item: size_of(item[1])):
                 for (index, _, _), (input_ids, target, shares) in zip(call, self._masked(kind, call), strict=True):
                     if shares:
                         left_out.setdefault(index, set()).add(SHARED)
@@ -198,12 +219,12 @@ class RecordTokenizer:
 
 
 def size_of(text: str) -> int:
-    """About how many bytes `text` has in UTF-8, without encoding it."""
+    """Approximate bytes of `text` in UTF-8, without encoding it."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
-def calls(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """`items` in runs of at most `CALL_BYTES` bytes, or of one."""
+def batches_by_bytes(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Split `items` into batches of at most `CALL_BYTES` bytes, or of one item."""
     call: list[T] = []
     total = 0
     for item in items:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from chunkplan.config.intake import IntakeOptions
-from chunkplan.config.plan import PlanConfig
+from chunkplan.config.plan import MAY_LACK, PlanConfig
 from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import FULL, AttentionPattern
 from chunkplan.cost.states import reduction_ns
@@ -166,9 +166,7 @@ ANALYSIS: Expected = {
     "tokens": [{"file": TOKEN_FILE, "first_sequence_id": whole(), "rows": [whole(1)]}],
 }
 
-#: Missing where they are at their defaults.
-_NEW = ("cp", "stage_layers", "keep_attention")
-_PLAN_CONFIG = {f"{name}?" if name in _NEW else name: entry for name, entry in entries_of(PlanConfig).items()}
+_PLAN_CONFIG = {f"{name}?" if name in MAY_LACK else name: entry for name, entry in entries_of(PlanConfig).items()}
 _MIX = Domain(
     lambda value: isinstance(value, dict) and all(map(NUMBER.holds, value.values())), "numbers from 0 by source"
 )

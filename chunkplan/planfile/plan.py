@@ -41,19 +41,24 @@ def rows_by_step(path: Path, schema: pa.Schema, start: int) -> Iterator[tuple[in
         DataError: the file is damaged or not of `schema`.
     """
     for table in _whole_steps(path, schema, start):
-        flat, lists = _arrays(table)
-        steps = flat["step"]
-        edges = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1, append=steps[-1] - 1)).tolist()
-        for first_row, stop in pairwise(edges):
-            if steps[first_row] < start:
-                continue
-            rows: StepRows = {name: values[first_row:stop].tolist() for name, values in flat.items()}
-            for name, (offsets, arrays) in lists.items():
-                bounds = offsets[first_row : stop + 1].tolist()
-                items = [values[bounds[0] : bounds[-1]].tolist() for values in arrays]
-                items = list(zip(*items, strict=True)) if len(items) > 1 else items[0]
-                rows[name] = [items[i - bounds[0] : j - bounds[0]] for i, j in pairwise(bounds)]
-            yield int(steps[first_row]), rows
+        yield from rows_of_steps(table, start)
+
+
+def rows_of_steps(table: pa.Table, start: int = 0) -> Iterator[tuple[int, StepRows]]:
+    """Yield (step, its rows) from step `start` on of a table that is sorted by step and has one row at least."""
+    flat, lists = _arrays(table)
+    steps = flat["step"]
+    edges = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1, append=steps[-1] - 1)).tolist()
+    for first_row, stop in pairwise(edges):
+        if steps[first_row] < start:
+            continue
+        rows: StepRows = {name: values[first_row:stop].tolist() for name, values in flat.items()}
+        for name, (offsets, arrays) in lists.items():
+            bounds = offsets[first_row : stop + 1].tolist()
+            items = [values[bounds[0] : bounds[-1]].tolist() for values in arrays]
+            items = list(zip(*items, strict=True)) if len(items) > 1 else items[0]
+            rows[name] = [items[i - bounds[0] : j - bounds[0]] for i, j in pairwise(bounds)]
+        yield int(steps[first_row]), rows
 
 
 def _whole_steps(path: Path, schema: pa.Schema, start: int) -> Iterator[pa.Table]:
@@ -208,6 +213,10 @@ class PlanStep:
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
     slots: dict[tuple[int, int], list[int]] = field(repr=False)
 
+    def sequences(self, rank: int) -> list[list[int]]:
+        """The ids of the sequences in each chunk of a data-parallel rank; those of a zero-loss chunk are none."""
+        return [[segment.sequence_id for segment in chunk.segments] for chunk in self.chunks[rank]]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -273,30 +282,31 @@ class Plan:
         chunks_path, schedule_path = self.path / "chunks.parquet", self.path / "schedule.parquet"
         chunks = rows_by_step(chunks_path, self.schemas["chunks"], start)
         schedule = rows_by_step(schedule_path, self.schemas["schedule"], start)
-        names = [entry.name for entry in fields(Chunk) if entry.name in self.schemas["chunks"].names]
         steps = self.steps()
         for row in zip(*(to_numpy(column.combine_chunks()).tolist() for column in steps.columns), strict=True):
             totals = dict(zip(steps.column_names, row, strict=True))
             if totals["step"] < start:
                 continue
-            chunks_by_rank: dict[int, list[Chunk]] = {}
-            rows = _take(chunks, totals["step"], chunks_path)
-            rows["segments"] = [tuple(starmap(Segment, segments)) for segments in rows["segments"]]
-            for dp_rank, *entries in zip(rows["dp_rank"], *(rows[name] for name in names), strict=True):
-                chunks_by_rank.setdefault(dp_rank, []).append(Chunk(**dict(zip(names, entries, strict=True))))
-            actions: dict[tuple[int, int], list[Action]] = {}
-            schedule_us: dict[tuple[int, int], float] = {}
-            slots: dict[tuple[int, int], list[int]] = {}
-            rows = _take(schedule, totals["step"], schedule_path)
-            for dp_rank, stage, done, predicted_us in zip(*(rows[name] for name in _SCHEDULE_COLUMNS), strict=True):
-                actions[dp_rank, stage] = list(starmap(Action, done))
-                schedule_us[dp_rank, stage] = predicted_us
-            if "slots" in rows:
-                slots = dict(zip(zip(rows["dp_rank"], rows["stage"], strict=True), rows["slots"], strict=True))
-            yield PlanStep(**totals, chunks=chunks_by_rank, actions=actions, schedule_us=schedule_us, slots=slots)
+            step = totals["step"]
+            yield step_of_rows(totals, _take(chunks, step, chunks_path), _take(schedule, step, schedule_path))
 
 
-_SCHEDULE_COLUMNS = ("dp_rank", "stage", "actions", "predicted_us")
+def step_of_rows(totals: Mapping[str, Any], chunks: StepRows, schedule: StepRows) -> PlanStep:
+    """A step of the `totals` in its row of steps.parquet, of its rows of chunks.parquet and of schedule.parquet."""
+    names = [entry.name for entry in fields(Chunk) if entry.name in chunks]
+    segments = [tuple(starmap(Segment, of_chunk)) for of_chunk in chunks["segments"]]
+    chunks_by_rank: dict[int, list[Chunk]] = {}
+    columns = (segments if name == "segments" else chunks[name] for name in names)
+    for dp_rank, *entries in zip(chunks["dp_rank"], *columns, strict=True):
+        chunks_by_rank.setdefault(dp_rank, []).append(Chunk(**dict(zip(names, entries, strict=True))))
+    places = list(zip(schedule["dp_rank"], schedule["stage"], strict=True))
+    return PlanStep(
+        **totals,
+        chunks=chunks_by_rank,
+        actions={place: list(starmap(Action, done)) for place, done in zip(places, schedule["actions"], strict=True)},
+        schedule_us=dict(zip(places, schedule["predicted_us"], strict=True)),
+        slots=dict(zip(places, schedule["slots"], strict=True)) if "slots" in schedule else {},
+    )
 
 
 def _take(groups: Iterator[tuple[int, StepRows]], step: int, path: Path) -> StepRows:

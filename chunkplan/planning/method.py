@@ -41,6 +41,7 @@ from chunkplan.planning.refine import equalize_chunks, refine_assignment, refine
 from chunkplan.planning.sharing import share_sequences
 from chunkplan.planning.splitting import TargetMask, cut_sequences
 from chunkplan.planning.tables import chunks_table, schedule_table, steps_table
+from chunkplan.planning.whole import assign_whole
 from chunkplan.schedule.actions import Actions
 from chunkplan.schedule.families import Scheduled, schedule_ranks
 from chunkplan.schedule.holdings import highest_peak, peak_snapshots
@@ -118,10 +119,22 @@ def chunk_block(
     if config.cp != "off":
         shares, bound_ns = share_sequences(step_starts, sequences, necessary_ns, config, cost)
         sequences = cut_sequences(tokens, necessary_ns, config, cost, shares)
-    assignment = assign_and_pack(step_starts, sequences, params)
+    if config.micro_batches is not None:
+        assignment = assign_whole(
+            step_starts,
+            tokens,
+            necessary_ns,
+            config.dp,
+            config.chunk_size,
+            config.micro_batches,
+            equal_sequences=config.equal_sequences,
+            first_step=block.first_step,
+        )
+    else:
+        assignment = assign_and_pack(step_starts, sequences, params)
     if config.balance == "search":
         refine_assignment(step_starts, sequences, params, assignment, is_cancelled, equal_chunks=config.equal_chunks)
-    if config.packing != "bfd":
+    if config.packing != "bfd" and config.micro_batches is None:
         refine_packing(step_starts, sequences, params, assignment, is_cancelled, config.packing)
     if config.equal_chunks:
         equalize_chunks(step_starts, sequences, assignment)

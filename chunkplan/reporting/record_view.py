@@ -154,6 +154,7 @@ def view_record(
         sources = [source["path"] for source in analysis.manifest.get("sources", ())]
         options = options or options_for(analysis, analyzed)
     options = options or IntakeOptions()
+    tokenizer = tokenizer and tokenizer.as_asked(options)
     found = find_record(replace(typed, path=analyzed.path), options, sources=sources, named=analyzed.source)
     view = _made_of(found, options, tokenizer, most_tokens)
     known = None if analysis is None else _known(analysis, analyzed.source, found.row)

@@ -169,10 +169,10 @@ def _refuse_too_little(chunks: Chunks, memory_tokens: int, rank_label: Callable[
         rank = first + int(np.argmax(least[first : first + dp]))
         who = "all ranks of the step" if dp > 1 else "this rank"
         raise UsageError(
-            f"a stage has to hold activations of {least[rank]:,} tokens at once, memory-tokens allows "
+            f"a stage has to hold activations of {least[rank]:,} tokens at once, max-activation-tokens allows "
             f"{memory_tokens:,}",
             where=rank_label(rank),
-            hint=f"--memory-tokens {least[rank]} is the least for {who}, no rank takes more than K times "
+            hint=f"--max-activation-tokens {least[rank]} is the least for {who}, no rank takes more than K times "
             "ChunkSize; a smaller --k or --chunk-size holds less",
         )
 
@@ -187,7 +187,7 @@ def _refuse_too_large(
         other += " (without --virtual-stages)" if schedule == "interleaved" else ""
         raise UsageError(
             f"{schedule} holds activations of {retained[over[0]]:,} tokens on stage {over[0] % pp}, "
-            f"memory-tokens allows {memory_tokens:,}",
+            f"max-activation-tokens allows {memory_tokens:,}",
             where=rank_label(int(over[0]) // pp),
             hint=f"{other}; or a smaller --k or --chunk-size holds less".removeprefix("; or "),
         )

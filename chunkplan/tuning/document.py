@@ -13,13 +13,13 @@ from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json, write_json
 from chunkplan.tuning.baselines import Baseline
-from chunkplan.tuning.document_entries import EXPECTED, LEFT_OUT, PLAN_ENTRIES, TuningDocument
+from chunkplan.tuning.document_entries import EXPECTED, OPTIONAL_ENTRIES, PLAN_ENTRIES, TuningDocument
 from chunkplan.tuning.grid import Choice
 from chunkplan.tuning.options import TuneOptions
-from chunkplan.tuning.tune import FirstLook, Tuning
+from chunkplan.tuning.tune import LayoutEstimate, Tuning
 from chunkplan.version import __version__
 
-_STATED = tuple(name for name in PLAN_ENTRIES if name not in LEFT_OUT)
+_STATED = tuple(name for name in PLAN_ENTRIES if name not in OPTIONAL_ENTRIES)
 
 #: What a tuning was found for.
 _OPTIONS = (
@@ -75,7 +75,7 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
             "positions": None if tuning.positions is None else asdict(tuning.positions),
         },
         "baselines": [_baseline_entry(row) for row in tuning.baselines],
-        "layouts": [_layout_entry(look) for look in tuning.layouts],
+        "layouts": [_layout_entry(estimate) for estimate in tuning.layouts],
         "choices": [_choice_entry(choice) for choice in tuning.choices],
         "pareto": list(tuning.pareto),
         "chosen": _choice_entry(chosen),
@@ -120,14 +120,14 @@ def _choice_entry(choice: Choice) -> dict[str, object]:
         "host_memory": choice.host_bytes,
         "fits": choice.fits,
         "plan_only": choice.plan_only,
-        **{name: getattr(config, name) for name, usual in LEFT_OUT.items() if getattr(config, name) != usual},
+        **{name: getattr(config, name) for name, usual in OPTIONAL_ENTRIES.items() if getattr(config, name) != usual},
     }
 
 
-def _layout_entry(look: FirstLook) -> dict[str, object]:
-    return look.layout._asdict() | {
-        "step_seconds": None if look.step_ns is None else look.step_ns / 1e9,
-        "runnable_seconds": None if look.runnable_ns is None else look.runnable_ns / 1e9,
+def _layout_entry(estimate: LayoutEstimate) -> dict[str, object]:
+    return estimate.layout._asdict() | {
+        "step_seconds": None if estimate.step_ns is None else estimate.step_ns / 1e9,
+        "runnable_seconds": None if estimate.runnable_ns is None else estimate.runnable_ns / 1e9,
     }
 
 
@@ -179,7 +179,7 @@ def read_tuning(path: Path) -> Tuned:
     document = read_tuning_document(path)
     chosen, options, data = document["chosen"], document["options"], document["data"]
     stated = cast(Mapping[str, Any], chosen)
-    entries = {name: stated.get(name, LEFT_OUT.get(name)) for name in PLAN_ENTRIES}
+    entries = {name: stated.get(name, OPTIONAL_ENTRIES.get(name)) for name in PLAN_ENTRIES}
     try:
         config = PlanConfig(**entries, global_batch=options["global_batch"], seed=options["seed"])
     except UsageError as error:

@@ -16,7 +16,7 @@ from chunkplan.options import entries_of
 
 
 class PlanEntries(TypedDict):
-    """Entries of a choice that a plan is built with, as a `PlanConfig` has them; see `LEFT_OUT`."""
+    """Entries of a choice that a plan is built with, as a `PlanConfig` has them; see `OPTIONAL_ENTRIES`."""
 
     chunk_size: int
     k: int
@@ -34,8 +34,8 @@ class PlanEntries(TypedDict):
 
 PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 
-#: Those that are missing where they are as said here.
-LEFT_OUT: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
+#: Entries that a document leaves out at these values.
+OPTIONAL_ENTRIES: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
 
 
 @final
@@ -152,7 +152,7 @@ _OUTCOME: dict[str, Expected] = {
 _CHOICE = {
     **_OUTCOME,
     **{
-        f"{name}?" if name in LEFT_OUT else name: domain
+        f"{name}?" if name in OPTIONAL_ENTRIES else name: domain
         for name, domain in entries_of(PlanConfig).items()
         if name in PLAN_ENTRIES
     },

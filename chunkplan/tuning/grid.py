@@ -33,7 +33,7 @@ from chunkplan.tuning.trial import Outcome
 #: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4
 
-#: Ways that are tried before the best of them rules others out.
+#: Points that are tried before the best of them rules others out.
 _BATCH = 4
 
 _LAST_LEVEL = len(CHECKPOINTINGS) - 1
@@ -108,7 +108,7 @@ def evaluate(config: PlanConfig, cost: CostModel, search: Search) -> Choice:
     return choice_of(search.try_out(config, cost), search)
 
 
-class Way(NamedTuple):
+class GridPoint(NamedTuple):
     """A point of the grid, tried with all Ks: schedule, cp, layers of stages, and ChunkSize."""
 
     schedule: str
@@ -117,31 +117,30 @@ class Way(NamedTuple):
     chunk_size: int
 
 
-#: Ks of ways that are to be tried; what came of those that were; the rungs that a way may take, with that.
-Wanted = dict[Way, list[int]]
-Tried = dict[Way, list[Outcome]]
-Ladder = list[tuple[MemorySaving, list[Outcome]]]
+#: Ks to try at each point; outcomes of each point; the rungs that a point may take, with their outcomes.
+KsByPoint = dict[GridPoint, list[int]]
+Trials = dict[GridPoint, list[Outcome]]
+MemoryLadder = list[tuple[MemorySaving, list[Outcome]]]
 
 
 def try_grid(
     search: Search, layout: GpuLayout, chunk_sizes: Sequence[int], ks: Sequence[int], progress: Progress
 ) -> list[Choice]:
     """Try one choice for each ChunkSize, K, schedule and `cp`; winners of the integer program, which mix Ks; where
-    memory is short, what may be fastest with levels of activation checkpointing layer by layer; of the fastest of all,
-    the same with ranks that share more or less; and, on a pipeline, with sequences cut into parts of equal time.
+    memory is short, levels of activation checkpointing layer by layer; and the fastest of all with other shardings and,
+    on a pipeline, with sequences cut into parts of equal time.
 
-    A choice is of the first rung of the ladder that fits; where none does, of the last. Which one it
-    is, what stages hold without checkpointing tells; where it does not fit, those after it are tried. Where ranks may
-    share more than one thing, each that spares recomputing, or fits what otherwise does not, makes a choice of its own.
-    Of all this only what is worth it in `search` is tried, best bounds first.
+    A choice uses the first rung of the ladder that fits, or the last if none does. Trials without checkpointing predict
+    that rung; if it does not fit, those after it are tried. A sharding that saves recomputation, or makes a point fit,
+    makes a choice of its own. Only what is hopeful in `search` is tried, best bounds first.
     """
     sample, options = search.sample, search.options
     cancelled = threading.Event()
     with ThreadPoolExecutor(os.cpu_count()) as pool, _cancelling(pool, cancelled):
         grid = _Grid(search, layout, progress, pool, cancelled)
-        tried = grid.try_all(chunk_sizes, ks)
+        trials = grid.try_all(chunk_sizes, ks)
     choices: list[Choice] = []
-    for of_levels in tried:
+    for of_levels in trials:
         ladders = grid.ladders(of_levels)
         for ladder in ladders:
             for k in dict.fromkeys(outcome.config.k for _, outcomes in ladder for outcome in outcomes):
@@ -153,12 +152,12 @@ def try_grid(
                 ]
                 choices.append(next((choice for choice in made if choice.fits), made[-1]))
         choices += _mixed_ks(search, ladders)
-    outcomes = [each for of_levels in tried for level in of_levels for of_way in level.values() for each in of_way]
+    outcomes = [each for of_levels in trials for level in of_levels for of_point in level.values() for each in of_point]
     fastest = [choice.step_ns for choice in choices if choice.fits]
     fastest += [search.least_ns] if outcomes and not options.thorough else []
     found = mixed(sample, options, outcomes, min(fastest, default=math.inf))
     choices += [choice_of(outcome, search) for outcome in found]
-    choices += _shared_otherwise(search, choices)
+    choices += _other_shardings(search, choices)
     choices += _cut_by_cost(search, choices)
     for choice in choices:
         if choice.fits:
@@ -179,7 +178,7 @@ def _cancelling(pool: ThreadPoolExecutor, cancelled: threading.Event) -> Iterato
 
 @dataclass(frozen=True)
 class _Grid:
-    """The ways of a layout, each tried with the levels of activation checkpointing that it needs to fit."""
+    """The points of a layout, each tried with the levels of activation checkpointing that it needs to fit."""
 
     search: Search
     layout: GpuLayout
@@ -193,65 +192,67 @@ class _Grid:
         """The options that are tuned for."""
         return self.search.options
 
-    def try_all(self, chunk_sizes: Sequence[int], ks: Sequence[int]) -> list[list[Tried]]:
+    def try_all(self, chunk_sizes: Sequence[int], ks: Sequence[int]) -> list[list[Trials]]:
         """Return the outcomes by sharding, and by the index of the level of the last layers."""
-        wanted = {way: self._sensible_ks(ks, way) for way in self._ways(chunk_sizes)}
+        pending = {point: self._sensible_ks(ks, point) for point in self._points(chunk_sizes)}
         first, *others = self.options.shardings_of(self.layout)
-        tried: list[list[Tried]] = [[{} for _ in CHECKPOINTINGS] for _ in (first, *others)]
-        for batch in self._batches(wanted):
+        trials: list[list[Trials]] = [[{} for _ in CHECKPOINTINGS] for _ in (first, *others)]
+        for batch in self._batches(pending):
             plain = self._try(0, batch, first)
             found = [[plain, *self._climb(self._first_levels(plain, first), first)]]
             found += [self._climb(self._worth_sharding(sharding, plain), sharding) for sharding in others]
-            for of_sharding, new in zip(tried, found, strict=True):
+            for of_sharding, new in zip(trials, found, strict=True):
                 for of_level, outcomes in zip(of_sharding, new, strict=True):
                     of_level |= outcomes
-        return tried
+        return trials
 
-    def _batches(self, wanted: Wanted) -> Iterator[Wanted]:
+    def _batches(self, pending: KsByPoint) -> Iterator[KsByPoint]:
         """Yield the points of the grid in batches, best bounds first, without those that became hopeless.
 
         If nothing is expected to fit and nothing did, they are those that take least memory.
         """
-        search, total = self.search, len(wanted)
+        search, total = self.search, len(pending)
         if self.options.thorough:
-            yield wanted
+            yield pending
             return
         shardings = self.options.shardings_of(self.layout)
         levels = range(len(CHECKPOINTINGS))
         bounds = {
-            (way, k): min(
-                search.bound_ns(self._config(way, k), self._costs(way, sharding, *levels)) for sharding in shardings
+            (point, k): min(
+                search.bound_ns(self._config(point, k), self._costs(point, sharding, *levels)) for sharding in shardings
             )
-            for way, ks in wanted.items()
+            for point, ks in pending.items()
             for k in ks
         }
         some = self._config(*next(iter(bounds))), self.options.cost(self.layout, LADDER[0])
         if min(bounds.values()) == math.inf == search.best_ns(*some):
-            yield {way: wanted[way][:1] for way in [min(wanted, key=self._fewest_bytes)]}
+            yield {point: pending[point][:1] for point in [min(pending, key=self._fewest_bytes)]}
             return
-        order = sorted(wanted, key=lambda way: min(bounds[way, k] for k in wanted[way]))
+        order = sorted(pending, key=lambda point: min(bounds[point, k] for k in pending[point]))
         for start in range(0, total, _BATCH):
             most = CLOSE * search.best_ns(*some)
             hopeful = {
-                way: [k for k in wanted[way] if bounds[way, k] <= most and bounds[way, k] < math.inf]
-                for way in order[start : start + _BATCH]
+                point: [k for k in pending[point] if bounds[point, k] <= most and bounds[point, k] < math.inf]
+                for point in order[start : start + _BATCH]
             }
-            yield {way: ks for way, ks in hopeful.items() if ks}
+            yield {point: ks for point, ks in hopeful.items() if ks}
             self.progress("layouts", min(start + _BATCH, total), total)
 
-    def _fewest_bytes(self, way: Way) -> int:
-        """The least memory of a way with the smallest K and all that saves memory."""
-        sharding, config = self.options.shardings_of(self.layout)[-1], self._config(way, min(self.options.ks))
-        return min(fewest_bytes(self.search.longest, config, cost) for cost in self._costs(way, sharding, _LAST_LEVEL))
+    def _fewest_bytes(self, point: GridPoint) -> int:
+        """The least memory of a point with the smallest K and all that saves memory."""
+        sharding, config = self.options.shardings_of(self.layout)[-1], self._config(point, min(self.options.ks))
+        return min(
+            fewest_bytes(self.search.longest, config, cost) for cost in self._costs(point, sharding, _LAST_LEVEL)
+        )
 
-    def _config(self, way: Way, k: int) -> PlanConfig:
-        """The configuration of a way and a K."""
-        config = self.options.plan_config(self.layout, way.chunk_size, k, way.schedule, way.cp)
-        return replace(config, stage_layers=way.stage_layers)
+    def _config(self, point: GridPoint, k: int) -> PlanConfig:
+        """The configuration of a point and a K."""
+        config = self.options.plan_config(self.layout, point.chunk_size, k, point.schedule, point.cp)
+        return replace(config, stage_layers=point.stage_layers)
 
-    def _costs(self, way: Way, sharding: Sharding, *levels: int) -> list[CostModel]:
-        """The cost models of the rungs of `levels` that a way may take, from the fastest on."""
-        rungs = (saving for level in levels for saving in self._rungs(level, way))
+    def _costs(self, point: GridPoint, sharding: Sharding, *levels: int) -> list[CostModel]:
+        """The cost models of the rungs of `levels` that a point may take, from the fastest on."""
+        rungs = (saving for level in levels for saving in self._rungs(level, point))
         return [self._cost(saving, sharding) for saving in rungs]
 
     def _cost(self, saving: MemorySaving, sharding: Sharding) -> CostModel:
@@ -260,24 +261,23 @@ class _Grid:
             self.costs[saving, sharding] = self.options.cost(self.layout, saving, sharding)
         return self.costs[saving, sharding]
 
-    def ladders(self, of_levels: list[Tried]) -> list[Ladder]:
-        """The rungs that each way may take, with what was tried on each, from the fastest on."""
+    def ladders(self, of_levels: list[Trials]) -> list[MemoryLadder]:
+        """The rungs that each point may take, with the outcomes on each, from the fastest on."""
         first = len(CHECKPOINTINGS) - len(of_levels)
         return [
             [
-                (saving, tried[way])
-                for level, tried in enumerate(of_levels, first)
-                if way in tried
-                for saving in self._rungs(level, way)
+                (saving, trials[point])
+                for level, trials in enumerate(of_levels, first)
+                if point in trials
+                for saving in self._rungs(level, point)
             ]
-            for way in dict.fromkeys(way for tried in of_levels for way in tried)
+            for point in dict.fromkeys(point for trials in of_levels for point in trials)
         ]
 
-    def _ways(self, chunk_sizes: Sequence[int]) -> list[Way]:
-        """All that is tried with all Ks; layers of equal time only where they are not as even as they come.
+    def _points(self, chunk_sizes: Sequence[int]) -> list[GridPoint]:
+        """All points of the grid; layers of equal time only where they differ from an even split.
 
-        ChunkSizes above the first one that holds all that a rank has in the largest step, and any sequence, are left
-        out.
+        ChunkSizes above the first one that holds a rank's share of the largest step, and any sequence, are left out.
         """
         sample, options, layout = self.search.sample, self.options, self.layout
         cost = options.cost(layout, LADDER[0], options.shardings_of(layout)[0])
@@ -287,63 +287,63 @@ class _Grid:
         of_steps = np.add.reduceat(sample.num_tokens.astype(np.int64), sample.first_of_step[:-1])
         most = max(int(sample.num_tokens.max()), -(-int(of_steps.max()) // layout.dp))
         return [
-            Way(schedule, cp, stage_layers, chunk_size)
+            GridPoint(schedule, cp, stage_layers, chunk_size)
             for (schedule, cp), stage_layers, chunk_size in product(
                 options.ways_of(layout), splits, _up_to_enough(chunk_sizes, most)
             )
             if schedule not in VIRTUAL or stage_layers is None
         ]
 
-    def _sensible_ks(self, ks: Sequence[int], way: Way) -> list[int]:
+    def _sensible_ks(self, ks: Sequence[int], point: GridPoint) -> list[int]:
         """Leave out Ks larger than the first one that keeps all chunks of the longest sequence."""
-        return _up_to_enough(ks, -(-int(self.search.sample.num_tokens.max()) // way.chunk_size))
+        return _up_to_enough(ks, -(-int(self.search.sample.num_tokens.max()) // point.chunk_size))
 
-    def _try(self, level: int, wanted: Wanted, sharding: Sharding) -> Tried:
-        """Try the Ks that are wanted of each way with a level, by its place; keys and values are on the GPU."""
+    def _try(self, level: int, pending: KsByPoint, sharding: Sharding) -> Trials:
+        """Try the pending Ks of each point with the level of this index; keys and values are on the GPU."""
         search, cost = self.search, self._cost(LADDER[2 * level], sharding)
-        started: dict[Way, list[Future[Outcome]]] = {}
-        for way, ks in wanted.items():
+        started: dict[GridPoint, list[Future[Outcome]]] = {}
+        for point, ks in pending.items():
             # Trials without any level and sharding tell what stages hold, whatever fits.
             is_first = level == 0 and sharding == self.options.shardings_of(self.layout)[0]
-            rungs, configs = self._costs(way, sharding, level), [self._config(way, k) for k in ks]
+            rungs, configs = self._costs(point, sharding, level), [self._config(point, k) for k in ks]
             configs = [config for config in configs if is_first or search.is_hopeful(config, *rungs)]
             futures = [self.pool.submit(search.try_out, config, cost, self.cancelled.is_set) for config in configs]
-            started |= {way: futures} if futures else {}
-        outcomes: Tried = {}
-        for way, futures in started.items():
-            outcomes[way] = [result_of(future) for future in futures]
+            started |= {point: futures} if futures else {}
+        outcomes: Trials = {}
+        for point, futures in started.items():
+            outcomes[point] = [result_of(future) for future in futures]
             if self.options.thorough:
                 self.progress("layouts", len(outcomes), len(started))
-            for outcome in outcomes[way]:
-                alike = [each for each in self._costs(way, sharding, level) if _takes_as_long(outcome, each)]
+            for outcome in outcomes[point]:
+                alike = [each for each in self._costs(point, sharding, level) if _takes_as_long(outcome, each)]
                 if any(outcome.fits(each, self.options.gpu_memory) for each in alike):
                     search.note(outcome.config, cost, outcome.step_ns)
         return outcomes
 
-    def _rungs(self, level: int, way: Way) -> list[MemorySaving]:
-        """The rungs of a level, by its place, but those whose transfers take longer than what hides them."""
+    def _rungs(self, level: int, point: GridPoint) -> list[MemorySaving]:
+        """The rungs of the level of this index, without those whose transfers take longer than what hides them."""
         rungs = LADDER[2 * level : 2 * level + 2]
         least = self._cost(LADDER[0], "optimizer").offload_chunk_size
-        return [rung for rung in rungs if not rung.kv_offload or way.chunk_size >= least]
+        return [rung for rung in rungs if not rung.kv_offload or point.chunk_size >= least]
 
-    def _fits(self, outcome: Outcome, level: int, way: Way, sharding: Sharding) -> bool:
+    def _fits(self, outcome: Outcome, level: int, point: GridPoint, sharding: Sharding) -> bool:
         """True if an outcome fits with a level."""
-        return any(outcome.fits(cost, self.options.gpu_memory) for cost in self._costs(way, sharding, level))
+        return any(outcome.fits(cost, self.options.gpu_memory) for cost in self._costs(point, sharding, level))
 
-    def _first_level(self, outcome: Outcome, way: Way, sharding: Sharding) -> int:
-        """The place of the first level that fits what was tried without any, or one more than there are."""
-        fitting = (level for level in range(len(CHECKPOINTINGS)) if self._fits(outcome, level, way, sharding))
+    def _first_level(self, outcome: Outcome, point: GridPoint, sharding: Sharding) -> int:
+        """Index of the first level that fits an outcome without levels, or the number of levels if none does."""
+        fitting = (level for level in range(len(CHECKPOINTINGS)) if self._fits(outcome, level, point, sharding))
         return next(fitting, len(CHECKPOINTINGS))
 
-    def _first_levels(self, plain: Tried, sharding: Sharding) -> list[Wanted]:
-        """The Ks of each way that are worth trying at each level but "none": those that fit no earlier one.
+    def _first_levels(self, plain: Trials, sharding: Sharding) -> list[KsByPoint]:
+        """The Ks of each point that are worth trying at each level but "none": those that fit no earlier one.
 
-        Where none fits without checkpointing, all are tried at the first level that any fits, as an integer program may
-        mix them; where none fits at all, at the last one.
+        If no K fits without checkpointing, all are tried at the first level that any fits, as an integer program may
+        mix them; if none fits at all, at the last one.
         """
-        wanted: list[Wanted] = [{} for _ in CHECKPOINTINGS]
-        for way, outcomes in plain.items():
-            levels = [self._first_level(each, way, sharding) for each in outcomes]
+        pending: list[KsByPoint] = [{} for _ in CHECKPOINTINGS]
+        for point, outcomes in plain.items():
+            levels = [self._first_level(each, point, sharding) for each in outcomes]
             least = min(*levels, _LAST_LEVEL)
             for level in range(1, len(CHECKPOINTINGS)):
                 ks = [
@@ -351,35 +351,35 @@ class _Grid:
                     for each, own in zip(outcomes, levels, strict=True)
                     if own == level or (level == least and own > 0)
                 ]
-                wanted[level] |= {way: ks} if ks else {}
-        return wanted[1:]
+                pending[level] |= {point: ks} if ks else {}
+        return pending[1:]
 
-    def _worth_sharding(self, sharding: Sharding, plain: Tried) -> list[Wanted]:
-        """The Ks of each way that fit an earlier level if ranks share that than while they share less.
+    def _worth_sharding(self, sharding: Sharding, plain: Trials) -> list[KsByPoint]:
+        """The Ks of each point that fit an earlier level with this sharding than with less.
 
-        What a stage holds of chunks is taken from the trials with least sharding.
+        The chunks that a stage holds are taken from the trials with the least sharding.
         """
         shardings = self.options.shardings_of(self.layout)
         less = shardings[: shardings.index(sharding)]
-        wanted: list[Wanted] = [{} for _ in CHECKPOINTINGS]
-        for way, outcomes in plain.items():
+        pending: list[KsByPoint] = [{} for _ in CHECKPOINTINGS]
+        for point, outcomes in plain.items():
             for outcome in outcomes:
-                level = self._first_level(outcome, way, sharding)
-                if level < min(self._first_level(outcome, way, one) for one in less):
-                    wanted[level].setdefault(way, []).append(outcome.config.k)
-        return wanted
+                level = self._first_level(outcome, point, sharding)
+                if level < min(self._first_level(outcome, point, one) for one in less):
+                    pending[level].setdefault(point, []).append(outcome.config.k)
+        return pending
 
-    def _climb(self, wanted: list[Wanted], sharding: Sharding) -> list[Tried]:
-        """Try what is wanted of the last so many levels, and at the next one what then does not fit."""
+    def _climb(self, pending: list[KsByPoint], sharding: Sharding) -> list[Trials]:
+        """Try the pending Ks at the last `len(pending)` levels; those that do not fit are tried at the next level."""
         found = []
-        for level, of_level in enumerate(wanted, len(CHECKPOINTINGS) - len(wanted)):
+        for level, of_level in enumerate(pending, len(CHECKPOINTINGS) - len(pending)):
             found.append(self._try(level, of_level, sharding))
             if level == _LAST_LEVEL:
                 break
-            following = wanted[len(found)]
-            for way, outcomes in found[-1].items():
-                if not any(self._fits(each, level, way, sharding) for each in outcomes):
-                    following[way] = sorted({*(each.config.k for each in outcomes), *following.get(way, [])})
+            following = pending[len(found)]
+            for point, outcomes in found[-1].items():
+                if not any(self._fits(each, level, point, sharding) for each in outcomes):
+                    following[point] = sorted({*(each.config.k for each in outcomes), *following.get(point, [])})
         return found
 
 
@@ -390,7 +390,7 @@ def _up_to_enough(sizes: Sequence[int], enough: int) -> list[int]:
 
 
 def mixed_again(choice: Choice, on_heaviest: Outcome, heaviest: Sample, search: Search) -> Choice | None:
-    """A choice with levels layer by layer that do not fit the `heaviest` steps, with levels that do; None: none do."""
+    """Replace levels layer by layer that do not fit the `heaviest` steps by levels that do; None if none do."""
     moments = on_heaviest.peaks[int(choice.cost.kv_offload)]
     found = fitted((search.sample, heaviest), choice.config, choice.cost, moments, search.options.gpu_memory)
     if found is None:
@@ -400,8 +400,8 @@ def mixed_again(choice: Choice, on_heaviest: Outcome, heaviest: Sample, search: 
     return replace(choice_of(found[0], search), memory=memory, host_bytes=host_bytes)
 
 
-def _mixed_ks(search: Search, ladders: list[Ladder]) -> list[Choice]:
-    """Simulate the winners of the integer program; those with one K for all lengths are among the others already."""
+def _mixed_ks(search: Search, ladders: list[MemoryLadder]) -> list[Choice]:
+    """Simulate the winners of the integer program, except those with one K for all lengths, which have been tried."""
     sample, options = search.sample, search.options
     rungs = [(family, *rung) for family, ladder in enumerate(ladders) for rung in ladder]
     candidates = [_candidate(*rung, sample) for rung in rungs]
@@ -425,9 +425,9 @@ def _mixed_ks(search: Search, ladders: list[Ladder]) -> list[Choice]:
 
 
 def _candidate(family: int, saving: MemorySaving, outcomes: list[Outcome], sample: Sample) -> Candidate:
-    """Make what the integer program knows of a ChunkSize, from trials with one K for all.
+    """Make the integer program's candidate for a ChunkSize, from trials with one K for all lengths.
 
-    Recomputing costs a length class its share of what a step takes longer with the smallest K than with the largest.
+    Recomputation costs a length class its share of the difference in step time between the smallest and largest K.
     """
     cost = replace(outcomes[0].cost, kv_offload=saving.kv_offload)
     most, least = outcomes[-1], outcomes[0]
@@ -455,10 +455,10 @@ def _fastest(choices: list[Choice]) -> list[Choice]:
     return list({id(each): each for each in (*fitting[:_WINNERS], *runnable[:_WINNERS])}.values())
 
 
-def _shared_otherwise(search: Search, choices: list[Choice]) -> list[Choice]:
-    """Try the fastest choices with whatever else ranks may share: return what is faster so.
+def _other_shardings(search: Search, choices: list[Choice]) -> list[Choice]:
+    """Try the fastest choices with the other shardings, and return those that are faster.
 
-    Where ranks share gradients or weights, these are on their way while chunks are at work.
+    Sharded gradients and weights are sent while chunks are computed.
     """
     found, known = [], {(each.config, each.cost) for each in choices}
     for choice in _fastest(choices):
@@ -471,11 +471,10 @@ def _shared_otherwise(search: Search, choices: list[Choice]) -> list[Choice]:
 
 
 def _cut_by_cost(search: Search, choices: list[Choice]) -> list[Choice]:
-    """Try the fastest choices on a pipeline, and the fastest that the runtime can run, with parts of equal time: return
-    what is faster so.
+    """Try the fastest choices on a pipeline with parts of equal time, and return those that are faster.
 
-    Parts of equal length take longer the more is before them, and stages wait for each other between them. On one stage
-    nothing waits.
+    Parts of equal length take longer the longer their prefix is, and stages wait for each other between them. A single
+    stage never waits.
     """
     longest = int(search.sample.num_tokens.max())
     found = []

@@ -1,13 +1,13 @@
-"""Levels of activation checkpointing layer by layer: what fits the memory of each stage and runs least again.
+"""Chooses levels of activation checkpointing layer by layer: those that fit each stage with least recomputation.
 
-Stages have GPUs of their own, so each has an integer program of its own: how many of its layers have which level. Early
-stages of a pipeline hold more chunks at once than late ones, and get stronger levels. What a stage then runs again
-changes the times, and with these what stages hold: so the outcome is simulated, and what it holds is taken up into the
-program until it fits.
+Each stage has GPUs of its own, and so an integer program of its own: the number of its layers with each level. Early
+stages of a pipeline hold more chunks at once than late ones, and get stronger levels. Recomputation changes the times,
+and these the chunks that stages hold: so the outcome is simulated, and the program is solved again with the memory it
+needs until it fits.
 
-The stronger a level is, the more the backward of a layer needs at once, and the last one needs room for inputs of
-layers on their way between host and GPU. A stage that does without a level does without that room: so it has a program
-for the first two levels, one for the first three, and so on, and takes what runs least again.
+The stronger a level is, the more working memory the backward of a layer needs, and the last one needs buffers for
+inputs of layers in transit between host and GPU. A stage without a level does not need its room: so it has a program
+for the first two levels, one for the first three, and so on, and takes the solution with least recomputation.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, try_out
 
-#: How often a mixture is made again where what it holds does not fit.
+#: Times that a mixture is solved again if it does not fit.
 _ROUNDS = 4
 
-#: The levels that a stage may choose from, what is to be tried first: the stronger one is, the more its backward needs.
+#: The sets of levels that a stage may choose from, in the order to try: stronger ones need more working memory.
 _TRIED = tuple(CHECKPOINTINGS[:num_levels] for num_levels in range(2, len(CHECKPOINTINGS) + 1))
 
 #: Deterministic seconds of CP-SAT; a program has some ten variables.
 _EFFORT = 1.0
 
-#: How many mixtures of a layout are looked for, and found.
-_LOOKED_AT, _MOST = 16, 4
+#: Mixtures of a layout that are tried, and those that are kept, at most.
+_MAX_TRIALS, _MAX_FOUND = 16, 4
 
 
 class StageProgram(NamedTuple):
@@ -226,8 +226,8 @@ def mixed(sample: Sample, options: TuneOptions, tried: Iterable[Outcome], fastes
         if not outcome.fits(cost, options.gpu_memory):
             hopeful.append((_estimate(outcome, cost, options.gpu_memory, sample), len(hopeful), outcome, cost))
     found: list[Outcome] = []
-    for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_LOOKED_AT]:
-        if estimate < fastest_ns and len(found) < _MOST:
+    for estimate, _, outcome, cost in sorted(hopeful, key=lambda each: each[:2])[:_MAX_TRIALS]:
+        if estimate < fastest_ns and len(found) < _MAX_FOUND:
             moments = outcome.peaks[int(cost.kv_offload)]
             found += fitted([sample], outcome.config, cost, moments, options.gpu_memory) or []
             fastest_ns = min([fastest_ns, *(each.step_ns for each in found)])

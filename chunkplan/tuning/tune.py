@@ -45,19 +45,18 @@ _SAME = 1.005
 #: What is no slower than this many times the best is tried on more steps, of the fastest so many.
 _CLOSE, _CLOSEST = 1.03, 8
 
-#: What takes more than this many times the best is no trade for less memory.
+#: Choices slower than the best by more than this factor are no trade for less memory.
 _SLOWEST = 1.5
 
-#: How many GPUs are looked at for the fewest that fit, and the smallest ChunkSize that is tried for it; smaller ones
-#: spare next to no memory.
+#: Numbers of GPUs tried for the fewest that fit, and the smallest ChunkSize tried for it; smaller ones save little.
 GPU_COUNTS, _SMALLEST_CHUNK_SIZE = (1, 2, 4, 8, 16, 32, 64), 2048
 
-#: What is less than this many times as fast is no gain: predictions are no better.
+#: Speedups below this are no gain: predictions are no more accurate.
 A_GAIN = 1.03
 
 
-class FirstLook(NamedTuple):
-    """A layout, and by a first look at it the time of a step, and of one that the runtime can run; None: none fits."""
+class LayoutEstimate(NamedTuple):
+    """A layout with its estimated time of a step, and of one that the runtime can run; None where nothing fits."""
 
     layout: GpuLayout
     step_ns: float | None
@@ -70,11 +69,11 @@ class Tuning:
 
     `choices` are sorted: those that fit by time, then the others by memory. `chosen` is the fastest that fits; of those
     as fast within 0.5%, the one that takes least memory; this is checked on the heaviest steps too. `recommended` is
-    the same among those that the runtime can run, or None. `pareto`: places in `choices` of those that none beats in
+    the same among those that the runtime can run, or None. `pareto`: indices in `choices` of those that none beats in
     both time and memory; where there is a recommended one, among those that the runtime can run. `layouts`: those
-    compared. Each of `baselines` is on the layout that is best for it. `fewest_gpus` that fit: as many as are used, or
-    fewer of 1, 2, 4 and so on. `token_histogram`: of the data. `positions`: the data against what the model takes, None
-    where its config does not say that.
+    compared. Each of `baselines` is on its best layout. `fewest_gpus` that fit: as many as are used, or fewer of 1, 2,
+    4 and so on. `token_histogram`: of the data. `positions`: lengths of the data and the positions of the model, None
+    where its config does not have them.
     """
 
     options: TuneOptions
@@ -83,7 +82,7 @@ class Tuning:
     chosen: Choice
     recommended: Choice | None
     pareto: tuple[int, ...]
-    layouts: tuple[FirstLook, ...]
+    layouts: tuple[LayoutEstimate, ...]
     fewest_gpus: int
     num_sequences: int
     longest_sequence: int
@@ -98,8 +97,8 @@ class Tuning:
 
     @property
     def best_baseline(self) -> Baseline | None:
-        """The baseline that gains are against: the fastest that fits and loses no token, or of those that the options
-        name; None where none fits."""
+        """The baseline that gains are against: the fastest that fits and loses no token, of all or of those that the
+        options name; None where none fits."""
         named = self.options.baseline
         fitting = [row for row in self.baselines if row.fits and (row.key == named if named else not row.lost)]
         return min(fitting, key=lambda row: row.step_ns, default=None)
@@ -154,7 +153,7 @@ def tune(
             found(row)
     compared = _compare(few, layouts, overall.part(20, 25)) if len(layouts) > 1 else []
     if compared:
-        layouts = _worth_a_closer_look(compared)
+        layouts = _shortlist(compared)
     choices = _tried(search if options.thorough else few, layouts, overall)
     if not options.thorough:
         fitting = [choice for choice in choices if choice.fits]
@@ -162,9 +161,9 @@ def tune(
         if fitting and not any(choice.fits for choice in choices):  # what fits few steps may fit no others
             choices = _tried(search, layouts, overall)
     heaviest = heaviest_steps(num_tokens, choices[0].config, choices[0].cost)
-    chosen = recommended = _verified(choices, heaviest, search)
+    chosen = recommended = _pick_best(choices, heaviest, search)
     if chosen is not None and chosen.plan_only is not None:
-        recommended = _verified(choices, heaviest, search, runnable=True)
+        recommended = _pick_best(choices, heaviest, search, runnable=True)
     choices.sort(key=lambda choice: (not choice.fits, choice.step_ns if choice.fits else choice.memory.total))
     gpus = choices[0].layout.gpus
     if chosen is None:
@@ -194,9 +193,9 @@ def _sample(num_tokens: Int32Array, options: TuneOptions, num_strata: int) -> Sa
     return sample_steps(num_tokens, config, cost, min(num_strata, most))
 
 
-def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[FirstLook]:
-    """Sort layouts by a first look at each: fastest first, and last those in which nothing fits."""
-    found: list[tuple[FirstLook, int]] = []
+def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> list[LayoutEstimate]:
+    """Estimate the layouts on few steps and sort them: fastest first, and last those in which nothing fits."""
+    found: list[tuple[LayoutEstimate, int]] = []
     options = search.options
     chunk_sizes: tuple[int, ...] = _COARSE_CHUNK_SIZES
     ks: tuple[int, ...] = _COARSE_KS
@@ -206,15 +205,15 @@ def _compare(search: Search, layouts: list[GpuLayout], progress: Progress) -> li
         choices = try_grid(search, layout, chunk_sizes, ks, _ignore)
         times = [choice.step_ns for choice in choices if choice.fits]
         runnable = [choice.step_ns for choice in choices if choice.fits and choice.plan_only is None]
-        look = FirstLook(layout, min(times, default=None), min(runnable, default=None))
-        found.append((look, min((choice.memory.total for choice in choices), default=0)))
+        estimate = LayoutEstimate(layout, min(times, default=None), min(runnable, default=None))
+        found.append((estimate, min((choice.memory.total for choice in choices), default=0)))
         progress("comparing layouts", len(found), len(layouts))
     found.sort(key=lambda each: (each[0].step_ns is None, each[0].step_ns or each[1]))
-    return [look for look, _ in found]
+    return [estimate for estimate, _ in found]
 
 
 def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[Choice]:
-    """Try all that is worth it on some layouts."""
+    """Try the grids of some layouts."""
     choices: list[Choice] = []
     for place, layout in enumerate(layouts):
         report = overall.part(45, 35, place, len(layouts))
@@ -223,14 +222,14 @@ def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[
 
 
 def _near(wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
-    """The number of `given` next to each of `wanted`."""
+    """The values of `given` nearest to those of `wanted`, sorted."""
     return tuple(sorted({min(given, key=lambda each: abs(math.log(each / number))) for number in wanted}))
 
 
-def _worth_a_closer_look(compared: list[FirstLook]) -> list[GpuLayout]:
+def _shortlist(compared: list[LayoutEstimate]) -> list[GpuLayout]:
     """Choose the best layouts, and the best that the runtime can run, which need not be among them."""
-    layouts = [look.layout for look in compared[:_LAYOUTS]]
-    runnable = [(look.runnable_ns, look.layout) for look in compared if look.runnable_ns is not None]
+    layouts = [estimate.layout for estimate in compared[:_LAYOUTS]]
+    runnable = [(estimate.runnable_ns, estimate.layout) for estimate in compared if estimate.runnable_ns is not None]
     if runnable and min(runnable)[1] not in layouts:
         layouts.append(min(runnable)[1])
     return layouts
@@ -244,7 +243,7 @@ class _Overall:
         self._done = 0
 
     def part(self, first: int, percent: int, place: int = 0, num_places: int = 1) -> Progress:
-        """The progress of what takes `percent` from `first` on, or of one of so many parts of this."""
+        """The progress of a part that takes `percent` from `first` on, or of one of `num_places` equal parts of it."""
 
         def report(_: str, done: int, total: int) -> None:
             best_ns = self._more.least_ns if self._more.least_ns < math.inf else self._few.least_ns
@@ -256,7 +255,7 @@ class _Overall:
 
 
 def _ignore(doing: str, done: int, total: int) -> None:
-    """Ignore progress: a first look does not count in it, or nobody asks for it."""
+    """Ignore progress: that of a comparison of layouts, or of a caller that asked for none."""
 
 
 def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) -> Sample:
@@ -265,8 +264,8 @@ def heaviest_steps(num_tokens: Int32Array, config: PlanConfig, cost: CostModel) 
 
 
 def _on_more_steps(choices: list[Choice], search: Search, progress: Progress) -> list[Choice]:
-    """Try on all steps of `search` the choices that may be the fastest, and those that take less memory; where none
-    fits, the one that takes least.
+    """Try the fastest choices, and those that take less memory, on all steps of `search`; if none fits, the one that
+    takes least memory.
     """
     fitting = sorted((each for each in choices if each.fits), key=lambda choice: choice.step_ns)
     if not fitting:
@@ -289,11 +288,11 @@ def _on_more_steps(choices: list[Choice], search: Search, progress: Progress) ->
     return found
 
 
-def _verified(choices: list[Choice], heaviest: Sample, search: Search, *, runnable: bool = False) -> Choice | None:
+def _pick_best(choices: list[Choice], heaviest: Sample, search: Search, *, runnable: bool = False) -> Choice | None:
     """Find the best one of `choices`, or of those that are `runnable`, that fits the `heaviest` steps too.
 
-    What is found out on the way about the memory of a choice is written into `choices`. One with levels layer by layer
-    that does not fit these steps is followed by one with levels that do.
+    Memory measured on these steps is written into `choices`. For a choice with levels layer by layer that does not fit
+    them, one with levels that do is appended.
     """
     while acceptable := [one for one in choices if one.fits and not (runnable and one.plan_only)]:
         fastest = min(choice.step_ns for choice in acceptable)

@@ -261,13 +261,19 @@ def check_steps(columns: ChunkColumns) -> Iterator[Violation | None]:
 
 
 def check_equal_chunks(columns: ChunkColumns) -> Iterator[Violation | None]:
-    """Check that every rank of a step has the same number of chunks, where `equal_chunks` is set."""
-    counts = np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
-    most = counts.max(axis=1, keepdims=True)
-    few = np.argwhere(counts < most).tolist() if columns.config.equal_chunks else []
-    for step, rank in few[:1]:
-        message = f"{counts[step, rank]} chunks, another rank of the step has {most[step, 0]}"
-        yield Violation("", message, step, rank, count=len(few))
+    """All ranks of a step have as many chunks and sequences as the configuration asks for, none empty."""
+    config, num_chunks = columns.config, np.diff(columns.rank_chunks).reshape(columns.num_steps, -1)
+    most = num_chunks.max(axis=1, keepdims=True)
+    expected = np.full_like(most, config.micro_batches) if isinstance(config.micro_batches, int) else most
+    wrong = np.argwhere((num_chunks != expected) & (config.equal_chunks or config.micro_batches is not None)).tolist()
+    for step, rank in wrong[:1]:
+        message = f"{num_chunks[step, rank]} chunks, expected {expected[step, 0]} on every rank of the step"
+        yield Violation("", message, step, rank, count=len(wrong))
+    if config.micro_batches is not None:
+        yield columns.at(np.diff(columns.segments) == 0, lambda row: "a micro-batch without a sequence")
+    if config.equal_sequences:
+        sizes = sum_runs(np.diff(columns.segments), columns.rank_chunks).reshape(num_chunks.shape)
+        yield columns.at_step((sizes != sizes[:, :1]).any(axis=1), lambda row: f"unequal {sizes[row]} sequences")
 
 
 def check_chunk_size(columns: ChunkColumns) -> Iterator[Violation | None]:

@@ -173,11 +173,11 @@ def _warn_of_lost(sources: list[SourceEntry]) -> None:
         note(f"hint: to have {counted(len(lines), 'source')} of them read, {TRY}{' '.join(lines)}")
 
 
-#: What of conversations is trained, by `--turns`.
+#: What of conversations is trained, by `--train-turns`.
 _TURNS = {
-    "rendered": ("all that the assistant wrote, as rendered", "(others: --turns last, --turns each)"),
-    "last": ("the last turn", "(--turns last)"),
-    "each": ("every turn, each in a sequence of its own", "(--turns each)"),
+    "rendered": ("all that the assistant wrote, as rendered", "(others: --train-turns last, --train-turns each)"),
+    "last": ("the last turn", "(--train-turns last)"),
+    "each": ("every turn, each in a sequence of its own", "(--train-turns each)"),
 }
 
 

@@ -229,13 +229,14 @@ def with_files(
     The file of --config wins over that of the workspace, whose entries may be for sources that are not there.
     Of what is said by source or role, each entry is joined by itself.
     """
+    called = {name: one.called for kind in (AnalyzeOptions, IntakeOptions) for name, one in options_of(kind).items()}
     joined = dict(with_length_column({**work, **intake}))
     files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
     settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
     files += [(place.file, CliValues(settings))] if settings else []
     for file, in_file in files:
         replaced = [name for name in in_file if name in joined]
-        instead = [name.replace("_", "-") for name in replaced if name not in ("columns", "formats", "ignore_columns")]
+        instead = [called[name] for name in replaced if name not in ("columns", "formats", "ignore_columns")]
         for name in ("columns", "formats"):
             if name in in_file:
                 given = SourceOverrides.of(joined.get(name, {}))
@@ -248,7 +249,7 @@ def with_files(
             joined["ignore_columns"] = tuple(dict.fromkeys((*joined["ignore_columns"], *in_file["ignore_columns"])))
             replaced.remove("ignore_columns")
         joined = {**in_file, **joined}
-        used = ", ".join(name.replace("_", "-") for name in in_file if name not in replaced) or "none"
+        used = ", ".join(called[name] for name in in_file if name not in replaced) or "none"
         given_words = f"; given in place of what it says: {', '.join(instead)}" if instead else ""
         note(f"options from {file}: {used}{given_words}")
     fields = options_of(AnalyzeOptions)

@@ -170,7 +170,7 @@ def choose(
     for name in ("memory_tokens", "virtual_stages"):
         if name in values:
             raise UsageError(
-                f"--{name.replace('_', '-')} and --auto exclude each other",
+                f"{options_of(PlanConfig)[name].flag} and --auto exclude each other",
                 hint="--auto looks at the memory of the GPUs instead; leave one of them out",
             )
     if file is not None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView, SequenceView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes")
+READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes", "text_split")
+READING += ("chat_template_kwargs", "text_end")
 
 #: Options that say together how records are laid out.
 LAYOUT = ("schema", "formats", "columns", "ignore_columns")
@@ -266,8 +267,8 @@ def _choices(view: RecordView) -> Table:
         counts = (len(kept), _num_tokens(kept), _num_targets(kept) or 0)
         counted_turns = _trained(kept, view.num_turns) + _rejected(sequences)
         rows.append((name, *(f"{number:,}" for number in counts), counted_turns))
-    head = ("--turns", "sequences", "tokens", "target tokens", "turns that count")
-    return Table("What --turns would train", head, rows, texts=(head[0], head[-1]))
+    head = ("--train-turns", "sequences", "tokens", "target tokens", "turns that count")
+    return Table("What --train-turns would train", head, rows, texts=(head[0], head[-1]))
 
 
 def _trained(sequences: Sequence[SequenceView], num_turns: int) -> str:
@@ -338,4 +339,4 @@ def _what_is_missing(view: RecordView, tokenizer: RecordTokenizer | None) -> dic
         return {"text": "none: a length is all that is known of it"}
     if tokenizer is None:
         return {"text": "its tokens are not decoded, as no tokenizer is known: give --tokenizer"}
-    return {"--turns": "makes no difference: it is no conversation"}
+    return {"--train-turns": "makes no difference: it is no conversation"}

@@ -95,5 +95,5 @@ def _print(result: ParityReport) -> None:
     if result.vanishing:
         console.print(f"zero but for rounding: {', '.join(result.vanishing)}")
     console.print(f"loss: {result.loss:.12f} in chunks, {result.reference_loss:.12f} whole")
-    verdict = "exact" if result.passed else "NOT exact"
-    console.print(f"{verdict}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")
+    outcome = "exact" if result.passed else "NOT exact"
+    console.print(f"{outcome}: worst relative error {result.max_relative_error:.1e}, at most {result.tolerance:.0e}")

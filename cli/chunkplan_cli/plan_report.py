@@ -119,8 +119,8 @@ def warn_of_positions(analysis: Analysis, model: ModelShape) -> None:
         f"the longest {positions.longest:,}: the trainer refuses such data"
     )
     note(
-        f"hint: `chunkplan analyze DATA --max-length {most} --long truncate` cuts the end off these, `--long drop` "
-        "leaves them out; or give a --model whose max_position_embeddings or rope scaling (YaRN) covers them"
+        f"hint: `chunkplan analyze DATA --max-length {most} --overlong truncate` cuts the end off these, `--overlong "
+        "drop` leaves them out; or give a --model whose max_position_embeddings or rope scaling (YaRN) covers them"
     )
 
 

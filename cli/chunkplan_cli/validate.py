@@ -72,5 +72,5 @@ def _print(result: Validation) -> None:
         where = f"{violation.where}: " if violation.where else ""
         found = one_line(f"{violation.invariant}: {where}{violation.message}{more}")
         console.print(Text.assemble(("BROKEN  ", "bold red"), found), soft_wrap=True)
-    verdict = f"{len(result.passed)} invariants hold" if result.ok else f"{counted(len(broken), 'invariant')} broken"
-    console.print(one_line(f"{result.kind} {result.path}: {verdict}"), soft_wrap=True)
+    outcome = f"{len(result.passed)} invariants hold" if result.ok else f"{counted(len(broken), 'invariant')} broken"
+    console.print(one_line(f"{result.kind} {result.path}: {outcome}"), soft_wrap=True)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rich.console import Console
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.intake.reading import IntakeRequest
 from chunkplan.lengths import length_report
 from chunkplan.planfile.load import load_analysis
 from chunkplan_cli import progress
-from chunkplan_cli.analysis_report import print_length_report
 from tests.support.analyze_cases import TOKENIZER, analyzed, write
 from tests.support.command_line import Run
 
@@ -71,10 +67,10 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--column", "text=body", "--column", "length=n"), {"columns": {"text": "body", "length": "n"}}),
         (("--length-column", "n"), {"columns": {"length": "n"}}),
         (("--ignore-column", "n", "--ignore-column", "a.jsonl:m"), {"ignore_columns": ("n", "a.jsonl:m")}),
-        (("--turns", "each"), {"turns": "each"}),
-        (("--max-length", "7", "--long", "drop"), {"max_length": 7, "long": "drop"}),
+        (("--train-turns", "each"), {"turns": "each"}),
+        (("--max-length", "7", "--overlong", "drop"), {"max_length": 7, "long": "drop"}),
         (("--on-error", "skip"), {"on_error": "skip"}),
-        (("--undesirable", "drop"), {"undesirable": "drop"}),
+        (("--kto-negatives", "drop"), {"undesirable": "drop"}),
         (("--no-tokens",), {"tokens": False}),
         (("--sample", "0.25"), {"sample": 0.25}),
         (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
@@ -115,10 +111,10 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
     everything = analyzed(run, "dataset.jsonl")
     num_long = int((everything.num_tokens > 100).sum())
     assert 0 < num_long < everything.num_sequences
-    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "drop")
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--overlong", "drop")
     assert f"{num_long} rejected: too-long" in ran.out
     assert f"10 records = {10 - num_long} sequences + {num_long} rejected\n" in ran.err
-    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--long", "error")
+    ran = run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--overlong", "error")
     assert ran.code == 3
     [(found, cut)] = re.findall(r"jsonl:6: (\d+) tokens, more than 100\nhint: .* truncate cuts (\d+) tokens", ran.err)
     assert int(found) - int(cut) == 100
@@ -130,15 +126,15 @@ def test_what_is_too_long_is_cut_dropped_or_an_error_and_counted(run: Run) -> No
         (
             [("good", None), ("good", False), ("good", True)],
             (),
-            "--undesirable drop leaves such records out, counted; remove `label` if it means another thing; "
+            "--kto-negatives drop leaves such records out, counted; remove `label` if it means another thing; "
             "--on-error skip counts such records and goes on (1 of the 3 read here)",
         ),
         ([("bad", False)] * 2, (), "give records with good answers too, or remove `label` if it means another thing"),
         ([(3, None)] * 2, ("--format", "prompt+completion"), "fix this record, or leave it out"),
         (
             [("too long", None)],
-            ("--max-length", 2, "--long", "error"),
-            "raise --max-length, or say --long truncate",
+            ("--max-length", 2, "--overlong", "error"),
+            "raise --max-length, or say --overlong truncate",
         ),
     ],
 )
@@ -156,12 +152,6 @@ def test_where_others_can_be_read_a_source_of_nothing_else_may_be_left_out(run: 
     ran = run(*said)
     assert (ran.code, ran.err.endswith("; --on-error skip leaves this source out and goes on\n")) == (3, True)
     assert run(*said, "--on-error", "skip").code == 0
-
-
-def test_json_over_several_lines_is_said_only_where_it_is(run: Run) -> None:
-    for lines, says in (('{\n"text": "a b"\n}', True), ("{\ntext: a b\n}", False), ("[\n1,\n2]", False)):
-        write("x.jsonl", lines)
-        assert ("--format x.jsonl=json" in run("analyze", "x.jsonl", "--tokenizer", TOKENIZER).err) == says
 
 
 def test_bad_records_stop_the_run_at_their_line_or_are_counted_and_listed(run: Run) -> None:
@@ -243,24 +233,6 @@ def test_work_is_done_again_only_where_it_is_asked_for(run: Run, monkeypatch: py
         run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER, "--no-cache")
 
 
-def test_what_was_read_is_reported_in_lines_that_fit(run: Run) -> None:
-    """The evidence stands below where it does not fit beside; of many sources the first are listed."""
-    Path("folder").mkdir()
-    roles = ({"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "assistant"))
-    record = {"messages": list(roles)}
-    for number in range(23):
-        write(f"folder/part-{number:02}.jsonl", *[record] * 3)
-    err = run("analyze", "folder", "dataset.jsonl").err
-    assert max(len(line) for line in err.splitlines() if line.startswith(("read", " "))) <= 80
-    assert (
-        "read folder/part-00.jsonl: messages, 3 records\n     (`messages` in 3 of the first 3 records; roles system"
-        in err
-    )
-    assert "read folder/part-19.jsonl" in err
-    assert "part-20" not in err
-    assert "read 4 more sources; --json lists them all" in err
-
-
 def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reading: " not in run("analyze", "dataset.jsonl", "--tokenizer", TOKENIZER).err
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
@@ -271,28 +243,3 @@ def test_progress_is_lines_where_there_is_no_terminal(run: Run, monkeypatch: pyt
         assert re.fullmatch(r"reading: \d+ of \d+ MB \(\d+%\), [\d.,]+[KMG]? tokens/s", line)
     assert "(100%)" in lines[-1]
     assert ran.out == run("inspect", "chunkplan-out/analysis").out
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("most", [1, 50, 2**31 - 1])
-def test_the_report_fits_the_screen_and_is_whole(tmp_path: Path, width: int, most: int) -> None:
-    lengths = np.unique(np.geomspace(1, most, 500).astype(np.int64)).repeat(3)
-    np.save(tmp_path / "lengths.npy", lengths)
-    measured = load_analysis(tmp_path / "lengths.npy")
-    report = length_report(measured)
-    manifest = {
-        "rejected": {"empty": 10**9, "not-json": 10**9, "duplicate-keys": 10**9, "too-long": 10**9},
-        "truncated": {"num_sequences": 10**9, "num_tokens": 10**12},
-        "tokens": [{}],
-    }
-    for encoding in ("utf-8", "ascii"):
-        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
-        print_length_report(Console(file=file, width=width), report, replace(measured, manifest=manifest))
-        file.seek(0)
-        lines = file.read().splitlines()
-        assert max(map(len, lines)) <= width
-        text = "\n".join(lines)
-        assert "…" not in text
-        assert f"{report.num_tokens:,}" in text
-        assert f"{report.longest:,}" in text
-        assert text.count("#" if encoding == "ascii" else "█") >= len(report.histogram)

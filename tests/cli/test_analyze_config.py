@@ -75,11 +75,11 @@ def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "message", "hint"),
     [
-        ("turns = ", 2, "a.toml: not TOML", "lines such as"),
+        ("train-turns = ", 2, "a.toml: not TOML", "lines such as"),
         ('format = "text"', 2, "a.toml: unknown entry `format`", "what --format says is schema or formats in a file"),
         ("max-record-mb = 4", 2, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
         ('colums = "x"', 2, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
-        ("turns = 3", 2, "a.toml: `turns` is 3, expected rendered or last or each", "fix this entry"),
+        ("train-turns = 3", 2, "a.toml: `train-turns` is 3, expected rendered or last or each", "fix this entry"),
         ('schema = "txt"', 2, 'a.toml: `schema` is "txt", expected one of text, messages', "fix this entry"),
         ('max-length = "8Q"', 2, 'a.toml: `max-length` is "8Q", expected a number of tokens from 1, such as', "fix"),
         ("max-length = true", 2, "a.toml: `max-length` is true, expected a number of tokens from 1, such as", "fix"),
@@ -103,7 +103,7 @@ def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
             *(2, 'a.toml: columns."*.jsonl".prompt and a.toml: columns."qa.jsonl".prompt are both for data/qa.jsonl'),
             "leave one",
         ),
-        ('long = "drop"', 2, "--long drop without a maximum length", "--max-length"),
+        ('overlong = "drop"', 2, "--overlong drop without a maximum length", "--max-length"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_as_on_the_command_line(
@@ -157,7 +157,7 @@ def test_the_file_of_the_workspace_says_how_sources_are_laid_out_as_well(run: Ru
     assert analyzed(run, "data/part.0").manifest["sources"][0]["schema"] == "messages"
 
 
-@pytest.mark.parametrize("text", ['[columns]\nno = "b"', "columns = 3", "turns = 3", "x ="])
+@pytest.mark.parametrize("text", ['[columns]\nno = "b"', "columns = 3", "train-turns = 3", "x ="])
 def test_a_mistake_in_the_file_of_the_workspace_is_one_as_on_the_command_line(run: Run, text: str) -> None:
     Path("ws").mkdir()
     Path("ws/workspace.toml").write_text(text)

@@ -212,16 +212,6 @@ def test_sources_of_the_same_keys_are_named_by_what_their_names_have_in_common(r
         assert run("analyze", "a folder", "--tokenizer", TOKENIZER, *MAPPING, *_in_shell(hint)).code == 0
 
 
-def test_of_many_sources_that_no_pattern_names_one_is_named(run: Run) -> None:
-    for name in ("ant", "bee", "cat", "dog", "eel", "fox"):
-        write(f"a folder/{name}.jsonl", {"q": "is it so?", "a": "it is so"})
-    hint = run("analyze", "a folder", *MAPPING).err.partition("lists them; ")[2]
-    assert hint == (
-        "for 1 of them (5 more have the same keys) "
-        "try this: --column ant.jsonl:question=q --column ant.jsonl:answer=a\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

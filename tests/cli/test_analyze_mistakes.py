@@ -22,7 +22,7 @@ def run(command: Run) -> Run:
     ("arguments", "code", "message"),
     [
         (("missing.jsonl",), 2, "there is no file missing.jsonl"),
-        (("dataset.jsonl", "data.csv"), 2, "data.csv has a suffix that is not known"),
+        (("dataset.jsonl", "data.xlsx"), 2, "data.xlsx has a suffix that is not known"),
         (("*.arrow",), 2, "no data matches *.arrow"),
         (("-", "-"), 2, "the standard input can be read once"),
         (("nowhere://bucket/a.jsonl",), 2, "is no address"),
@@ -32,7 +32,7 @@ def run(command: Run) -> Run:
         (("torn.parquet",), 3, "torn.parquet: "),
         (("cut.jsonl.gz",), 3, "cut.jsonl.gz: "),
         (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
-        (("dataset.jsonl", "--tokenizer", "data.csv"), 3, "data.csv: not JSON"),
+        (("dataset.jsonl", "--tokenizer", "data.xlsx"), 3, "data.xlsx: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format is 'chat', expected one of text, "),
         (
@@ -44,17 +44,17 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--column", "words=text"), 2, "--column words=text: no schema has such a role"),
         (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),
         (("dataset.jsonl", "--length-column", "n"), 3, "no record has the key `n`"),
-        (("dataset.jsonl", "--long", "drop"), 2, "--long drop without a maximum length"),
+        (("dataset.jsonl", "--overlong", "drop"), 2, "--overlong drop without a maximum length"),
         (
-            ("dataset.jsonl", "--max-length", "5", "--long", "cut"),
+            ("dataset.jsonl", "--max-length", "5", "--overlong", "cut"),
             2,
-            "--long is 'cut', expected error or drop or truncate",
+            "--overlong is 'cut', expected error or drop or truncate",
         ),
         (("dataset.jsonl", "--on-error", "ignore"), 2, "--on-error is 'ignore', expected stop or skip"),
         (("dataset.jsonl", "--max-length", "0"), 2, "--max-length is 0, expected a number of tokens from 1"),
         (("dataset.jsonl", "--sample", "1"), 2, "--sample is 1.0, expected a share between 0 and 1"),
         (("dataset.jsonl", "--sample", "nan"), 2, "--sample is nan, expected a share between 0 and 1"),
-        (("dataset.jsonl", "--undesirable", "keep"), 2, "--undesirable is 'keep', expected error or drop"),
+        (("dataset.jsonl", "--kto-negatives", "keep"), 2, "--kto-negatives is 'keep', expected error or drop"),
         (("dataset.jsonl", "--max-record-mb", "0"), 2, "--max-record-mb is 0, expected"),
         (("dataset.jsonl", "--max-record-mb", "nan"), 2, "--max-record-mb is 'nan', expected"),
         (("dataset.jsonl", "--max-record-mb", "inf"), 2, "--max-record-mb is 'inf', expected"),
@@ -62,7 +62,7 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--workers", "two"), 2, "--workers is 'two', expected a whole number from 1"),
         (("dataset.jsonl", "--shard", "0/2"), 2, "--shard is '0/2', expected I/N"),
         (("dataset.jsonl", "--shard", "half"), 2, "--shard is 'half', expected I/N"),
-        (("dataset.jsonl", "--output", "data.csv"), 2, "data.csv"),
+        (("dataset.jsonl", "--output", "data.xlsx"), 2, "data.xlsx"),
         (("dataset.jsonl", "--output", "."), 2, ". is the current folder"),
         ((), 2, "Missing argument"),
     ],
@@ -70,7 +70,7 @@ def run(command: Run) -> Run:
 def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(
     run: Run, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
-    write("data.csv", "a,b")
+    write("data.xlsx", "a,b")
     write("pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
     write("unknown.jsonl", {"foo": 1})
     for name, content in (("empty.jsonl", b""), ("torn.parquet", b"PAR1 and no more"), ("cut.jsonl.gz", b"\x1f\x8b")):

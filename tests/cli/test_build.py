@@ -179,7 +179,7 @@ def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, comma
     positions = (document if name == "build" else document["data"])["positions"]
     assert positions == {"max_positions": 4096, "num_sequences": 9000, "num_over": 2, "longest": 9000}
     assert "warning: 2 of 9,000 sequences have more than the 4,096 tokens that qwen2 0.5B takes" in ran.stderr
-    assert "--max-length 4096 --long truncate" in ran.stderr
+    assert "--max-length 4096 --overlong truncate" in ran.stderr
     stretched = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}
     (data / "stretched.json").write_text(json.dumps(CONFIG | stretched))
     ran = run(data, *words[:-2], "stretched.json", "--json")

@@ -84,7 +84,7 @@ def test_packing_only_names_the_sequence_that_is_too_long(run: Run, sources: Pat
 def test_the_kinds_of_plans_are_built_and_valid(run: Run, sources: Path) -> None:
     for options in (
         ("--split", "even", "--equal-chunks", "--dp", 3),
-        ("--split", "cost", "--no-tail-sharing", "--packing", "mbs"),
+        ("--split", "cost", "--no-fill-tails", "--packing", "mbs"),
         ("--balance", "search", "--dp", 2, "--workers", 1),
     ):
         assert run("build", *BUILD_OPTIONS, *options).code == 0

@@ -127,16 +127,6 @@ def good_text(folder: Path) -> None:
 
 BUILD = ("build", "lengths.npy", "--chunk-size", 8, "--k", 1)
 MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str]] = {
-    "missing file": (lambda folder: None, ("analyze", "nothing.jsonl"), 2, "nothing.jsonl"),
-    "unreadable line": (
-        write("bad.jsonl", '{"text": "a"}\n{"text": \n'),
-        ("analyze", "bad.jsonl"),
-        3,
-        "bad.jsonl:2",
-    ),
-    "unknown schema": (write("odd.jsonl", '{"body": "a"}\n'), ("analyze", "odd.jsonl"), 3, "body"),
-    "empty dataset": (write("none.jsonl", ""), ("analyze", "none.jsonl"), 3, "none.jsonl"),
-    "tokenizer missing": (good_text, ("analyze", "good.jsonl", "--tokenizer", "./nowhere"), 2, "nowhere"),
     "no analysis yet": (lambda folder: None, ("build", "--chunk-size", 8, "--k", 1), 2, "there is no analysis"),
     "no plan yet": (lambda folder: None, ("inspect",), 2, "there is no plan"),
     "no plan to validate": (lambda folder: None, ("validate",), 2, "there is no plan"),

@@ -65,7 +65,11 @@ def run(folder: Path, first: str, *words: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("module", ["chunkplan_cli.app", "typer", "rich.console", "chunkplan_cli.validate", "pyarrow"])
+@pytest.mark.parametrize(
+    "module",
+    ["chunkplan_cli.app", "pyarrow"]
+    + [pytest.param(each, marks=pytest.mark.soak) for each in ("typer", "rich.console", "chunkplan_cli.validate")],
+)
 def test_ctrl_c_while_modules_are_imported_ends_in_words(folder: Path, module: str) -> None:
     ran = run(folder, INTERRUPTED_AT.format(module=module), *BUILD)
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + signal.SIGINT, "", "interrupted\n")

@@ -94,59 +94,6 @@ def cells(line: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in line)
 
 
-def test_of_many_ranks_the_heaviest_and_the_lightest_are_shown(command: Command, tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", np.arange(1, 200))
-    command("build", "lengths.npy", "--chunk-size", 256, "--k", 1, "--dp", 12)
-    shown = command("inspect").out
-    [table] = re.findall(r"3 heaviest and lightest of 12 *\n.*?\n(.*?)\n\n", shown, re.DOTALL)
-    assert len(table.splitlines()) == 6
-    assert len(json.loads(command("inspect", "--json").out)["ranks"]) == 12
-
-
-def test_no_number_of_a_step_is_cut_at_80_columns(command: Command, tmp_path: Path) -> None:
-    """With sequence ids of 5 digits, tokens of 6 and prefixes of 7: what has no room wraps."""
-    lengths = np.random.default_rng(0).integers(50, 400, 12_000)
-    lengths[10_001] = 1_200_000
-    np.save(tmp_path / "lengths.npy", lengths)
-    config = chunkplan.PlanConfig(chunk_size=131_072, k=1, dp=2, cp="off", global_batch=lengths.size)
-    [step] = chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config, workers=1).iter_steps()
-    shown = command("inspect", "plan", "--step", 0).out
-    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
-    kinds = set()
-    for rank, table in enumerate(re.findall(r"^chunk .*?\n\n", shown, re.MULTILINE | re.DOTALL)):
-        rows = re.split(r"\n *(?=\d+  (?:part|standalone))", table)[1:]
-        for chunk, row in zip(step.chunks[rank], rows, strict=True):
-            ids = [segment.sequence_id for segment in chunk.segments]
-            more = [f"+{len(ids) - 3}"] if len(ids) > 3 else []
-            assert {f"{chunk.num_tokens:,}", f"{chunk.num_target_tokens:,}"} < set(row.split())
-            assert not chunk.prefix_tokens or f"{chunk.prefix_tokens:,}" in row.split()
-            listed = [word.strip(",") for word in row.split()]
-            assert [word for word in listed if word in map(str, ids[:3]) or word[0] == "+"] == [
-                *map(str, ids[:3]),
-                *more,
-            ]
-            kinds.add((chunk.prefix_tokens > 999_999, len(ids) > 3))
-    assert kinds >= {(True, False), (False, True)}
-
-
-@pytest.mark.parametrize(("schedule", "letters"), [("1f1b", "FfRB"), ("interleaved", "FfRB"), ("zero-bubble", "FfRIW")])
-def test_every_letter_of_a_step_is_explained(
-    command: Command, made: Path, tmp_path: Path, schedule: str, letters: str
-) -> None:
-    config = chunkplan.PlanConfig(chunk_size=128, k=1, pp=2, global_batch=16, schedule=schedule)
-    chunkplan.build(made / "analysis", tmp_path / "plan", config)
-    shown = command("inspect", "plan", "--step", 0, "--actions")
-    lines = shown.out.split("stage 0 ")[1]
-    actions, legend = lines.rsplit("\n\n", 1)
-    assert set(re.findall(r"\b([A-Za-z])\d", actions)) == {*letters}
-    assert [letter for letter in "FfRBIW" if re.search(rf"\b{letter} \w", legend)] == [*letters]
-    assert ("virtual stage 1" in legend) == (schedule == "interleaved")
-    assert bool(re.search(r"\bF0\.1\b", actions)) == (schedule == "interleaved")
-    chunk = command("inspect", "plan", "--step", 0, "--chunk", 0).out
-    parts = {f"virtual stage {part}: forward" for part in (0, 1) if f"virtual stage {part}: forward" in chunk}
-    assert len(parts) == (2 if schedule == "interleaved" else 0)
-
-
 def test_json_of_a_plan_is_its_report(command: Command, made: Path) -> None:
     document = json.loads(command("inspect", "--workspace", made, "--json").out)
     report = chunkplan.plan_report(made / "plan").to_dict()

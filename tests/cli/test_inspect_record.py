@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +43,6 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_record_is_shown_before_anything_is_analyzed(command: Run, width: int) -> None:
-    ran = command("inspect", "--record", f"{TOOLS}:3", "--tokenizer", TOKENIZER, width=width)
-    assert (ran.code, ran.err) == (0, "")
-    cells = [
-        sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in line)
-        for line in ran.out.splitlines()
-    ]
-    assert max(cells) <= width
-    shown = plain(ran.out)
-    assert "read as conversations (`conversations` in 74 of the first 74 records;" in shown
-    assert "messages 2 user, 4 assistant, 2 tool" in shown
-    assert "not read" not in shown and "defaults" not in shown
-    assert 'movie with ID 12345?<|im_end|>␊ <|im_start|>assistant␊ ⟦{"name": "get_movie_details"' in shown
-    assert shown.count("⟦") == shown.count("⟧") == 1 + 4
-
-
-def test_keys_that_were_not_read_are_named(command: Run, tmp_path: Path) -> None:
-    write(tmp_path / "data.jsonl", {**THOUGHTFUL, "source": "x", "nothing": None})
-    shown = plain(command("inspect", "--record", "data.jsonl:1", "--tokenizer", TOKENIZER).out)
-    assert "keys `messages` not read `id`, `source` messages 2 user, 2 assistant" in shown
-
-
 @pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "phi3"])
 def test_each_choice_of_turns_is_what_analyze_makes_of_it(command: Run, tmp_path: Path, template: str) -> None:
     """With templates of real models, one of which leaves out earlier thinking."""
@@ -81,7 +57,7 @@ def test_each_choice_of_turns_is_what_analyze_makes_of_it(command: Run, tmp_path
     assert [row[0] for row in table] == ["rendered", "last", "each"]
     assert [row[4] for row in table] == ["all 2", "2 of 2", "all 2, one a sequence"]
     for turns, *numbers, _ in table:
-        assert command("analyze", "data.jsonl", *words, "--turns", turns).code == 0
+        assert command("analyze", "data.jsonl", *words, "--train-turns", turns).code == 0
         analysis = chunkplan.load_analysis("chunkplan-out/analysis")
         made = document["sequences"][turns]
         assert [each["num_tokens"] for each in made] == analysis.num_tokens.tolist()
@@ -96,8 +72,8 @@ def test_each_choice_of_turns_is_what_analyze_makes_of_it(command: Run, tmp_path
 def test_the_choice_that_was_asked_for_is_shown(command: Run, tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", THOUGHTFUL)
     words = ("inspect", "--record", "data.jsonl:1", "--tokenizer", TOKENIZER)
-    assert plain(command(*words, "--turns", "last").out).count("⟦") == 2
-    shown = plain(command(*words, "--turns", "each").out)
+    assert plain(command(*words, "--train-turns", "last").out).count("⟦") == 2
+    shown = plain(command(*words, "--train-turns", "each").out)
     assert "each (shown)" in shown
     assert "sequence 1 of 2: " in shown and "sequence 2 of 2: " in shown
     assert shown.count("And 2 + 2?") == 1 and shown.count("What is 1 + 1?") == 2
@@ -129,7 +105,7 @@ def analyzed(command: Run, tmp_path: Path) -> Path:
     write(tmp_path / "data" / "chat.jsonl", *(said(f"Question {n}?", "Yes.", "Sure?", "Yes, very.") for n in range(3)))
     write(tmp_path / "data" / "texts.jsonl", {"body": "A text, and some more of it, up to here."})
     shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
-    words = ("--turns", "each", "--max-length", 25, "--column", "texts.jsonl:text=body")
+    words = ("--train-turns", "each", "--max-length", 25, "--column", "texts.jsonl:text=body")
     words = (*words, "--max-record-mb", 0.5)
     assert command("analyze", "data", "--tokenizer", "tokenizer", *words).code == 0
     return tmp_path
@@ -143,7 +119,7 @@ def test_an_analysis_says_how_its_records_are_read(
     assert shown.err == ""
     assert (
         "defaults of the analysis chunkplan-out/analysis: its tokenizer, "
-        "--column texts.jsonl:text=body, --turns each, --max-length 25, --max-record-mb 0.5 "
+        "--column texts.jsonl:text=body, --train-turns each, --max-length 25, --max-record-mb 0.5 "
     ) in plain(shown.out)
     assert "each (shown)" in shown.out
     assert re.search(r"tokens +\d+, and \d+ cut off by --max-length", shown.out)
@@ -151,13 +127,13 @@ def test_an_analysis_says_how_its_records_are_read(
     assert "keys `body` (text)" in text
     again = plain(command("inspect", "--record", "data/chat.jsonl:2", "--format", "messages").out)
     assert "read as messages (--format messages: " in again and "--column" not in again
-    given = plain(command("inspect", "--record", "data/chat.jsonl:2", "--turns", "last", "--max-length", 99).out)
-    assert "last (shown)" in given and "cut off" not in given and "--turns each" not in given
+    given = plain(command("inspect", "--record", "data/chat.jsonl:2", "--train-turns", "last", "--max-length", 99).out)
+    assert "last (shown)" in given and "cut off" not in given and "--train-turns each" not in given
     (analyzed / "elsewhere").mkdir()
     monkeypatch.chdir(analyzed / "elsewhere")
     other = command("inspect", "../chunkplan-out/analysis", "--record", "data/chat.jsonl:2", width=120)
     assert other.err == ""
-    assert other.out.split("--turns would")[1] == shown.out.split("--turns would")[1]
+    assert other.out.split("--train-turns would")[1] == shown.out.split("--train-turns would")[1]
 
 
 def test_of_a_file_that_was_not_analyzed_the_keys_are_its_own(command: Run, analyzed: Path) -> None:
@@ -165,8 +141,8 @@ def test_of_a_file_that_was_not_analyzed_the_keys_are_its_own(command: Run, anal
     ran = command("inspect", "--record", "other.jsonl:1")
     assert (ran.code, ran.err) == (0, "")
     assert (
-        "of which this file is no source: its tokenizer, --turns each, --max-length 25, --max-record-mb 0.5 tokens"
-        in plain(ran.out)
+        "of which this file is no source: its tokenizer, --train-turns each, --max-length 25, --max-record-mb 0.5 "
+        "tokens" in plain(ran.out)
     )
 
 
@@ -200,7 +176,7 @@ REJECTED: dict[str, tuple[str, tuple[object, ...], str]] = {
     "no JSON": ('{"messages": [{"role"', (), 'as it is stored {"messages": [{"role"'),
     "another type": ('{"messages": 7}', (), '"messages": 7'),
     "blank": ('{"messages": []}', (), '"messages": []'),
-    "too long": (json.dumps(said("Hi!", "Hello.")), ("--max-length", 17, "--long", "drop"), "⟦Hello.<|im_end|>⟧"),
+    "too long": (json.dumps(said("Hi!", "Hello.")), ("--max-length", 17, "--overlong", "drop"), "⟦Hello.<|im_end|>⟧"),
 }
 
 
@@ -275,7 +251,7 @@ def test_what_is_no_conversation_is_shown_as_well(command: Run, tmp_path: Path) 
     words = ("--tokenizer", TOKENIZER)
     pair = plain(command("inspect", "--record", "pairs.jsonl:1", *words).out)
     assert "def two():⟦ return 2<|im_end|>⟧" in pair
-    assert "--turns makes no difference: it is no conversation" in pair
+    assert "--train-turns makes no difference: it is no conversation" in pair
     assert "On⟦ce upon a time.⟧" in plain(command("inspect", "--record", "text.txt", *words).out)
     ids = ("inspect", "--record", "ids.jsonl:1")
     assert "<|im_start|>v⟦t<|im_end|>⟧" in plain(command(*ids, *words).out)
@@ -326,7 +302,7 @@ def test_mistakes_say_what_to_do(command: Run, tmp_path: Path, mistake: str) -> 
 
 
 def test_options_of_records_are_refused_without_one(command: Run) -> None:
-    for words in (("--format", "text"), ("--turns", "last"), ("--chat-template", "x"), ("--length-column", "n")):
+    for words in (("--format", "text"), ("--train-turns", "last"), ("--chat-template", "x"), ("--length-column", "n")):
         ran = command("inspect", *words)
         assert (ran.code, ran.out) == (2, "")
         assert f"{words[0]} needs --record" in ran.err

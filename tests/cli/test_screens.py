@@ -46,6 +46,7 @@ COMMANDS = {
     "validate-broken": "validate broken",
     "diff": "diff chunkplan-out/plan other",
     "tune": "tune few.npy --dp 2 --chunk-sizes 8192 --ks 1,4 --global-batch 16",
+    "gain": "gain few.npy --gpus 2 --chunk-sizes 8192 --ks 1 --global-batch 16",
     "export": "export --to jsonl --allow-split",
 }
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from chunkplan import load_plan, validate
-from chunkplan.cost.checkpointing import levels_of
 from chunkplan.cost.model import CostModel
 from tests.support.command_line import SMALL_MODEL
 from tests.support.command_line import run_here as run
@@ -35,38 +34,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_of(screen: str) -> str:
     """What is on a screen, without lines of boxes and breaks."""
     return " ".join(screen.replace("│", " ").split())
-
-
-@pytest.mark.soak
-def test_levels_that_differ_by_layer_are_said_briefly_in_the_table_and_stage_by_stage_in_the_box(data: Path) -> None:
-    """Every line fits the terminal, and no run of layers is broken in two."""
-    options = ("--model", ".", *GRID, "--dp", "1", "--pp", "4", "--gpu-memory", "9GiB", "--thorough")
-    for columns in (80, 120):
-        ran = run(data, "tune", "lengths.npy", *options, columns=columns)
-        assert ran.returncode == 0, ran.stderr
-        assert max(len(line.rstrip()) for line in ran.stdout.splitlines()) <= columns
-        tuned = json.loads((data / "chunkplan-out" / "tuning.json").read_text())["chosen"]
-        levels, layers = tuned["checkpointing"], tuned["stage_layers"]
-        assert re.search(r"[a-z-]+ to [a-z-]+ in \d+ of 24 layers", text_of(ran.stdout.split("─ recommended ─")[0]))
-        [shown] = re.findall(r"checkpointing +(stage 0: .*?) longest sequence", text_of(ran.stdout))
-        by_stage = re.findall(r"stages? (\d+)(?: to (\d+))?: (.*?)(?= stage|$)", shown)
-        written = [runs for first, last, runs in by_stage for _ in range(int(first), int(last or first) + 1)]
-        counted = zip(written, layers, strict=True)
-        assert [level for runs, count in counted for level in levels_of(runs.replace(", ", ","), count)] == [
-            *levels_of(levels, 24)
-        ]
-
-
-@pytest.mark.soak
-def test_layers_are_shared_only_where_that_is_asked_for_and_the_screen_says_that_it_is_plan_only(data: Path) -> None:
-    options = ("--model", ".", "--gpus", "2", "--global-batch", "32", "--chunk-sizes", "8192", "--ks", "1")
-    ran = run(data, "tune", "lengths.npy", *options, "--tp", "2", columns=120)
-    shown = text_of(ran.stdout)
-    assert "dp 1, tp 2, pp 1" in shown and "─ fastest, plan only ─" in shown
-    assert "plan only the runtime cannot run tensor parallelism yet; other trainers can follow the plan" in shown
-    document = json.loads(run(data, "tune", "lengths.npy", *options, "--json").stdout)
-    assert {choice["tp"] for choice in document["choices"]} == {look["tp"] for look in document["layouts"]} == {1}
-    assert any(row["tp"] > 1 for row in document["baselines"]), "people run it"
 
 
 def test_adapters_are_tuned_built_and_named_on_the_way(data: Path, tmp_path: Path) -> None:

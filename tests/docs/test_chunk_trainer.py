@@ -1,4 +1,4 @@
-"""The page about ChunkTrainer and its example run as written, and the page names what is there."""
+"""What docs/integrations.md says of ChunkTrainer and its example run as written, and the page names what is there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from chunkplan import PlanConfig, build
 from chunkplan_runtime import ChunkTrainer
 from chunkplan_runtime.training.chunk_trainer import PASSED_ON, REFUSED_ARGUMENTS, REFUSED_SETTINGS
 from tests.support.analyses import write_analysis
-from tests.support.places import ROOT
+from tests.support.places import ROOT, section
 
-PAGE = (ROOT / "docs" / "chunk-trainer.md").read_text(encoding="utf-8")
+PAGE = section("integrations.md", "ChunkTrainer")
 EXAMPLE = ROOT / "examples" / "chunk_trainer.py"
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")

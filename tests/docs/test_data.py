@@ -46,7 +46,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "needing",
     [
         "bad.jsonl|rejected.jsonl|analyze data",
-        "analyze sample_data --tokenizer sample_data/tokenizer$|--record",
         pytest.param("", marks=pytest.mark.soak),
     ],
 )

@@ -1,4 +1,4 @@
-"""What docs/distributed.md says is so: its commands run, by torchrun, and leave what it says.
+"""What docs/training.md says of several processes is so: its commands run, by torchrun, and leave what it says.
 
 Training runs as written, but on two processes with a plan like the one of the page, which takes half the time.
 """
@@ -47,7 +47,7 @@ from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
-PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("\n## Several processes\n")[1]
 SCREEN, MEASURED, LIKE, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
     r"```text\n(.*?)```", PAGE, re.S
 )
@@ -122,6 +122,7 @@ def test_the_commands_say_what_is_said(ran):
     assert [row["loss"] for row in lines(folder / "run" / "metrics.jsonl")] == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.soak
 def test_the_run_leaves_what_is_said(ran):
     output = ran[0] / "run"
     [table] = re.findall(r"`processes`, a row for each:\n\n(.*?)\n\n", PAGE, re.S)
@@ -139,6 +140,7 @@ def test_the_run_leaves_what_is_said(ran):
     assert (output / "final" / "model.safetensors").exists() and (output / "final" / "tokenizer.json").exists()
 
 
+@pytest.mark.soak
 def test_numbers_of_processes_are_those_that_are_said(ran):
     plan = load_plan(ran[0] / "chunkplan-out" / "plan")
     assert choose_layout(plan, 4, 0).dp == 2
@@ -166,7 +168,7 @@ def test_the_warning_of_a_process_that_does_not_move_is_as_it_comes(capsys, monk
     assert watching.STALLED_AFTER == 300
     monkeypatch.setattr(watching, "STALLED_AFTER", 0.05)
     heartbeat = watching.Heartbeat(HashStore(), 1, 2)
-    with heartbeat.telling(lambda: Activity(place), lambda: None):
+    with heartbeat.reporting(lambda: Activity(place), lambda: None):
         for look in range(6):
             assert capsys.readouterr().err == "", look
             heartbeat.look_for_stall(RankLayout(1, 2, 1).describe(), 0.01)

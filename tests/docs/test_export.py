@@ -1,4 +1,4 @@
-"""The page about exports: its commands and screens are as they run, and its TRL script trains what it says."""
+"""What docs/integrations.md says of exported rows: commands and screens are as they run, its TRL script trains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import chunkplan
 from chunkplan.exporting.export import FORMATS, Export
 from chunkplan.exporting.rows import SplitSequences, WholeSequences
 from tests.support.analyses import write_analysis
-from tests.support.places import ROOT
+from tests.support.places import ROOT, section
+from tests.support.walks import commands_of
 
-PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+PAGE = section("integrations.md", "Rows for other trainers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -51,7 +52,7 @@ def test_the_screens_of_the_page_are_those_of_the_sample_data(command) -> None:
     """To the letter, at 100 columns."""
     sample = ROOT / "sample_data"
     chunkplan.analyze([sample / "code.jsonl"], "analysis", tokenizer=sample / "tokenizer")
-    screens = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
+    screens = list(commands_of(PAGE))
     assert len(screens) == 2
     for typed, screen in screens:
         ran = command(*shlex.split(typed)[1:], width=100)
@@ -99,7 +100,7 @@ def losses_of_rows(model_folder: Path, num_rows: int) -> list[tuple[float, int]]
 @pytest.mark.docs
 def test_the_page_names_every_format_and_every_entry_of_export_json() -> None:
     for name in FORMATS:
-        assert re.search(rf"^## {name}\b", PAGE, re.M), name
+        assert re.search(rf"^### {name}\b", PAGE, re.M), name
     for kind in (Export, WholeSequences, SplitSequences):
         for name in kind.__dataclass_fields__:
-            assert f"`{name}`" in PAGE.split("## export.json")[1], name
+            assert f"`{name}`" in PAGE.split("### export.json")[1], name

@@ -22,7 +22,7 @@ import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.exporting.torch_pipelining import MICROBATCHES, OrderExport, export_order
 from chunkplan.planfile.plan import Plan
-from tests.support.places import ROOT
+from tests.support.places import section
 from tests.support.plan_rows import Rows, tamper
 from tests.support.process_pool import ProcessPool
 from tests.support.torch_pipelining_cases import batch, gradients_of_step, layers, loss_of
@@ -180,7 +180,7 @@ def test_only_an_export_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_entry() -> None:
-    page = (ROOT / "docs" / "torch-pipelining.md").read_text(encoding="utf-8")
+    page = section("integrations.md", "Pipelines of torch")
     for name in OrderExport.__dataclass_fields__:
         assert f"`{name}`" in page, name
 

@@ -162,8 +162,8 @@ def test_longer_sequences_are_cut_dropped_or_refused_and_counted(
     ("make", "message"),
     [
         (lambda: IntakeOptions(max_length=0), "--max-length is 0, expected a number of tokens"),
-        (lambda: IntakeOptions(long="cut", max_length=5), "--long is 'cut', expected error or drop or truncate"),
-        (lambda: IntakeOptions(long="drop"), "--long drop without"),
+        (lambda: IntakeOptions(long="cut", max_length=5), "--overlong is 'cut', expected error or drop or truncate"),
+        (lambda: IntakeOptions(long="drop"), "--overlong drop without"),
         (lambda: IntakeOptions(on_error="ignore"), "--on-error is 'ignore', expected stop or skip"),
         (lambda: IntakeOptions(sample=1.0), "--sample is 1.0, expected a share"),
         (lambda: IntakeOptions(sample=float("nan")), "--sample is nan, expected a share"),

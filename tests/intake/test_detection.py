@@ -47,20 +47,6 @@ def test_records_may_differ_in_other_keys() -> None:
     assert detect(records).schema == "text"
 
 
-def test_the_evidence_says_what_was_found() -> None:
-    chats: list[dict[str, Any]] = [{"messages": MESSAGES}, {"messages": MESSAGES[:1], "tools": "[1]"}]
-    assert detect(chats).evidence == "`messages` in 2 of the first 2 records, some with `tools`; roles user, assistant"
-    assert detect([{"text": "a"}]).evidence == "`text` in the first record"
-    some = detect([{"text": "a"}, {"text": "b"}, {"txt": "c"}])
-    assert some.evidence == "`text` in 2 of the first 3 records"
-    mapped = detect([{"q": "a", "answer": "b"}], columns={"question": "q"})
-    assert mapped.evidence == "`q` (question) and `answer` in the first record"
-    labelled = {"question": "a", "answer": "b"}
-    assert "`label`" in detect([{**labelled, "label": False}]).evidence
-    assert "`label`" not in detect([{**labelled, "label": 1}]).evidence  # which is not read
-    assert detect([{"text": "a"}], schema="text").evidence == "--format text: `text` in the first record"
-
-
 def test_an_unknown_schema_shows_the_keys_found_with_counts_and_the_closest_schema() -> None:
     with pytest.raises(DataError) as caught:
         detect([{"body": "a"}, {"body": "b", "id": 1}])

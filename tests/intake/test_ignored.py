@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze
@@ -18,6 +16,7 @@ from chunkplan.planfile.analysis import Analysis
 from tests.support.command_line import Run
 from tests.support.intake_checks import question_and_answer, write_lines
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
@@ -30,15 +29,7 @@ def _targets(analysis: Analysis) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow"])
 def test_a_role_that_is_ignored_is_as_if_it_was_not_there_in_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"a.{kind}"
-    table = pa.Table.from_pylist(_ROWS)
-    if kind == "parquet":
-        pq.write_table(table, path)
-    elif kind == "arrow":
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
-    else:
-        path.write_text(json.dumps(_ROWS) if kind == "json" else "".join(json.dumps(row) + "\n" for row in _ROWS))
+    path = write_records(tmp_path / f"a.{kind}", _ROWS)
     assert _targets(analyze(path, tmp_path / "read")) == [2, 2, 2]
     found = analyze(path, tmp_path / "ignored", IntakeOptions(ignore_columns=("labels",)))
     assert _targets(found) == [3, 3, 3]

@@ -307,18 +307,6 @@ def test_a_token_of_prompt_and_answer_is_on_the_screen_and_in_the_manifest(comma
     assert "left_out" not in command("validate", "chunkplan-out/analysis").out
 
 
-def test_thinking_that_is_left_out_is_a_note_beside_the_turns(command: Run, tmp_path: Path) -> None:
-    thoughts = [message.for_template() for message in THOUGHT.messages]
-    write_lines(tmp_path / "t.jsonl", [chat(*question_and_answer("Hi?", "Hello.")), chat(*thoughts)])
-    (tmp_path / "qwen3.jinja").write_text(source_of("qwen3"), encoding="utf-8")
-    given = ("analyze", "t.jsonl", "--tokenizer", TOKENIZER, "--chat-template", "qwen3.jinja")
-    said = "     the chat template leaves out thinking in 1 sequence, the first of t.jsonl:2\n"
-    ran = command(*given)
-    assert said in ran.err
-    assert "warning" not in ran.err
-    assert "leaves out" not in command(*given, "--turns", "each").err
-
-
 def test_shards_the_cache_and_one_run_count_the_same(
     tmp_path: Path, jinja: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, load_analysis
@@ -16,6 +14,7 @@ from chunkplan.errors import DataError
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERED, marked_texts, parse_as, question_and_answer, write_lines
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 
@@ -27,24 +26,17 @@ _SYSTEM = "<|im_start|>system⏎Be brief.<|im_end|>⏎"
 _WITH_INPUT = ANSWERED.replace("Hi!", "Hi!⏎Be brief.")
 
 
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
-        return path
-    if path.suffix == ".arrow":
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
-        return path
-    return write_lines(path, records)
-
-
 @pytest.mark.parametrize(
     ("record", "suffixes"),
     [
-        (_PAIR, ("jsonl", "parquet", "arrow")),
-        *((record, ("jsonl",)) for record in (_PROMPT, _ALPACA)),
-        *(pytest.param(record, ("parquet", "arrow"), marks=pytest.mark.soak) for record in (_PROMPT, _ALPACA)),
+        (_PAIR, ("jsonl", "parquet")),
+        *(
+            pytest.param(record, suffixes, marks=pytest.mark.soak)
+            for record, suffixes in (
+                (_PAIR, ("arrow",)),
+                *((record, ("jsonl", "parquet", "arrow")) for record in (_PROMPT, _ALPACA)),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -75,9 +67,11 @@ def _write(path: Path, records: list[dict[str, Any]]) -> Path:
 def test_what_may_be_given_beside_a_question_stops_the_run_until_it_is_ignored(
     tmp_path: Path, record: dict[str, Any], suffixes: tuple[str, ...], key: str, value: Any
 ) -> None:
-    expected = marked_texts(analyze(_write(tmp_path / "x.jsonl", [record]), tmp_path / "out", tokenizer=TOKENIZER))
+    expected = marked_texts(
+        analyze(write_records(tmp_path / "x.jsonl", [record]), tmp_path / "out", tokenizer=TOKENIZER)
+    )
     for suffix in suffixes:
-        path = _write(tmp_path / f"x.{suffix}", [record | {key: value}])
+        path = write_records(tmp_path / f"x.{suffix}", [record | {key: value}])
         with pytest.raises(DataError) as caught:
             analyze(path, tmp_path / "out", tokenizer=TOKENIZER)
         assert f"`{key}`" in caught.value.message
@@ -111,7 +105,7 @@ def test_what_is_about_a_record_or_says_what_is_read_again_is_only_listed(
         "repeated": "Hello.",
     }
     for name in ("x.jsonl", "x.parquet"):
-        found = analyze(_write(tmp_path / name, [record | about]), tmp_path / "out", tokenizer=TOKENIZER)
+        found = analyze(write_records(tmp_path / name, [record | about]), tmp_path / "out", tokenizer=TOKENIZER)
         assert found.num_sequences == 1
         assert found.manifest["sources"][0]["unread_keys"].keys() == about.keys()
 
@@ -147,22 +141,22 @@ def test_a_system_text_is_honoured_under_each_of_its_names(tmp_path: Path, key: 
     expected = [_SYSTEM + ANSWERED]
     for name in ("x.jsonl", "x.parquet"):
         for others in ({}, {"system": None}, {"system": "Be brief."}):
-            path = _write(tmp_path / name, [record | others | {key: "Be brief."}])
+            path = write_records(tmp_path / name, [record | others | {key: "Be brief."}])
             found = analyze(path, tmp_path / "out", tokenizer=TOKENIZER)
             assert marked_texts(found) == expected
     if key != "system":
-        path = _write(tmp_path / "x.jsonl", [record | {"system": " ", key: "Be brief."}])
+        path = write_records(tmp_path / "x.jsonl", [record | {"system": " ", key: "Be brief."}])
         assert marked_texts(analyze(path, tmp_path / "out", tokenizer=TOKENIZER)) == expected
         with pytest.raises(DataError, match=f"`{key}` beside"):
-            analyze(_write(path, [record | {"system": "Be long.", key: "Be brief."}]), tmp_path / "out")
+            analyze(write_records(path, [record | {"system": "Be long.", key: "Be brief."}]), tmp_path / "out")
 
 
 @pytest.mark.parametrize("key", ["context", "documents", "reasoning", "knowledge", "system_hint"])
 def test_beside_messages_what_has_the_name_of_what_is_given_stops_the_run(tmp_path: Path, key: str) -> None:
     for name in ("x.jsonl", "x.parquet"):
         with pytest.raises(DataError, match=f"`{key}` beside the messages"):
-            analyze(_write(tmp_path / name, [_CHAT | {key: "Be brief."}]), tmp_path / "out")
-        found = analyze(_write(tmp_path / name, [_CHAT | {key: "on", "prompt": "Be brief."}]), tmp_path / "out")
+            analyze(write_records(tmp_path / name, [_CHAT | {key: "Be brief."}]), tmp_path / "out")
+        found = analyze(write_records(tmp_path / name, [_CHAT | {key: "on", "prompt": "Be brief."}]), tmp_path / "out")
         assert found.manifest["sources"][0]["unread_keys"].keys() == {key, "prompt"}
 
 
@@ -191,7 +185,7 @@ _TREE = {"message_id": "b", "text": "It is four.", "lang": "en", "deleted": Fals
 def test_a_row_that_is_one_message_is_no_text(
     tmp_path: Path, name: str, records: list[dict[str, Any]], hint: str
 ) -> None:
-    path = _write(tmp_path / name, records)
+    path = write_records(tmp_path / name, records)
     with pytest.raises(DataError, match="no schema fits") as caught:
         analyze(path, tmp_path / "out", tokenizer=TOKENIZER)
     assert hint in caught.value.hint

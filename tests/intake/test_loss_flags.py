@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze
@@ -15,6 +13,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, RecordError
 from tests.support.intake_checks import ANSWERED, chat, marked_texts, parse_as, question_and_answer, write_lines
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
 _UNTRAINED = ANSWERED.replace("⟦", "").replace("⟧", "")
@@ -25,7 +24,10 @@ COUNTS = (
 )
 NOT = ("masked",)
 
-_LAYOUTS = [("messages", "role", "content"), ("conversations", "from", "value")]
+_LAYOUTS = [
+    ("messages", "role", "content"),
+    pytest.param("conversations", "from", "value", marks=pytest.mark.soak),
+]
 
 
 def _two(who: str, what: str, *flags: dict[str, Any]) -> list[dict[str, Any]]:
@@ -33,22 +35,8 @@ def _two(who: str, what: str, *flags: dict[str, Any]) -> list[dict[str, Any]]:
     return [message | flag for message, flag in zip(messages, flags, strict=True)]
 
 
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".jsonl":
-        return write_lines(path, records)
-    table = pa.Table.from_pylist(records)
-    if path.suffix == ".parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
-    return path
-
-
 @pytest.mark.parametrize("key", [*COUNTS, *NOT])
-@pytest.mark.parametrize(
-    ("schema", "who", "what"), [("messages", "role", "content"), ("conversations", "from", "value")]
-)
+@pytest.mark.parametrize(("schema", "who", "what"), _LAYOUTS)
 def test_a_message_is_trained_as_its_flag_says_in_every_layout_and_kind_of_file(
     tmp_path: Path, key: str, schema: str, who: str, what: str
 ) -> None:
@@ -56,7 +44,7 @@ def test_a_message_is_trained_as_its_flag_says_in_every_layout_and_kind_of_file(
     for name in ("x.jsonl", "x.parquet", "x.arrow"):
         for value in (not yes, int(not yes)):
             record = {schema: _two(who, what, {}, {key: value}, {}, {})}
-            found = analyze(_write(tmp_path / name, [record]), tmp_path / "out", tokenizer=TOKENIZER)
+            found = analyze(write_records(tmp_path / name, [record]), tmp_path / "out", tokenizer=TOKENIZER)
             assert marked_texts(found) == [_UNTRAINED + ANSWERED]
             assert found.manifest["sources"][0]["unread_keys"] == {}
     parsed = parse_as(schema, {schema: _two(who, what, {key: yes}, {key: not yes}, {key: None}, {key: yes})})
@@ -73,9 +61,7 @@ def test_a_step_that_counts_is_none_of_the_user() -> None:
 
 @pytest.mark.parametrize("key", ["foo", "should_learn", "label", "score", "thinking", "turn_weight"])
 @pytest.mark.parametrize("value", [True, False, 0, 1, 0.5, [0, 1]])
-@pytest.mark.parametrize(
-    ("schema", "who", "what"), [("messages", "role", "content"), ("conversations", "from", "value")]
-)
+@pytest.mark.parametrize(("schema", "who", "what"), _LAYOUTS)
 def test_a_number_or_truth_value_that_nothing_reads_stops_the_run_unless_it_is_ignored(
     tmp_path: Path, key: str, value: Any, schema: str, who: str, what: str
 ) -> None:
@@ -134,7 +120,7 @@ def test_a_record_that_does_not_count_is_left_out_and_counted(tmp_path: Path, sc
     records = [_RECORDS[schema] | {key: value} for value in (yes, no, bool(yes), bool(no))]
     for name in ("x.jsonl", "x.parquet") if key == "weight" else ("x.jsonl",):
         records = records[:2] if name == "x.parquet" else records
-        found = analyze(_write(tmp_path / name, records), tmp_path / "out", tokenizer=TOKENIZER)
+        found = analyze(write_records(tmp_path / name, records), tmp_path / "out", tokenizer=TOKENIZER)
         [source] = found.manifest["sources"]
         assert (found.num_sequences, source["reasons"]) == (len(records) // 2, {"empty": len(records) // 2})
         assert source["unread_keys"] == {}

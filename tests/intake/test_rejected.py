@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
@@ -18,25 +17,11 @@ from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERS, question_and_answer
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
+_write = partial(write_records, rows=4)
 DROP = IntakeOptions(undesirable="drop")
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    """Records in the format that the name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(records))
-    elif path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=4)
-    else:
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
-    return path
 
 
 def _rejected(folder: Path) -> list[tuple[int | None, str]]:
@@ -51,7 +36,7 @@ def test_bad_answers_stop_the_run_by_name_or_are_dropped_and_counted(tmp_path: P
     with pytest.raises(DataError, match="`label` is false") as caught:
         analyze(file, tmp_path / "out", tokenizer=TOKENIZER)
     assert caught.value.where == f"{file}:1"
-    assert "--undesirable drop" in caught.value.hint
+    assert "--kto-negatives drop" in caught.value.hint
     analysis = analyze(file, tmp_path / "out", DROP, tokenizer=TOKENIZER)
     assert analysis.record.tolist() == [1, 2, 4, 5, 7, 8]
     assert analysis.manifest["rejected"] == {"undesirable": 3}
@@ -175,14 +160,3 @@ def test_a_source_that_is_mostly_blank_is_warned_of(command: Run) -> None:
     assert "15 rejected: empty" in ran.out
     assert "\nwarning: mostly blank: 2 of 3 records in most-0.jsonl, 2 of 3 records in most-1.jsonl" in ran.err
     assert "most-4.jsonl and 2 more\n" in ran.err
-
-
-def test_text_files_are_mostly_blank_together(command: Run) -> None:
-    """An empty file among others is nothing to warn of."""
-    Path("package").mkdir()
-    for number in range(6):
-        Path(f"package/{number}.txt").write_text("a b c" if number > 2 else "")
-    assert "warning: mostly blank" not in command("analyze", "package", "--tokenizer", TOKENIZER).err
-    Path("package/5.txt").write_text(" \n")
-    ran = command("analyze", "package", "--tokenizer", TOKENIZER)
-    assert "\nwarning: mostly blank: 4 of 6 records in text files\n" in ran.err

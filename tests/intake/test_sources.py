@@ -49,8 +49,8 @@ def _found(*paths: str | Path, folder: Path) -> list[str]:
         ("data.gz", ("jsonl", "gzip")),
         ("s3://bucket.name/data", ("jsonl", None)),
         ("a.parquet.gz", None),
-        ("a.csv", None),
-        ("a.csv.gz", None),
+        ("a.xlsx", None),
+        ("a.xlsx.gz", None),
     ],
 )
 def test_the_name_says_kind_and_compression(name: str, described: tuple[str, str | None] | None) -> None:
@@ -59,23 +59,23 @@ def test_the_name_says_kind_and_compression(name: str, described: tuple[str, str
 
 def test_a_folder_stands_for_all_data_in_it_and_below_sorted(tmp_path: Path) -> None:
     _write(tmp_path, "b.jsonl", "a/z.txt", "a/b/c.json.gz", "a.parquet", "README.md", "no_suffix", ".hidden.jsonl")
-    _write(tmp_path, ".git/x.jsonl", "c.csv", "state.json")
+    _write(tmp_path, ".git/x.jsonl", "c.xlsx", "state.json")
     assert _found(tmp_path, folder=tmp_path) == ["a.parquet", "a/b/c.json.gz", "a/z.txt", "b.jsonl"]
     with pytest.raises(UsageError, match="no data in it or below") as caught:
-        find_sources([_write(tmp_path / "empty", "x.csv")])
+        find_sources([_write(tmp_path / "empty", "x.xlsx")])
     assert ".parquet" in caught.value.hint
     assert ".zst" in caught.value.hint
 
 
 def test_a_pattern_is_expanded_sorted(tmp_path: Path) -> None:
-    _write(tmp_path, "b-2.jsonl", "b-10.jsonl", "a.txt", "c.csv", "d/e/f.jsonl", "d/g.jsonl", "[x].jsonl")
+    _write(tmp_path, "b-2.jsonl", "b-10.jsonl", "a.txt", "c.xlsx", "d/e/f.jsonl", "d/g.jsonl", "[x].jsonl")
     assert _found(tmp_path / "b-*.jsonl", folder=tmp_path) == ["b-10.jsonl", "b-2.jsonl"]
     assert _found(tmp_path / "b-?.jsonl", folder=tmp_path) == ["b-2.jsonl"]
     assert _found(tmp_path / "d/**/*.jsonl", folder=tmp_path) == ["d/e/f.jsonl", "d/g.jsonl"]
     assert _found(tmp_path / "[ac].*", folder=tmp_path) == ["a.txt"]
     assert _found(tmp_path / "d*", folder=tmp_path) == ["d/e/f.jsonl", "d/g.jsonl"]
     assert _found(tmp_path / "[x].jsonl", folder=tmp_path) == ["[x].jsonl"]  # there is a file of that name
-    for pattern in ("*.parquet", "*.csv"):
+    for pattern in ("*.parquet", "*.xlsx"):
         with pytest.raises(UsageError, match="no data matches"):
             find_sources([tmp_path / pattern])
 
@@ -222,10 +222,10 @@ def test_a_source_has_its_size_and_what_can_be_read_once_has_none(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"), [("a.csv", "suffix that is not known"), ("missing.jsonl", "there is no file")]
+    ("argument", "message"), [("a.xlsx", "suffix that is not known"), ("missing.jsonl", "there is no file")]
 )
 def test_a_path_that_makes_no_sense_is_refused(tmp_path: Path, argument: str, message: str) -> None:
-    _write(tmp_path, "a.csv")
+    _write(tmp_path, "a.xlsx")
     with pytest.raises(UsageError, match=message) as caught:
         find_sources([tmp_path / argument])
     assert caught.value.hint
@@ -261,7 +261,7 @@ def test_a_dataset_saved_to_disk_stands_for_the_files_it_lists(tmp_path: Path) -
 def test_urls_are_files_folders_and_patterns_as_paths_are() -> None:
     system = fsspec.filesystem("memory")
     root = "/sources-test"
-    names = ["b.jsonl", "a/c.parquet", "x.csv", ".x/d.jsonl", "config.json"]
+    names = ["b.jsonl", "a/c.parquet", "x.xlsx", ".x/d.jsonl", "config.json"]
     for name in (*names, "ds/data-1.arrow", "ds/data-0.arrow", "ds/dataset_info.json"):
         system.pipe(f"{root}/{name}", b"{}\n")
     listed = {"_data_files": [{"filename": "data-1.arrow"}, {"filename": "data-0.arrow"}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from chunkplan.errors import DataError
 from chunkplan.intake.records import RecordError, TokensRecord
 from chunkplan.planfile.analysis import Analysis
 from tests.support.command_line import Run
-from tests.support.intake_checks import parse_as, write_lines
+from tests.support.intake_checks import parse_as
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
+_write = partial(write_records, rows=2)
 
 #: Three documents, of 4, 3 and 2 tokens, and which of their tokens count.
 _IDS = [11, 12, 13, 14, 21, 22, 23, 31, 32]
@@ -68,20 +71,6 @@ def _sequences(analysis: Analysis) -> list[tuple[list[int], list[int]]]:
         ids, target = tokens(index)
         found.append((np.asarray(ids).tolist(), np.asarray(target).astype(int).tolist()))
     return found
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2)
-    elif path.suffix == ".arrow":
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_stream(str(path), table.schema) as file:
-            file.write_table(table)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(records))
-    else:
-        write_lines(path, records)
-    return path
 
 
 @pytest.mark.parametrize("begins", _BEGINS)

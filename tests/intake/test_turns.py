@@ -1,4 +1,4 @@
-"""`--turns`: which turns of a conversation are trained, in how many sequences, and how they are counted."""
+"""`--train-turns`: which turns of a conversation are trained, in how many sequences, and how they are counted."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_each_turn_is_a_sequence_of_its_record_and_all_are_counted(command: Run,
     (tmp_path / "t.jinja").write_text(source_of("qwen3"))
     asked = ("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--chat-template", "t.jinja")
     assert (
-        "trained of conversations: all that the assistant wrote, as rendered\n     (others: --turns last,"
+        "trained of conversations: all that the assistant wrote, as rendered\n     (others: --train-turns last,"
         in command(*asked).err
     )
-    ran = command(*asked, "--turns", "each", width=120)
+    ran = command(*asked, "--train-turns", "each", width=120)
     assert ran.code == 0, ran.err
     assert "3 records + 1 more turns = 3 sequences + 1 rejected" in ran.err
-    assert "trained of conversations: every turn, each in a sequence of its own (--turns each)" in ran.err
+    assert "trained of conversations: every turn, each in a sequence of its own (--train-turns each)" in ran.err
     analysis = load_analysis(tmp_path / "chunkplan-out" / "analysis")
     assert analysis.options is not None and analysis.options.turns == "each"
     decode = load_tokenizer(ROOT / "sample_data" / "tokenizer").library.decode
@@ -96,7 +96,7 @@ def test_a_turn_that_cannot_be_rendered_is_rejected_by_itself(command: Run, tmp_
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": said}) + "\n" for said in (SAID, SAID[:2])))
     refusing = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + source_of("qwen3")
     (tmp_path / "t.jinja").write_text(refusing)
-    options = ("--chat-template", "t.jinja", "--turns", "each", "--on-error", "skip")
+    options = ("--chat-template", "t.jinja", "--train-turns", "each", "--on-error", "skip")
     ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
     assert "2 records + 1 more turns = 2 sequences + 1 rejected" in ran.err
     assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0
@@ -106,7 +106,7 @@ def test_turns_that_are_too_long_are_rejected_one_by_one(command: Run, tmp_path:
     """A conversation is longer at every turn: those that fit are kept."""
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": SAID}) + "\n")
     (tmp_path / "t.jinja").write_text(source_of("qwen3"))
-    options = ("--chat-template", "t.jinja", "--turns", "each", "--max-length", "38", "--long", "drop")
+    options = ("--chat-template", "t.jinja", "--train-turns", "each", "--max-length", "38", "--overlong", "drop")
     ran = command("analyze", "chat.jsonl", "--tokenizer", ROOT / "sample_data" / "tokenizer", *options, width=120)
     assert "1 record + 1 more turns = 1 sequence + 1 rejected" in ran.err, ran.err
     assert command("validate", tmp_path / "chunkplan-out" / "analysis").code == 0

@@ -117,7 +117,7 @@ UNREAD = {
     "x.xml": b"<a/>",
     "x.pkl": pickle.dumps(ROWS),
     "x.pdf": b"%PDF-1.4\n\xe2\xe3",
-    "utf16.csv": "a,b\n1,2\n".encode("utf-16"),
+    "utf16.psv": "a|b\n1|2\n".encode("utf-16"),
     "cut.x": b"\x1f\x8b\x08",
     "numbers.x": b"[1, 2]",
     "none.x": b"",
@@ -172,9 +172,9 @@ def test_no_format_is_named_that_the_bytes_are_not(name: str, command: Run) -> N
 
 def test_of_a_folder_without_data_it_is_said_how_the_first_file_is_read(command: Run) -> None:
     Path("in").mkdir()
-    Path("in/.hidden.csv").write_bytes(_csv())
-    Path("in/x.csv").write_bytes(_csv())
-    for data, message in (("in", "in has no data in it or below"), ("in/*.csv", "no data matches in/*.csv")):
+    Path("in/.hidden.orc").write_bytes(FILES["x.orc"][0])
+    Path("in/x.orc").write_bytes(FILES["x.orc"][0])
+    for data, message in (("in", "in has no data in it or below"), ("in/*.orc", "no data matches in/*.orc")):
         ran = command("analyze", data)
         assert ran.err.startswith(f"error: {message}\nhint: suffixes that are read: ")
-        assert '; of in/x.csv: `python -c \'import polars; polars.read_csv("in/x.csv"' in ran.err
+        assert "; of in/x.orc: `python -c 'import pyarrow.orc as o" in ran.err

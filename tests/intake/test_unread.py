@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from chunkplan import IntakeOptions, analyze, validate
@@ -17,22 +16,12 @@ from chunkplan.intake.shard import merge, write_shard
 from tests.support.command_line import Run
 from tests.support.intake_checks import ANSWERS, parse_as
 from tests.support.places import ROOT
+from tests.support.table_cases import write_records
 
 TOKENIZER = ROOT / "sample_data" / "tokenizer"
+_write = partial(write_records, rows=10)
 
 _LISTS = {"prompt": [{"role": "user", "content": "Hi!"}], "completion": [{"role": "assistant", "content": "Hello."}]}
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=10)
-    elif path.suffix == ".arrow":
-        table = pa.Table.from_pylist(records)
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table, max_chunksize=10)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def _unread(path: Path, folder: Path, **options: Any) -> tuple[dict[str, int | None], int]:

@@ -122,7 +122,7 @@ def test_a_memory_bound_that_cannot_be_kept_names_the_step_and_what_is_needed(tm
         PlanConfig(**given, memory_tokens=7)
     with pytest.raises(UsageError, match="step 0, rank 0: a stage has to hold activations of 28 tokens") as error:
         build(lengths, tmp_path / "plan", PlanConfig(**given, memory_tokens=16, schedule="search"))
-    assert "--memory-tokens 28" in error.value.hint
+    assert "--max-activation-tokens 28" in error.value.hint
     one = given | {"k": 1}
     with pytest.raises(UsageError, match="step 0, rank 0: 1f1b holds activations of") as error:
         build(lengths, tmp_path / "plan", PlanConfig(**one, memory_tokens=8, schedule="1f1b"))
@@ -138,7 +138,7 @@ def test_the_memory_that_a_refusal_names_is_enough_for_all_ranks_of_the_step(tmp
     given: dict[str, Any] = {"chunk_size": 8, "k": 4, "dp": 2, "pp": 2, "cp": "off", "global_batch": 8}
     with pytest.raises(UsageError, match="a stage has to hold activations of 30 tokens at once") as error:
         build(lengths, tmp_path / "plan", PlanConfig(**given, memory_tokens=8, schedule=schedule))
-    assert "--memory-tokens 30 is the least for all ranks of the step" in error.value.hint
+    assert "--max-activation-tokens 30 is the least for all ranks of the step" in error.value.hint
     enough = PlanConfig(**given, memory_tokens=30, schedule=schedule)
     if schedule in ("1f1b", "interleaved", "zero-bubble-v"):
         with pytest.raises(UsageError, match=f"{schedule} holds activations of") as error:

@@ -32,7 +32,7 @@ from tests.support.planned_steps import first_step, save, write_analysis
         ({"schedule": "interleaved", "pp": 2, "virtual_stages": 0}, "virtual-stages is 0"),
         ({"schedule": "interleaved", "pp": 2, "virtual_stages": 1}, "two virtual stages or more, virtual-stages is 1"),
         ({"stage_layers": (9, -1), "pp": 2}, "stage-layers is 9,-1, expected a whole number from 1"),
-        ({"memory_tokens": 0}, "memory-tokens is 0"),
+        ({"memory_tokens": 0}, "max-activation-tokens is 0"),
         ({"k_by_length": ((5, 1), (5, 2))}, "tokens ascending"),
         ({"k_by_length": (5, 1)}, "pairs of tokens and K"),
     ],

@@ -63,23 +63,6 @@ def test_a_plan_says_how_many_keep_it_and_where(command: Run, plan: Plan, width:
     assert max(map(len, shown.splitlines())) <= width
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_step_says_it_of_every_chunk_and_what_its_words_mean(command: Run, plan: Plan, width: int) -> None:
-    shown = command("inspect", plan.path, "--step", 0, width=width).out
-    assert max(map(len, shown.splitlines())) <= width
-    rows = [line.split() for line in shown.splitlines() if " part " in line and line.split()[0].isdigit()]
-    parts = [chunk for _, chunk in chunks_of(plan) if chunk.group_id is not None]
-    assert len(rows) == len(parts)
-    for row, chunk in zip(rows, parts, strict=True):
-        kept = ["attn", chunk.kept_attention] if chunk.kept_attention else ["kv"]
-        expected = [] if chunk.keeps_activations else kept
-        assert [word for word in row if word in ("kv", "attn", "gpu", "host")] == expected
-    for where, words in WORDS.items():
-        assert f"attn {where}: run again, with its attention kept {words}" in shown
-    of_json = json.loads(command("inspect", plan.path, "--step", 0, "--json").out)["chunks"]
-    assert [each["kept_attention"] for each in of_json] == [chunk.kept_attention for _, chunk in chunks_of(plan)]
-
-
 def test_the_page_says_it_in_numbers_of_chunks_and_of_bars(plan: Plan, tmp_path: Path) -> None:
     made = write_and_read(tmp_path / "page.html", plan)
     again = [chunk for _, chunk in chunks_of(plan) if not chunk.keeps_activations]

@@ -129,9 +129,8 @@ def test_streams_are_at_work_for_what_their_kernels_and_copies_take(benchmarks):
     }
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_report_that_is_stopped_ends_its_program_and_keeps_its_rows(tmp_path, number, code):
     """Stopped while processes of torchrun begin."""
     paths = os.pathsep.join(str(ROOT / each) for each in ("", "runtime", "cli"))

@@ -18,7 +18,7 @@ from chunkplan.errors import DataError, UsageError
 from chunkplan.operations import BACKWARDS, OPS
 from chunkplan.planfile.measured import MeasuredStep, StepTimeline, TimedAction, read_measured, write_measured
 from chunkplan.planfile.plan import Action
-from chunkplan.reporting.replay import describe_replays, replay_step, waiting_shares, write_timeline
+from chunkplan.reporting.replay import replay_step, waiting_shares, write_timeline
 from chunkplan_runtime.distributed.job import make_groups
 from chunkplan_runtime.distributed.stages import cut_stage, split_layers
 from chunkplan_runtime.execution.executor import ActionClock, RankExecutor
@@ -342,33 +342,6 @@ def test_a_run_whose_plan_is_gone_is_named_with_what_to_do(analysis, tmp_path):
     with pytest.raises(UsageError, match=r"measured\.json: .*plan") as refused:
         read_measured(path)
     assert "put it back there" in refused.value.hint
-
-
-def test_a_process_that_is_slower_than_others_is_named(plan):
-    layout = RankLayout(dp=2, pp=4)
-
-    def lines(slow_rank):
-        replays = replayed(plan, planned_times(plan, layout, slow_rank), layout)
-        return describe_replays(replays, layout.dp, 0, planned=True)
-
-    assert not any("slow:" in line for line in lines(-1))
-    assert "process 5 of 8 (stage 2 of pipeline 1) is slow: 2.0 times as long" in lines(5)
-    assert "pipeline 1, the slowest of 2" in lines(5)[0]
-    assert all(len(line) <= 80 for line in lines(5))
-    assert describe_replays([], layout.dp, 0, planned=True) == []
-
-
-def test_a_plan_for_another_machine_says_neither_who_waits_nor_who_is_slow(plan, tmp_path):
-    layout = RankLayout(dp=2, pp=4)
-    replays = replayed(plan, planned_times(plan, layout, 5), layout)
-    lines = describe_replays(replays, layout.dp, 0, planned=False)
-    assert lines[4].split() == ["stage", "process", "busy", "measured", "simulated"]
-    assert not any(word in " ".join(lines) for word in ("plan", "slow:"))
-    assert all(len(line) <= 80 for line in lines)
-    write_timeline(tmp_path / "timeline.json", replays, planned=False, content_hash=plan.content_hash)
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert len(names) == 4 and not any("planned" in name for name in names)
 
 
 def run_timed(rank, plan, config):

@@ -120,9 +120,9 @@ def test_no_list_schedule_is_done_before_the_longest_tail(drawn: tuple[Rank, int
 
 def test_memory_that_no_order_fits_is_refused_with_what_it_takes() -> None:
     rank = make_rank([3, 4, 4, 5, 2], [-1, 0, 0, 0, -1], [1, 0, 1, 1, 1], [1, 1], UNIT)
-    with pytest.raises(UsageError, match="9 tokens at once, memory-tokens allows 8") as caught:
+    with pytest.raises(UsageError, match="9 tokens at once, max-activation-tokens allows 8") as caught:
         schedule_ranks(*rank, 2, "auto", 8, lambda rank: f"rank {rank}")
-    assert "--memory-tokens 9" in caught.value.hint and caught.value.where == "rank 0"
+    assert "--max-activation-tokens 9" in caught.value.hint and caught.value.where == "rank 0"
     assert schedule_ranks(*rank, 2, "auto", 9, str).peak_retained_tokens.max() <= 9
 
 

@@ -68,9 +68,9 @@ def test_less_memory_takes_longer_and_the_least_one_unit_after_the_other() -> No
 def test_what_cannot_fit_is_refused_with_what_it_takes() -> None:
     rank = make_rank([3, 4, 4, 5, 2], [-1, 0, 0, 0, -1], [1, 0, 1, 1, 1], [1, 1], UNIT)
     assert max(look_at(rank, 2, search(*rank, 2, 9))) == 9
-    with pytest.raises(UsageError, match="9 tokens at once, memory-tokens allows 8") as caught:
+    with pytest.raises(UsageError, match="9 tokens at once, max-activation-tokens allows 8") as caught:
         schedule_ranks(*rank, 2, "search", 8, str)
-    assert "--memory-tokens 9" in caught.value.hint
+    assert "--max-activation-tokens 9" in caught.value.hint
 
 
 def long_tailed(num_standalone: int, parts: list[int], k: int) -> Rank:

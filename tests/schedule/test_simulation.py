@@ -260,7 +260,7 @@ def test_a_comparison_refuses_what_no_schedule_in_it_takes() -> None:
     base = example(2048, 1, "1f1b")
     with pytest.raises(UsageError, match="virtual-stages is for interleaved"):
         chunkplan.compare_schedules(base, ["1f1b"], virtual_stages=2)
-    with pytest.raises(UsageError, match="memory-tokens is for auto"):
+    with pytest.raises(UsageError, match="max-activation-tokens is for auto"):
         chunkplan.compare_schedules(base, ["1f1b"], memory_tokens=8192)
 
 

@@ -65,7 +65,7 @@ def fault(watchdog: Watchdog, rank: int, *, folder: Path, what: str, where: str,
         with (
             patch.object(Exchanges, name, late if rank == who else exchange),
             lost_peers(watchdog),
-            watchdog.heartbeat.telling(lambda: executor.activity, lambda: None),
+            watchdog.heartbeat.reporting(lambda: executor.activity, lambda: None),
         ):
             executor.run(work, 1)
     except ChunkplanError as error:

@@ -114,7 +114,8 @@ def trainer_step(
     layout = choose_layout(opened, dist.get_world_size(), rank)
     groups = make_groups(layout, torch.device("cpu"), timedelta(seconds=60), used_blocks(opened))
     layers = split_layers(model.config.num_hidden_layers, layout.num_model_stages)
-    given = TrainConfig(plan=plan, output=plan / "run", model_config=config, clip=0.0, precision="fp64", **options)  # type: ignore[arg-type]
+    unclipped = {"max_grad_norm": 0.0, "precision": "fp64", **options}
+    given = TrainConfig(plan=plan, output=plan / "run", model_config=config, **unclipped)  # type: ignore[arg-type]
     step = TrainStep(cut_stage(model, layers, layout), given, 1, Job(layout, groups))
     stream = PlanStream(opened, analysis, vocab_size=model.vocab_size, max_positions=None, prefetch=0, layout=layout)
     return step, stream

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.places import ROOT
+from tests.support.places import section
 
 WIDTH = 3
 
@@ -41,7 +41,7 @@ def gradients_of_step(
     rank: int, folder: str, line: str, num_stages: int, num_tokens: list[int], chunk_size: int
 ) -> Any:
     """Of the stages of this process, by stage: the gradients of all parameters, as the page's own code makes them."""
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torch-pipelining.md").read_text(), re.S)
+    [code] = re.findall(r"```python\n(.*?)```", section("integrations.md", "Pipelines of torch"), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
     modules = layers(num_stages)

@@ -1,7 +1,7 @@
 """What processes do in tests of the watchdog: each case is run by a few of them, one of which dies, stops or fails.
 
-`python -m tests.support.watchdog_cases FOLDER` runs all cases, by forks of one process that has imported torch; FOLDER
-gets what each process printed, and `codes.json`. Under torchrun it runs the case whose name is in place of FOLDER.
+`python -m tests.support.watchdog_cases FOLDER CASE...` runs cases, by forks of one process that has imported torch;
+FOLDER gets what each process printed, and `codes.json`. Under torchrun it runs the case whose name is in its place.
 """
 
 from __future__ import annotations
@@ -272,4 +272,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         run(CASES[sys.argv[1]], int(os.environ["RANK"]))
     else:
-        run_all(CASES, Path(sys.argv[1]))
+        run_all({name: CASES[name] for name in sys.argv[2:]}, Path(sys.argv[1]))

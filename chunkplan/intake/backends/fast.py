@@ -33,7 +33,7 @@ from chunkplan.arrays import BoolArray, Int32Array, Int64Array
 from chunkplan.errors import DataError
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.template_render import Span
-from chunkplan.intake.tokenizer import Masked, calls, size_of
+from chunkplan.intake.tokenizer import Masked, batches_by_bytes, size_of
 
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
@@ -154,7 +154,7 @@ class FastTokenizer:
         front, behind = (self._front, self._behind) if added else ([], [])
         found = [array("i", front) for _ in texts]
         pieces = ((index, part) for index, text in enumerate(texts) for part in parts(text))
-        for call in calls(pieces, lambda piece: size_of(piece[1])):
+        for call in batches_by_bytes(pieces, lambda piece: size_of(piece[1])):
             for (index, _), encoding in zip(call, self._encode([part for _, part in call]), strict=True):
                 found[index].fromlist(encoding.ids)
         for ids in found:

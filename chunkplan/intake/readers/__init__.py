@@ -35,7 +35,7 @@ _READERS: dict[str, ModuleType] = {
 
 #: By `SourceFile.kind`: what cuts a source of it.
 _CUTS = {
-    **dict.fromkeys(("jsonl", "json"), streams.cut),
+    **dict.fromkeys(("jsonl", "json", "csv", "tsv"), streams.cut),
     **dict.fromkeys(("parquet", "arrow"), tables.cut),
     "text": texts.cut,
     "npy": numpy_files.cut,
@@ -50,14 +50,15 @@ def cut(file: SourceFile, source: int, spool: Path) -> Iterator[Piece]:
 
     Raises RecordError, with its file, after all pieces that can be read; UsageError also for a full disk.
     """
-    return _CUTS[file.kind](file, source, spool)
+    return (streams.cut if file.text_split else _CUTS[file.kind])(file, source, spool)
 
 
 def is_stream(file: SourceFile) -> bool:
     """True if cutting a source into pieces takes reading all of it. True for JSON, which may be an array."""
     if file.kind in ("arrow", "npy"):
         return is_url(file.path)
-    return file.kind == "json" or (file.kind == "jsonl" and streams.is_spooled(file))
+    is_always = file.kind in ("json", "csv", "tsv") or file.text_split is not None
+    return is_always or (file.kind == "jsonl" and streams.is_spooled(file))
 
 
 def default_columns(file: SourceFile) -> dict[str, str]:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled
-from chunkplan.intake.readers.streams import check_head, fetch, unreadable
+from chunkplan.intake.readers.rows import Row, RowBlock, are_lengths, sampled, unreadable
+from chunkplan.intake.readers.streams import check_head, fetch
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 

@@ -111,3 +111,8 @@ def too_large(num_bytes: int, limit: int) -> RecordError:
         reason="too-large",
         hint="raise --max-record-mb, split the record, or leave it out",
     )
+
+
+def unreadable(message: str, path: str, *, hint: str) -> RecordError:
+    """The error of a file, or the rest of one."""
+    return RecordError(message, reason="unreadable", where=path, hint=hint)

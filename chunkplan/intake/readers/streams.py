@@ -1,4 +1,4 @@
-"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines.
+"""Reads sequential sources: compressed files, standard input, URLs, JSON arrays, objects over several lines, CSV.
 
 Sources that cannot be cut by seeking are read once and spooled to temporary files of whole lines, one for each piece.
 Elements of an array of any size are split in bounded memory; their content is left to the reader of lines.
@@ -22,7 +22,8 @@ from chunkplan.intake import pieces
 from chunkplan.intake.files import STDIN, is_url, open_file, reading
 from chunkplan.intake.pieces import Piece
 from chunkplan.intake.readers import lines
-from chunkplan.intake.readers.rows import BOM
+from chunkplan.intake.readers.delimited import rows_of_csv, split_texts
+from chunkplan.intake.readers.rows import BOM, unreadable
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
@@ -52,13 +53,15 @@ _IS_MARK[_COMMA] = True
 
 
 @dataclass
-class Taken:
+class ByteCounter:
     """Counts the bytes read so far of a file as it is stored, before decompression."""
 
     num_bytes: int = 0
 
 
-def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is_look: bool = False) -> Iterator[bytes]:
+def chunks(
+    path: str, compression: str | None, taken: ByteCounter | None = None, *, is_look: bool = False
+) -> Iterator[bytes]:
     """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
 
     Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
@@ -67,7 +70,7 @@ def chunks(path: str, compression: str | None, taken: Taken | None = None, *, is
     Raises RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way;
     UsageError: it cannot be opened or read.
     """
-    taken = taken or Taken()
+    taken = taken or ByteCounter()
     block_bytes = pieces.LOOK_BYTES if is_look and is_url(path) else pieces.BLOCK_BYTES
     with reading(path), open_file(path, block_bytes if is_look else None) as file:
         head = file.read(len(_LFS_POINTER))
@@ -138,11 +141,6 @@ def check_head(head: bytes, path: str) -> None:
         raise unreadable("a pointer of Git LFS, not the data", path, hint="run `git lfs pull` where it was cloned")
 
 
-def unreadable(message: str, path: str, *, hint: str) -> RecordError:
-    """The error of a file, or the rest of one."""
-    return RecordError(message, reason="unreadable", where=path, hint=hint)
-
-
 def is_spooled(file: SourceFile) -> bool:
     """True if a file of lines cannot be cut by seeking."""
     return file.compression is not None or file.num_bytes is None or is_url(file.path)
@@ -150,7 +148,7 @@ def is_spooled(file: SourceFile) -> bool:
 
 def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
     """The pieces of a source of kind jsonl or json: ranges of lines where that can be, else spooled into `folder`."""
-    taken = Taken()
+    taken = ByteCounter()
     data, reader = contents(file, taken)
     if reader == "elements" or is_spooled(file):
         yield from _spool(data, taken, source, folder, reader)
@@ -158,7 +156,7 @@ def cut(file: SourceFile, source: int, folder: Path) -> Iterator[Piece]:
         yield from lines.cut(file.path, source, file.num_bytes or 0)
 
 
-def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
+def contents(file: SourceFile, taken: ByteCounter, *, is_look: bool = False) -> tuple[Iterator[bytes], str]:
     """The bytes of a source as lines, with one for each element or object of several lines, and the reader of these.
 
     `taken` and `is_look` are as in `chunks`. Raises RecordError: unreadable; also while the bytes are taken, after all
@@ -166,6 +164,10 @@ def contents(file: SourceFile, taken: Taken, *, is_look: bool = False) -> tuple[
     """
     data = chunks(file.path, file.compression, taken, is_look=is_look)
     start = b""
+    if file.text_split is not None:
+        return split_texts(data, file.text_split), "elements"
+    if file.kind in ("csv", "tsv"):
+        return rows_of_csv(data, file), "elements"
     if file.kind == "json":
         for block in data:  # so much that it says whether it is an array, and if not has a line, unless that is long
             start += block
@@ -197,7 +199,7 @@ def _is_spread(text: bytes) -> bool:
     return False
 
 
-def _spool(data: Iterator[bytes], taken: Taken, source: int, folder: Path, reader: str) -> Iterator[Piece]:
+def _spool(data: Iterator[bytes], taken: ByteCounter, source: int, folder: Path, reader: str) -> Iterator[Piece]:
     """Write lines into files of `folder`, and yield each as a piece once it is whole; the next when it is asked for.
 
     A piece ends with the first line that brings it to `PIECE_BYTES`. Where `data` ends in an error, that is raised

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url, open_file, reading
-from chunkplan.intake.readers.streams import check_head, unreadable
+from chunkplan.intake.readers.rows import unreadable
+from chunkplan.intake.readers.streams import check_head
 from chunkplan.intake.records import RecordError
 
 #: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
@@ -39,7 +40,7 @@ class RowGroup(NamedTuple):
     stored: int
 
 
-class Lost(NamedTuple):
+class UnreadableRows(NamedTuple):
     """Rows of a row group that cannot be read, and why."""
 
     num_rows: int
@@ -95,7 +96,9 @@ class _Parquet:
             stored = sum(chunk.total_compressed_size for chunk in _chunks(group))
             yield RowGroup(group.num_rows, group.total_byte_size, stored)
 
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
+    def batches(
+        self, start: int, stop: int, columns: list[str], max_rows: int
+    ) -> Iterator[pa.RecordBatch | UnreadableRows]:
         for index, group in enumerate(self._groups(start, stop), start):
             own = [chunk for chunk in _chunks(group) if chunk.path_in_schema.split(".")[0] in columns]
             num_rows = _rows_in(sum(chunk.total_uncompressed_size for chunk in own), group.num_rows, max_rows)
@@ -111,7 +114,7 @@ class _Parquet:
             message, hint = f"row group {index} cannot be read to its end: {message}", "fetch or write the file again"
             lost = RecordError(message, reason=reason, where=self._path, hint=hint)
             while num_left > 0:
-                yield Lost(min(num_left, max_rows), lost)
+                yield UnreadableRows(min(num_left, max_rows), lost)
                 num_left -= max_rows
 
     def digest(self, start: int, stop: int) -> str:
@@ -150,7 +153,9 @@ class _Arrow:
         for batch in self._read(0, sys.maxsize):
             yield RowGroup(batch.num_rows, batch.nbytes, batch.nbytes)
 
-    def batches(self, start: int, stop: int, columns: list[str], max_rows: int) -> Iterator[pa.RecordBatch | Lost]:
+    def batches(
+        self, start: int, stop: int, columns: list[str], max_rows: int
+    ) -> Iterator[pa.RecordBatch | UnreadableRows]:
         """Some columns of the rows of row groups [start, stop), in order, in batches of about `BLOCK_BYTES`.
 
         No more than there are; of a row group that is damaged, all rows behind the damage are lost.

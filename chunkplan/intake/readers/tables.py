@@ -16,9 +16,9 @@ from chunkplan.arrays import BoolArray, offsets_of
 from chunkplan.intake import pieces
 from chunkplan.intake.files import is_url
 from chunkplan.intake.pieces import LengthColumn, Piece
-from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large
-from chunkplan.intake.readers.streams import fetch, unreadable
-from chunkplan.intake.readers.table_files import Lost, TableFile, open_table
+from chunkplan.intake.readers.rows import Row, RowBlock, is_valid, lengths_of, sampled, too_large, unreadable
+from chunkplan.intake.readers.streams import fetch
+from chunkplan.intake.readers.table_files import TableFile, UnreadableRows, open_table
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.keys import may_say
@@ -85,10 +85,10 @@ def rows(
     keys = layout.columns.values() if layout else ()
     unread: dict[str, int | None] = {}  # of columns that are not read it is not known which rows have a value
 
-    def block(found: pa.RecordBatch | Lost) -> RowBlock:
+    def block(found: pa.RecordBatch | UnreadableRows) -> RowBlock:
         is_chosen = sampled(piece.origin + row + np.arange(found.num_rows), sample)
         decoded: Sequence[Row] | LengthColumn
-        if isinstance(found, Lost):
+        if isinstance(found, UnreadableRows):
             decoded, large, others = [found.error] * int(is_chosen.sum()), [], unread
         else:
             large = _too_large_rows(found, is_chosen, max_record_bytes)
@@ -117,7 +117,7 @@ def rows(
         if layout is None:
             raise
         if total:
-            yield block(Lost(total - row, error))
+            yield block(UnreadableRows(total - row, error))
         else:
             yield RowBlock([error], np.array([-1]), 1, 0, piece.num_bytes)
 
@@ -143,7 +143,7 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
             if number < before + found.num_rows:
                 break
             before += found.num_rows
-        if isinstance(found, Lost):
+        if isinstance(found, UnreadableRows):
             raise found.error
         with pa.ipc.new_file(str(path), found.schema) as file:
             file.write_batch(found.slice(number - before, 1))

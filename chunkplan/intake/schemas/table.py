@@ -140,7 +140,7 @@ def refuse_label(record: JsonObject, columns: dict[str, str]) -> None:
             raise RecordError(
                 f"`{key}` is false: a bad answer, as data for KTO have them, and every answer is trained",
                 reason="undesirable",
-                hint=f"--undesirable drop leaves such records out, counted; remove `{key}` if it means another thing",
+                hint=f"--kto-negatives drop leaves such records out, counted; remove `{key}` if it means another thing",
             )
         if label is not None and key not in _BESIDE["label"]:  # a key that the user has named
             typed(label, bool, key)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
 
-from chunkplan.intake.records import JsonObject, Record
+import msgspec
+
+from chunkplan.intake.records import Conversation, Exchange, JsonObject, Record
 from chunkplan.intake.schemas.fields import (
     column_flags,
     ignoring,
@@ -20,6 +23,7 @@ from chunkplan.intake.schemas.fields import (
     quoted,
     refuse_unread,
     shortened,
+    typed,
     unsupported,
     without_ignored,
     words_of,
@@ -31,6 +35,9 @@ from chunkplan.intake.schemas.tokens import IGNORED
 
 #: Schemas of messages, and of a question and its answer.
 _MESSAGES, _PAIRS = GROUPS[:2]
+
+#: The key of the variables that a record gives the chat template, as TRL names it.
+KWARGS = "chat_template_kwargs"
 
 #: The most characters of a key that are listed.
 _LONGEST = 100
@@ -66,6 +73,8 @@ def count_unread(layout: RecordLayout, records: Iterable[JsonObject]) -> Counter
                     found -= {*_read_keys(schema, columns, record).values()}
             if not FLAGS.isdisjoint(found) and layout.schema not in ("input_ids", "length"):
                 found -= {key for key in FLAGS & found if type(record[key]) is not str or key == "mask"}
+            if layout.schema in (*_MESSAGES, *_PAIRS):
+                found.discard(KWARGS)
         for role, key in lists.items():
             if key not in record:
                 key = schema.keys_of(record, columns)[role]
@@ -116,6 +125,9 @@ def check_unread(layout: RecordLayout, record: JsonObject, parsed: Record) -> Re
     """
     schema, read = layout.schema, layout.keys
     others = [key for key in record if key not in read and is_looked_at(key, schema) and record[key] is not None]
+    if KWARGS in others:
+        parsed = _with_variables(parsed, record[KWARGS])
+        others.remove(KWARGS)
     if not FLAGS.isdisjoint(others):
         parsed = with_flags_of_record(parsed, record, read)
         others = [key for key in others if key not in FLAGS or (type(record[key]) is str and key != "mask")]
@@ -126,6 +138,20 @@ def check_unread(layout: RecordLayout, record: JsonObject, parsed: Record) -> Re
         if found:
             _refuse(found, schema, roles, record)
     return parsed
+
+
+def _with_variables(parsed: Record, value: Any) -> Record:
+    """Add the variables that a record has for the chat template to what it became, which has to be messages."""
+    if type(value) is str:
+        with suppress(ValueError, RecursionError):
+            value = msgspec.json.decode(value)
+    variables = typed(value, dict, KWARGS)
+    if variables and not isinstance(parsed, (Conversation, Exchange)):
+        unsupported(
+            f"`{KWARGS}` beside a prompt that is a string, which no chat template renders",
+            "write the record as `messages`",
+        )
+    return replace(parsed, variables=variables or None) if isinstance(parsed, (Conversation, Exchange)) else parsed
 
 
 def _may_matter(key: str, value: Any, schema: str) -> bool:
@@ -186,7 +212,8 @@ def _refuse(found: list[str], schema: str, roles: Mapping[str, str], record: Jso
     if marks := [key for key in found if _is_mark(key, record[key])]:
         refuse_unread(*marks, says="numbers or truth values, which may say what counts in the loss")
     if variables := [key for key in found if kind_of(key) == "variable"]:
-        refuse_unread(*variables, says="what chat templates may ask for: they get messages and tools alone")
+        ways = f"put it into `{KWARGS}` of the record, or say it of all with --template-kwargs; "
+        refuse_unread(*variables, says="what chat templates may ask for", ways=ways)
     way = _way_on(found[0], schema, roles, record) if len(found) == 1 else None
     if way is None and "thought" in map(kind_of, found):
         way = "write what was thought as the `reasoning_content` of an answer in `messages`"

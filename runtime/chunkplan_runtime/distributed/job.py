@@ -216,11 +216,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
-    def telling(
+    def reporting(
         self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
     ) -> AbstractContextManager[None]:
-        """Within the block, have the watchdog tell what this process is at: see `Heartbeat.telling`."""
-        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.telling(activity, on_device)
+        """Within the block, have the watchdog tell what this process is at: see `Heartbeat.reporting`."""
+        return nullcontext() if self.watchdog is None else self.watchdog.heartbeat.reporting(activity, on_device)
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""

@@ -55,13 +55,13 @@ def reserve_pages(
             for (shapes, by_parts, window), num_layers in layers.items():
                 pages = _DryRun()
                 like = tuple(torch.empty(1, heads, 0, dim, dtype=part.dtype, device="meta") for heads, dim in shapes)
-                _do(actions, KVStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
+                _replay_accesses(actions, KVStore(1 if by_parts else page_tokens, pages), like, window, with_gradients)
                 largest += filter(None, [pages.largest])
                 counts += Counter({kind: num_layers * len(unused) for kind, unused in pages.unused.items()})
     memory.reserve(counts, largest)
 
 
-def _do(
+def _replay_accesses(
     actions: list[tuple[str, ChunkTensors]],
     store: KVStore,
     like: tuple[Tensor, ...],

@@ -99,10 +99,10 @@ class Heartbeat:
             self.latest[process] = Beat(number, step, stops, machine, pid, Activity(words, tuple(waits_for)))
 
     @contextmanager
-    def telling(self, activity: Callable[[], Activity], on_device: Callable[[], str | None]) -> Iterator[None]:
-        """Within the block, have the others, and warnings of a stall, know what this process is at.
+    def reporting(self, activity: Callable[[], Activity], on_device: Callable[[], str | None]) -> Iterator[None]:
+        """Within the block, report `activity` of this process to the others and in warnings of a stall.
 
-        `on_device` says what a GPU is at, which the host is ahead of, and may wait for it; None where there is none.
+        `on_device` describes the work of a GPU, which the host runs ahead of, and may wait for it; None without one.
         """
         self.activity, self._on_device = activity, on_device
         yield

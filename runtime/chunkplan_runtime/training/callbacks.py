@@ -107,7 +107,7 @@ class Callbacks(CallbackHandler):
             config=as_entries(config),
             learning_rate=config.lr,
             weight_decay=config.weight_decay,
-            max_grad_norm=config.clip,
+            max_grad_norm=config.max_grad_norm,
             max_steps=num_steps,
             logging_steps=1,
             eval_strategy="steps" if config.eval_every else "no",

@@ -152,7 +152,7 @@ class TrainConfig(Options):
     beta1: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9)
     beta2: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999)
     eps: float = _learning(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08)
-    clip: float = _learning(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0)
+    max_grad_norm: float = _learning(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0)
     precision: str | None = _learning(
         one_of(*PRECISIONS),
         "Precision of the weights: fp32, fp64, bf16 (with fp32 master weights) or bf16-pure (without).",
@@ -188,7 +188,7 @@ class TrainConfig(Options):
         _TRACKERS, "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.", **_unset("none")
     )
     log_sequences: bool = _log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
-    spike: float = _log(
+    loss_spike_factor: float = _log(
         _SPIKE,
         "Name the worst sequences of a step whose loss is above X times the median of 50 before it; 0: never.",
         default=2.0,

@@ -127,7 +127,7 @@ class TrainStep:
     def compute_gradients(self, work: StepWork) -> Gradients:
         """Run a step, rank by rank, reduce its gradients over all processes, and clip them."""
         weights, job, clock, step = self._weights.tensors, self._job, self._clock, f"step {work.step.step}"
-        with job.telling(lambda: self.executor.activity, clock.on_device):
+        with job.reporting(lambda: self.executor.activity, clock.on_device):
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
@@ -137,7 +137,7 @@ class TrainStep:
                 if self._shards:
                     self._shards.reduce_gradients()
                 norm = gradient_norm(weights, self._tied, job.groups)
-            clip(weights.values(), norm, self._config.clip or math.inf)
+            clip(weights.values(), norm, self._config.max_grad_norm or math.inf)
             self.executor.doing = f"{step}, waiting for its device to finish it"
             times = clock.stop()
             self.executor.doing = f"{step}, waiting for the losses of all processes"
@@ -170,7 +170,7 @@ class TrainStep:
         self.model.model.eval()
         try:
             self.executor.doing = "evaluation, before its first step"
-            with self._job.telling(lambda: self.executor.activity, lambda: None):
+            with self._job.reporting(lambda: self.executor.activity, lambda: None):
                 for work in stream:
                     losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:

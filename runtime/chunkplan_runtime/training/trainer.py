@@ -115,7 +115,7 @@ class TrainingRun:
             restore_random_states(earlier.state, self.train_step.model.device)
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
         self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
-        self.spikes, self.largest = metrics.SpikeWatch(config.spike, losses), metrics.LargestStep()
+        self.spikes, self.largest = metrics.SpikeWatch(config.loss_spike_factor, losses), metrics.LargestStep()
         self.whole, self.job, self.folder = model.whole, job, folder
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
@@ -302,8 +302,8 @@ class TrainingRun:
         return ChunkplanError(
             f"not finite: {what}",
             where=where,
-            hint="try a smaller --lr, --clip 1 or --precision fp32 in a new run, or leave these sequences out; "
-            + self.folder.how_to_resume(),
+            hint="try a smaller --lr, --max-grad-norm 1 or --precision fp32 in a new run, or leave these sequences "
+            "out; " + self.folder.how_to_resume(),
         )
 
 

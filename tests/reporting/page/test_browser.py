@@ -139,48 +139,6 @@ def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, s
     page.close()
 
 
-@pytest.mark.soak
-def test_a_table_that_is_wider_than_the_window_says_so_and_texts_end_with_a_whole_line(
-    open_page: Open, tmp_path: Path
-) -> None:
-    """Names of sources break where their parts end, without the folder that all have."""
-    folder = tmp_path / "with_a_long_name" / "data"
-    folder.mkdir(parents=True)
-    for name in ("first_file_of_records", "another_file_of_records"):
-        lines = "".join(json.dumps({"text": "one two " * length}) + "\n" for length in (5, 900))
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    analysis = chunkplan.analyze(folder, tmp_path / "analysis", tokenizer=ROOT / "sample_data" / "tokenizer", workers=1)
-    chunkplan.write_report(tmp_path / "page.html", analysis)
-    for width, is_wide in ((390, True), (1280, False)):
-        page, trouble = open_page(tmp_path / "page.html", width, charts=["lengths-chart"])
-        page.wait_for_function(
-            "wide => document.querySelector('#sources details').classList.contains('wide') === wide", arg=is_wide
-        )
-        says = "getComputedStyle(document.querySelector('#sources summary'), '::after').content"
-        assert ("more to the right" in page.evaluate(says)) == is_wide
-        names = page.locator("#sources tbody th")
-        assert sorted(names.all_text_contents()) == ["another_file_of_records.jsonl", "first_file_of_records.jsonl"]
-        assert f"{folder}/" in page.locator("#sources").text_content()
-        lines = page.locator("pre").evaluate_all(
-            "all => all.filter((each) => each.scrollHeight > each.clientHeight)"
-            ".map((each) => (each.clientHeight - 10) / parseFloat(getComputedStyle(each).lineHeight))"
-        )
-        assert lines == [] or [line % 1 for line in lines] == pytest.approx([0] * len(lines), abs=0.06)
-        assert lines or width == 1280
-        assert trouble == []
-        page.close()
-
-
-@pytest.mark.soak
-def test_charts_follow_a_change_from_light_to_dark(page: Any) -> None:
-    colour = "getComputedStyle(document.querySelector('#steps-chart .xtitle, #steps-chart .ytitle')).fill"
-    before = page.evaluate(colour)
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_function(f"before => {colour} !== before", arg=before)
-    page.emulate_media(color_scheme="light")
-    page.wait_for_function(f"before => {colour} === before", arg=before)
-
-
 def test_another_step_can_be_chosen(page: Any) -> None:
     select = page.locator("#gantt select")
     labels = select.locator("option").all_text_contents()

@@ -24,13 +24,7 @@ from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.function import LayerAttention
 from chunkplan_runtime.attention.kernel import Form
 from chunkplan_runtime.attention.kernels import KERNELS, Kernels, why_wrong
-from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.kv.pages import PageMemory
-from chunkplan_runtime.layout import RankLayout
-from chunkplan_runtime.models.model import new_model, read_config
-from chunkplan_runtime.training.config import TrainConfig
-from chunkplan_runtime.training.screen import Comparison, describe_run
-from chunkplan_runtime.training.setup import LoadedModel, open_data
 from tests.runtime.attention.test_attention import FORMS, WINDOWED, attend_with, plain
 from tests.support import flash_stand_in
 from tests.support.cudnn_stand_in import CudnnStandIn
@@ -147,7 +141,7 @@ MORE = [
 
 @with_cudnn
 @pytest.mark.parametrize(("num_queries", "num_keys", "form"), FORMS + WINDOWED + MORE)
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 0.05)])
 def test_what_is_called_is_plain_attention(kernel, num_queries, num_keys, form, kv_heads, dtype, tolerance):
     if (kernel.name.startswith("torch") and form.softcap) or (kernel.name == "torch-cudnn" and form.reach is not None):
@@ -443,29 +437,6 @@ def test_a_flash_attn_that_cannot_be_imported_is_left_aside_whatever_it_raises(e
     install()
     (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text(f"raise {error}('built for another torch')\n")
     assert broken_packages() == {"flash-attn-2": "flash-attn cannot be imported (built for another torch)"}
-
-
-@pytest.mark.parametrize(("attention", "is_told"), [("auto", True), ("torch-cuda", False)])
-def test_a_run_prints_why_flash_attn_is_left_aside(attention, is_told, made, install, monkeypatch, tmp_path):
-    install(version="2.6.3")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = TrainConfig(
-        plan=made / "plan",
-        model_config=made / "config.json",
-        output=tmp_path / "run",
-        device="cuda:0",
-        precision="bf16",
-        attention=attention,
-    )
-    model_config = read_config(made / "config.json")
-    model = new_model(model_config, torch.bfloat16, 0, kernels=Kernels(attention), runs_on=torch.device("cuda", 0))
-    model.kernels.left_out["torch-cudnn"] = "it fails on this device (no plan)"
-    data, nothing = open_data(config, model_config, RankLayout()), Comparison(True, None, [])
-    said = describe_run(config, data, LoadedModel(model, model), 12, [], nothing, Job())
-    assert said[1] == "runs on   cuda:0 in bf16, attention torch-cuda (full)"
-    told = "          without flash-attn-2: flash-attn 2.6.3 is installed, needed is 2.8 or newer, below 3.0"
-    assert (said[2] == told) == is_told and (told in said) == is_told
-    assert (said[3] == "          without torch-cudnn: it fails on this device (no plan)") == is_told
 
 
 def test_a_flash_attn_that_is_the_known_one_is_chosen(install, monkeypatch):

@@ -54,7 +54,7 @@ class Damaged(ReferenceKernel):
 
 @pytest.mark.parametrize("squares_only", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
 def test_a_kernel_that_is_right_stays(form, dtype, squares_only):
     assert why_wrong(Damaged(None, squares_only), CPU, dtype, (32, 32), form) is None
     assert why_wrong(Damaged(None, squares_only), CPU, dtype, (32, 16), form) is None

@@ -107,7 +107,7 @@ def test_replicas_gather_and_reduce_what_the_slots_say_in_one_order(pool, plan_o
             assert rates.gather == 0
 
 
-@pytest.mark.parametrize("sharding", ["gradients", "weights"])
+@pytest.mark.parametrize("sharding", [pytest.param("gradients", marks=pytest.mark.soak), "weights"])
 def test_bfloat16_is_summed_in_float32_whatever_is_shared(pool, plan_of, sharding):
     """Also between the halves of backwards, beside whole ones."""
     plan = plan_of(lengths=UNEVEN, dp=2, pp=2, k=2, schedule="zero-bubble")

@@ -22,7 +22,7 @@ V = StagePlacement(2, True)
 @pytest.mark.parametrize(
     "dp, k, virtual_stages, model, how",
     [
-        (1, 1, 2, MODELS[TIED], ["evaluates", "kv_offload"]),
+        pytest.param(1, 1, 2, MODELS[TIED], ["evaluates", "kv_offload"], marks=pytest.mark.soak),
         (2, 2, 2, MODELS[TIED], ["evaluates"]),
         pytest.param(1, 2, 3, {"model_type": "qwen2", "num_hidden_layers": 7}, [], marks=pytest.mark.soak),
         (1, 1, 2, MODELS["gemma3_text"], ["lora", "checkpointing", "keep_attention"]),

@@ -26,7 +26,7 @@ def outcomes(tmp_path_factory, tiny_config, random_sequences):
             config = PlanConfig(chunk_size=6, k=1, dp=block[1], cp="auto", global_batch=1)
             build(folder / "analysis", folder / name, config, workers=1)
     (folder / "config.json").write_text(json.dumps(tiny_config("qwen2")))
-    return Outcomes(folder, "tests.support.exchange_fault_cases")
+    return Outcomes(folder, cases="tests.support.exchange_fault_cases")
 
 
 HEADS = r"exchanging heads of tokens \d+ to \d+ of sequence 0 in layer \d with"

@@ -25,11 +25,11 @@ END_IT = r"hint: if it is still there, `kill -CONT (\d+)` has it end as the othe
 
 
 class Outcomes:
-    """What all cases came to: exit codes, by rank, and what the processes printed."""
+    """What cases came to: exit codes, by rank, and what the processes printed."""
 
-    def __init__(self, folder, cases="tests.support.watchdog_cases"):
+    def __init__(self, folder, *names, cases="tests.support.watchdog_cases"):
         self._folder = folder
-        command = [sys.executable, "-m", cases, str(folder)]
+        command = [sys.executable, "-m", cases, str(folder), *names]
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT, timeout=100)
         self._codes = json.loads((folder / "codes.json").read_text())
 
@@ -41,8 +41,12 @@ class Outcomes:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return Outcomes(tmp_path_factory.mktemp("watch"))
+def outcomes(request, tmp_path_factory):
+    """Of those that are to be looked at."""
+    tests = [each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")]
+    return Outcomes(
+        tmp_path_factory.mktemp("watch"), "nobody_answers", *(each.callspec.params["case"] for each in tests)
+    )
 
 
 def who(rank, size):
@@ -94,7 +98,20 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("case", EXPECTED)
+#: Each is much as another one; `make soak` has them.
+ALIKE = (
+    "suspended_in_a_step",
+    "host_suspended",
+    "suspended_elsewhere",
+    "host_failed",
+    "paused",
+    "one_dead_others_stopped",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.soak] * (each in ALIKE)) for each in EXPECTED], ids=str
+)
 def test_all_end_and_who_is_lost_is_named_once(outcomes, case):
     codes, printed = EXPECTED[case]
     assert outcomes.codes(case) == codes

@@ -158,7 +158,8 @@ def test_two_products_of_the_same_are_both_added(graphs):
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.soak), "keep-attention"])
+@pytest.mark.soak
+@pytest.mark.parametrize("checkpointing", ["none", "keep-attention"])
 def test_adapters_and_halves_have_the_same_gradients(model_of, graphs, checkpointing):
     """Dropout draws the same. A first layer, whose input has no gradient, has graphs of its own."""
     model, other = model_of("qwen3", adapted=True), model_of("qwen3", adapted=True, compiling=True)
@@ -173,7 +174,7 @@ def test_adapters_and_halves_have_the_same_gradients(model_of, graphs, checkpoin
 @pytest.mark.parametrize(
     ("name", "num_kinds"),
     [
-        ("gemma2, softcaps and sliding window", 2),
+        pytest.param("gemma2, softcaps and sliding window", 2, marks=pytest.mark.soak),
         pytest.param("mixtral", 1, marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="experts are no graph")),
         pytest.param("gemma3_text", 2, marks=pytest.mark.soak),
     ],

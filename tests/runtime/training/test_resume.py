@@ -234,7 +234,8 @@ def test_a_run_does_not_go_on_with_another_plan_model_or_way_of_learning(
 
 def test_a_run_may_go_on_with_other_habits(made, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
-    habits = ("--save-every", 5, "--keep-last", 1, "--spike", 0, "--log-sequences", "--checkpointing", "full:1,none:1")
+    habits = ("--save-every", 5, "--keep-last", 1, "--loss-spike-factor", 0, "--log-sequences")
+    habits += ("--checkpointing", "full:1,none:1")
     assert main(options(made, tmp_path / "run", "--resume", *habits)) == 0
     assert [path.name for path in RunFolder(tmp_path / "run").checkpoints()] == ["step-00000010"]
     assert len(learning(tmp_path / "run")) == 12

@@ -76,7 +76,7 @@ def test_an_evaluation_plan_of_another_analysis_is_refused(made, tmp_path, capsy
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_sequences_and_checkpoint(made, tmp_path, capsys):
-    assert main(options(made, tmp_path, "--lr", "1e30", "--clip", "0", "--save-every", "1")) == 1
+    assert main(options(made, tmp_path, "--lr", "1e30", "--max-grad-norm", "0", "--save-every", "1")) == 1
     error, hint = capsys.readouterr().err.splitlines()[-2:]
     rows = lines(tmp_path / "metrics.jsonl")
     assert 1 <= len(rows) < 12
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_sequences_and_ch
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(made, tmp_path, capsys):
-    more = ("--lr", "1e30", "--clip", "0", "--eval-every", "1")
+    more = ("--lr", "1e30", "--max-grad-norm", "0", "--eval-every", "1")
     assert main(options(made, tmp_path, *more, plan="held")) == 1
     assert "error: evaluation after step 0: not finite: loss nan" in capsys.readouterr().err
     assert not (tmp_path / "final").exists()
@@ -105,7 +105,7 @@ def test_a_spike_names_its_worst_sequences(made, tmp_path, monkeypatch, capsys, 
     assert [row["step"] for row in rows if row["spike"]] == [30]
     assert rows[30]["spike"][0].startswith("sequence 1 (") and "loss " in rows[30]["spike"][0]
     assert "step 30 is a spike: sequence 1 (" in capsys.readouterr().err
-    assert main([*arguments, "--output", str(tmp_path / "off"), "--spike", "0"]) == 0
+    assert main([*arguments, "--output", str(tmp_path / "off"), "--loss-spike-factor", "0"]) == 0
     assert not any(row["spike"] for row in lines(tmp_path / "off" / "metrics.jsonl"))
 
 

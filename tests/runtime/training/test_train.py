@@ -93,7 +93,7 @@ def test_three_ranks_on_one_process_learn_what_one_does(made, tmp_path):
 
 def test_training_goes_on_from_saved_weights(made, trained, tmp_path, capsys):
     arguments = ["--plan", str(made / "plan"), "--model", str(trained / "final"), "--output", str(tmp_path)]
-    assert main([*arguments, "--max-steps", "1", "--clip", "0"]) == 0
+    assert main([*arguments, "--max-steps", "1", "--max-grad-norm", "0"]) == 0
     rows = lines(tmp_path / "metrics.jsonl")
     assert rows[0]["loss"] < 0.8 * lines(trained / "metrics.jsonl")[0]["loss"]
     assert len(rows) == 1
@@ -247,7 +247,7 @@ def test_a_refused_run_leaves_no_output(made, tmp_path, capsys):
 
 def test_clipping_changes_what_is_learned_and_not_what_is_reported(made, tmp_path):
     for clip in ("0", "0.01"):
-        assert main(options(made, tmp_path / clip, "--clip", clip, "--max-steps", "3")) == 0
+        assert main(options(made, tmp_path / clip, "--max-grad-norm", clip, "--max-steps", "3")) == 0
     free, clipped = learning(tmp_path / "0"), learning(tmp_path / "0.01")
     assert clipped[0] == free[0], "the norm is that before clipping"
     assert clipped[0]["grad_norm"] > 0.01

@@ -1,0 +1,86 @@
+"""Plans one step from lengths in memory: the code of `build`, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from chunkplan.arrays import IntArray
+from chunkplan.config.plan import PlanConfig
+from chunkplan.cost.model import CostModel
+from chunkplan.domains import MOST
+from chunkplan.errors import DataError, UsageError
+from chunkplan.planfile.plan import PlanStep, rows_of_steps, step_of_rows
+from chunkplan.planning.batches import StepBlock
+from chunkplan.planning.method import Dataset, plan_block
+
+
+def plan_step(
+    lengths: Sequence[int] | IntArray,
+    *,
+    dp: int,
+    cap: int,
+    cost: CostModel | None = None,
+    targets: Sequence[int] | IntArray | None = None,
+    step: int = 0,
+    **options: Any,
+) -> PlanStep:
+    """Plan one optimizer step: the chunks of each rank, their order, the predicted time and its lower bound.
+
+    Example:
+        step = plan_step([900, 30, 4000, 77], dp=2, cap=1024, micro_batches="fewest", split="none")
+        step.sequences(0)  # the places in `lengths` of what rank 0 trains, a list for each micro-batch
+
+    Args:
+        lengths: the tokens of each sequence, [n]; its place is its `sequence_id`.
+        dp: data-parallel ranks.
+        cap: most tokens of a micro-batch, the chunk size.
+        cost: the cost model; by default that of a 7B model on an H100. Keep it for all steps: its rates are cached.
+        targets: the target tokens of each sequence, [n]; by default all but its first token.
+        step: its number, for messages.
+        options: fields of `PlanConfig`, such as `k`, `pp`, `cp`, `split`, `micro_batches` and `equal_sequences`.
+
+    Raises:
+        UsageError: options do not go together.
+        DataError: a length is no number of tokens, or the sequences cannot be planned so.
+    """
+    tokens = _whole_numbers(lengths, "lengths", 1)
+    counted = tokens - 1 if targets is None else _whole_numbers(targets, "targets", 0)
+    if counted.size != tokens.size:
+        raise UsageError(f"{counted.size} targets of {tokens.size} lengths", hint="give one number for each sequence")
+    config = PlanConfig(chunk_size=int(cap), dp=int(dp), global_batch=tokens.size, **{"k": 1, **options})
+    if config.split == "none" and tokens.max() > cap:
+        first = int(np.argmax(tokens > cap))
+        raise DataError(
+            f"sequence {first} has {tokens[first]:,} tokens, above the cap of {cap:,}, and nothing may be split",
+            where=f"step {step}",
+            hint=f"use a cap of {tokens.max()} or more, or let sequences be split",
+        )
+    block = StepBlock(step, 0, np.arange(tokens.size, dtype=np.int32), np.array([tokens.size]))
+    model = (cost or CostModel()).on_stages(config.pp)
+    tables = plan_block(block, Dataset(tokens, counted, None), config, model, lambda: False).tables
+    (totals,) = tables["steps"].to_pylist()
+    (_, chunks), (_, schedule) = (next(rows_of_steps(tables[name])) for name in ("chunks", "schedule"))
+    return step_of_rows(totals, chunks, schedule)
+
+
+def _whole_numbers(values: Sequence[int] | IntArray, name: str, least: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """`values` as int32 [n]; raises DataError where one is no whole number from `least` on, or there are none."""
+    given = np.asarray(values)
+    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+        raise DataError(f"{name} is no list of whole numbers", where=name, hint="give the tokens of each sequence")
+    wrong = np.flatnonzero((given < least) | (given > MOST))
+    if wrong.size:
+        raise DataError(
+            f"{name}[{wrong[0]}] is {given[wrong[0]]}, expected {least} to {MOST:,}",
+            where=name,
+            hint="leave out sequences without tokens",
+        )
+    return given.astype(np.int32)
+
+
+def prewarm(*, dp: int = 2, cap: int = 64, **options: Any) -> None:
+    """Compile, or read from disk, the loops that `plan_step` runs with these options, and import what it imports."""
+    plan_step([cap, *range(1, 4 * dp)], dp=dp, cap=cap, **options)

@@ -1,0 +1,251 @@
+"""Assigns whole sequences to a given number of micro-batches on every rank, none of more than a cap of tokens.
+
+For trainers that give every rank as many micro-batches. Sequences go to the rank with the least work so far that has
+room, as in `balance/assign.py`, and are exchanged between the heaviest rank and lighter ones; where that finds no room,
+all of them are packed first, and then whole micro-batches are assigned.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+
+from chunkplan.arrays import Int64Array
+from chunkplan.balance.assign import best_exchange, exchange, least_gain
+from chunkplan.compiled import compiled, compiled_part
+from chunkplan.errors import DataError
+from chunkplan.packing import pack_lengths
+from chunkplan.packing.heuristics import best_fit, martello_toth
+from chunkplan.planning.ranks import RankAssignment
+
+#: More work than any step has: as part of every sequence's work it lets ranks exchange one for one only.
+_ONE_FOR_ONE = 1 << 60
+
+
+def assign_whole(
+    step_starts: Int64Array,
+    tokens: Int64Array,
+    work: Int64Array,
+    dp: int,
+    cap: int,
+    micro_batches: int | str,
+    *,
+    equal_sequences: bool = False,
+    first_step: int = 0,
+) -> RankAssignment:
+    """Assign the sequences of some steps, those of each step descending by `tokens` and by `work`, int64 [n].
+
+    Every rank has `micro_batches`, or in each step as few as possible ("fewest"), of one sequence at least and `cap`
+    tokens at most; with `equal_sequences` also as many sequences as every other rank.
+
+    Raises:
+        DataError: there is no such assignment, and why; or none was found.
+    """
+    rank_of, bin_of = np.empty(tokens.size, np.int64), np.empty(tokens.size, np.int64)  # [n] both
+    counts = np.empty((step_starts.size - 1, 1), np.int64)  # [num_steps, 1]
+    for step, (start, stop) in enumerate(pairwise(step_starts.tolist())):
+        own = tokens[start:stop], work[start:stop]
+        where = f"step {first_step + step}"
+        per_rank = _check_counts(own[0], dp, cap, equal_sequences, where)
+        fewest = max(-(-martello_toth(own[0][::-1].copy(), cap) // dp), 1)
+        most = (stop - start) // dp
+        choices = range(fewest, most + 1) if micro_batches == "fewest" else (int(micro_batches),)
+        if choices[0] < fewest or choices[-1] > most:
+            raise DataError(
+                f"{own[0].size} sequences of {own[0].sum():,} tokens do not go into {dp} x {choices[0]} micro-batches: "
+                f"{fewest} to {most} on each rank may do, each of one sequence at least and {cap:,} tokens at most",
+                where=where,
+                hint="change the number of micro-batches, the cap, or the sequences a step",
+            )
+        for count in choices:
+            found = _spread(*own, dp, cap, count, per_rank)
+            if found is None and not per_rank:
+                found = _spread_packed(*own, dp, cap, count)
+            if found is not None:
+                rank_of[start:stop], bin_of[start:stop] = found
+                counts[step] = count
+                break
+        else:
+            raise DataError(
+                f"found no way to put its {own[0].size} sequences of {own[0].sum():,} tokens into {dp} x {choices[-1]} "
+                f"micro-batches of at most {cap:,} tokens, though no bound rules it out",
+                where=where,
+                hint="use one micro-batch more, or a larger cap",
+            )
+    on_ranks = np.repeat(counts, dp, axis=1)
+    return RankAssignment(rank_of, bin_of, np.zeros_like(on_ranks), on_ranks, on_ranks.copy(), counts[:, 0] * dp)
+
+
+def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, where: str) -> int:
+    """The sequences of each rank if all have as many, or 0; raises DataError where there is no assignment at all."""
+    if tokens[0] > cap:
+        raise DataError(
+            f"a sequence has {tokens[0]:,} tokens, above the cap of {cap:,}, and sequences stay whole",
+            where=where,
+            hint=f"use a cap of {tokens[0]} or more, or let sequences be split",
+        )
+    if tokens.size < dp or (equal_sequences and tokens.size % dp):
+        raise DataError(
+            f"{tokens.size} sequences cannot give each of {dp} ranks {'as many' if equal_sequences else 'one'}",
+            where=where,
+            hint=f"use a multiple of {dp} sequences a step" if equal_sequences else f"use {tokens.size} ranks or fewer",
+        )
+    return tokens.size // dp if equal_sequences else 0
+
+
+def _spread(
+    tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, per_rank: int
+) -> tuple[Int64Array, Int64Array] | None:
+    """The rank and the micro-batch of each sequence, where each rank's are packed; None where no room was found."""
+    rank_of = _ranks(tokens, work, dp, cap, count, per_rank)
+    return None if rank_of[0] < 0 else (rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count))
+
+
+@compiled
+def _ranks(tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, per_rank: int) -> Int64Array:
+    """The rank of each sequence, int64 [n], all -1 where no room was found; `per_rank`: sequences of each, 0: any."""
+    rank_of = np.full(tokens.size, -1, np.int64)
+    rooms = np.full((dp, count), cap, np.int64)
+    loads, sizes = np.zeros(dp, np.int64), np.zeros(dp, np.int64)
+    lacking = dp * count  # sequences without which a micro-batch would be empty
+    for sequence in range(tokens.size):
+        chosen = place = -1
+        for rank in range(dp):
+            is_full = sizes[rank] == per_rank if per_rank > 0 else False
+            is_spare = sizes[rank] >= count and tokens.size - sequence <= lacking
+            if is_full or is_spare or (chosen >= 0 and loads[rank] >= loads[chosen]):
+                continue
+            best = -1
+            for index in range(count):
+                room = rooms[rank, index]
+                if room >= tokens[sequence] and (best < 0 or room < rooms[rank, best]):
+                    best = index
+            if best >= 0:
+                chosen, place = rank, best
+        if chosen < 0:
+            return np.full(tokens.size, -1, np.int64)
+        rank_of[sequence] = chosen
+        rooms[chosen, place] -= tokens[sequence]
+        loads[chosen] += work[sequence]
+        lacking -= 1 if sizes[chosen] < count else 0
+        sizes[chosen] += 1
+    _even_out(tokens, work, rank_of, loads, sizes, cap, count, per_rank)
+    return rank_of
+
+
+@compiled_part
+def _even_out(
+    tokens: Int64Array,
+    work: Int64Array,
+    rank_of: Int64Array,
+    loads: Int64Array,
+    sizes: Int64Array,
+    cap: int,
+    count: int,
+    per_rank: int,
+) -> None:
+    """Exchange sequences between the heaviest rank and lighter ones while both still have room; changes `rank_of`."""
+    least = least_gain(loads)
+    mean = loads.sum() // loads.size
+    searching = True
+    while searching:
+        searching = False
+        heaviest = int(loads.argmax())
+        if loads[heaviest] - mean <= least:
+            return
+        compared = work + (_ONE_FOR_ONE if per_rank > 0 or sizes[heaviest] <= count else 0)
+        for taker in np.argsort(loads, kind="mergesort"):
+            gap = loads[heaviest] - loads[taker]
+            if gap <= least:
+                break
+            given, taken = best_exchange(compared, rank_of, heaviest, taker, gap, least)
+            if given < 0:
+                continue
+            exchange(rank_of, given, taken, heaviest, taker)
+            if _has_room(tokens, rank_of, heaviest, cap, count) and _has_room(tokens, rank_of, taker, cap, count):
+                moved = work[given] - (work[taken] if taken >= 0 else 0)
+                loads[heaviest] -= moved
+                loads[taker] += moved
+                sizes[heaviest] -= 0 if taken >= 0 else 1
+                sizes[taker] += 0 if taken >= 0 else 1
+                searching = True
+                break
+            exchange(rank_of, given, taken, taker, heaviest)
+
+
+@compiled_part
+def _has_room(tokens: Int64Array, rank_of: Int64Array, rank: int, cap: int, count: int) -> bool:
+    """True if best-fit decreasing puts the sequences of a rank into `count` micro-batches."""
+    _, num_bins = best_fit(tokens[rank_of == rank], cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
+    return num_bins <= count
+
+
+@compiled
+def _micro_batches(
+    tokens: Int64Array, work: Int64Array, rank_of: Int64Array, dp: int, cap: int, count: int
+) -> Int64Array:
+    """The micro-batch of each sequence on its rank, int64 [n]: of work as even as room allows, the heaviest first.
+
+    So the micro-batches that ranks do at a time are alike, which counts where they wait for each other after each.
+    """
+    bin_of = np.empty(tokens.size, np.int64)
+    for rank in range(dp):
+        own = np.flatnonzero(rank_of == rank)
+        bins, sums = np.empty(own.size, np.int64), np.zeros(count, np.int64)
+        rooms = np.full(count, cap, np.int64)
+        for index in range(own.size):
+            chosen = -1
+            for each in range(count):
+                if rooms[each] >= tokens[own[index]] and (chosen < 0 or sums[each] < sums[chosen]):
+                    chosen = each
+            bins[index] = chosen
+            if chosen < 0:
+                break
+            rooms[chosen] -= tokens[own[index]]
+            sums[chosen] += work[own[index]]
+        if (bins < 0).any():
+            bins, num_bins = best_fit(tokens[own], cap, np.empty(0, np.int64), np.empty(0, np.bool_), 0)
+            _open_bins(bins, num_bins, count)
+            sums[:] = 0
+            for index in range(own.size):
+                sums[bins[index]] += work[own[index]]
+        place = np.empty(count, np.int64)
+        place[np.argsort(-sums, kind="mergesort")] = np.arange(count)
+        bin_of[own] = place[bins]
+    return bin_of
+
+
+@compiled
+def _open_bins(bins: Int64Array, num_bins: int, wanted: int) -> None:
+    """Open bins until there are `wanted`, each with one item of the bin that has most; changes `bins`, int64 [n]."""
+    sizes = np.zeros(wanted, np.int64)
+    for each in bins:
+        sizes[each] += 1
+    for opened in range(num_bins, wanted):
+        fullest = sizes.argmax()
+        bins[np.flatnonzero(bins == fullest)[0]] = opened
+        sizes[fullest] -= 1
+        sizes[opened] = 1
+
+
+def _spread_packed(
+    tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int
+) -> tuple[Int64Array, Int64Array] | None:
+    """The rank and the micro-batch of each sequence, where all are packed first; None where they are too many."""
+    packing = pack_lengths(tokens, cap, certify=False)
+    if packing.num_bins > dp * count:
+        return None
+    bins = packing.bin_of
+    _open_bins(bins, packing.num_bins, dp * count)
+    sums = np.zeros(dp * count, np.int64)
+    np.add.at(sums, bins, work)
+    rank_of_bin, place = np.empty_like(sums), np.empty_like(sums)
+    lightest = [(0, 0, rank) for rank in range(dp)]
+    for each in np.argsort(-sums, kind="stable").tolist():  # to the rank with the least work that lacks some
+        load, size, rank = heappop(lightest)
+        rank_of_bin[each], place[each] = rank, size
+        if size + 1 < count:
+            heappush(lightest, (load + int(sums[each]), size + 1, rank))
+    return rank_of_bin[bins], place[bins]
