@@ -47,8 +47,9 @@ def test_micro_batches_are_what_a_hand_makes_of_four_sequences() -> None:
 def test_each_group_of_ranks_packs_its_own_share_as_loaders_deal_it() -> None:
     """Every second sequence is one group's; where two ranks share them, to be cut into four slices, which are equal."""
     options = options_with(tp=1, pp=1, dp=4, schedules=None, global_batch=5)
-    config = options.plan_config(options.layouts()[0], 8192, 1, "algorithm2")
-    sample = sample_steps(np.array([301, 502, 203, 104, 55], np.int32), config, options.cost((4, 1, 1), LADDER[0]), 1)
+    [layout] = options.layouts()
+    config, cost = options.plan_config(layout, 8192, 1, "algorithm2"), options.cost(layout, LADDER[0])
+    sample = sample_steps(np.array([301, 502, 203, 104, 55], np.int32), config, cost, 1)
     order = sample.num_tokens.tolist()
     deal = _dealt(_packed(2048), sample, options)
     alone, shared = deal(4, 1), deal(2, 2)
