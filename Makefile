@@ -52,7 +52,8 @@ check: $(INSTALLED)
 
 # The words of pages against the source: names, tables, figures and lengths of lines. Commands of pages run in `test`.
 docs-check: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'docs and not soak' tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'docs and not soak' tests/docs tests/cost/test_measured.py \
+		tests/runtime/test_gpu_report.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -9,8 +9,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from chunkplan.version import __version__ as __version__
-
 if sys.platform == "win32":
     raise ImportError("chunkplan does not run on Windows: install it in WSL, which is Linux on Windows")
 
@@ -55,9 +53,11 @@ if TYPE_CHECKING:
     from chunkplan.tuning.options import TuneOptions as TuneOptions
     from chunkplan.tuning.tune import tune as tune
     from chunkplan.validation.validate import validate as validate
+    from chunkplan.version import __version__ as __version__
 
 #: Public name -> the module that has it, which is imported when the name is first asked for.
 HOMES = {
+    "__version__": "chunkplan.version",
     "CostModel": "chunkplan.cost.model",
     "IntakeOptions": "chunkplan.config.intake",
     "IntakeRequest": "chunkplan.intake.reading",
@@ -94,7 +94,7 @@ HOMES = {
     "write_trace": "chunkplan.schedule.trace",
 }
 
-__all__ = sorted([*HOMES, "__version__"])
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,10 @@ _MAX_SHOWN = 80
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET"})()
 
 
+class Advanced(str):
+    """The group of options that only `--help-all` shows, in the panel of this name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """The declaration of a field of a configuration.

@@ -19,8 +19,9 @@ from chunkplan_runtime.train import make_parser
 HEAD = """# The command line
 
 Arguments and options of every command, each described once, in a sentence, with its default in brackets;
-`chunkplan COMMAND --help` says more. `make docs` writes this page (`docs/generate_cli.py`). Data goes to the standard
-output, all else to the standard error. [errors.md](errors.md) has exit codes and messages.
+`chunkplan COMMAND --help` has those that are most used, `--help-all` says more. `make docs` writes this page
+(`docs/generate_cli.py`). Data goes to the standard output, all else to the standard error. [errors.md](errors.md) has
+exit codes and messages.
 `chunkplan --install-completion` installs completion for bash, zsh, fish or PowerShell.
 
 | variable | |
@@ -138,8 +139,9 @@ def row(parameter: Any) -> Row:
 
 
 def sentence(text: str) -> str:
-    """The first sentence of `text`, without its dot."""
-    return re.split(r"(?<=\.)\s", text.strip())[0].removesuffix(".")
+    """The first sentence of `text`, without its dot; up to a semicolon, if no list of values goes on behind it."""
+    first = re.split(r"(?<=\.)\s", text.strip())[0].removesuffix(".")
+    return first if ": " in first else first.partition("; ")[0]
 
 
 def trainer() -> Iterator[str]:

@@ -13,7 +13,7 @@ from textwrap import fill
 from types import FunctionType
 from typing import Any
 
-from page_writing import WIDTH, code, paragraph, table, write_page
+from page_writing import WIDTH, code, table, write_page
 
 import chunkplan
 import chunkplan_runtime
@@ -84,35 +84,13 @@ COMMANDS = {
 RESULTS = """## What they give back
 
 `load_analysis` and `analyze` return an `Analysis`, `load_plan` and `build` a `Plan`. [plan-format.md](plan-format.md)
-explains the columns.
+explains the columns. The others are dataclasses; `help(NAME)` names their fields.
 """
 
 #: Classes of what is given back, by module.
 GIVEN_BACK = {
     "chunkplan.planfile.analysis": ["Analysis"],
     "chunkplan.planfile.plan": ["Plan", "PlanStep", "Chunk", "Segment", "Action"],
-}
-
-#: What else is given back: dataclasses, whose docstrings name their fields.
-NAMED = {
-    "chunkplan.lengths": ["LengthReport"],
-    "chunkplan.summary": ["PlanSummary"],
-    "chunkplan.validation.validate": ["Validation"],
-    "chunkplan.schedule.timeline": ["Simulation"],
-    "chunkplan.exporting.rows": ["PackedRows"],
-    "chunkplan.tuning.tune": ["Tuning"],
-    "chunkplan.cost.calibrate": ["Calibration"],
-    "chunkplan.cost.hardware": ["Hardware"],
-    "chunkplan.cost.shape": ["ModelShape"],
-    "chunkplan.reporting.plan_report": ["PlanReport"],
-    "chunkplan.reporting.chunk_view": ["ChunkView"],
-    "chunkplan.reporting.record_view": ["RecordView"],
-    "chunkplan.reporting.difference": ["Difference"],
-    "chunkplan.exporting.export": ["Export"],
-    "chunkplan.exporting.torch_pipelining": ["OrderExport"],
-    "chunkplan.intake.tokenizer": ["RecordTokenizer"],
-    "chunkplan_runtime.parity": ["ParityReport"],
-    "chunkplan_runtime.calibration.calibrate": ["Probe"],
 }
 
 #: Characters of a default that are shown.
@@ -201,16 +179,19 @@ def entries(places: dict[str, list[str]]) -> Iterator[str]:
 
 
 def entry(module: str, name: str, thing: Any) -> Iterator[str]:
-    """Yield a name, its signature and first line, and of a class its members."""
-    yield f"### {module}.{name}"
-    yield code(signature(name, thing), "python")
+    """Yield a name with its signature, first line, and the members of a class."""
+    words = first_line(thing)
     if is_configuration(thing):
-        command = COMMANDS[name]
-        yield paragraph(f"{first_line(thing)} [`{command}`](cli.md#chunkplan-{command}) explains its fields.")
-        return
-    yield paragraph(first_line(thing))
-    if isinstance(thing, type) and (rows := list(members(thing))):
-        yield table(("member", "what it is"), rows)
+        words += f" Its fields are options of `chunkplan {COMMANDS[name]}`."
+    lines = [comment(words), signature(f"{module}.{name}", thing)]
+    if isinstance(thing, type) and not is_configuration(thing):
+        lines += [comment(f".{shown}: {what}", "    ") for shown, what in members(thing)]
+    yield "\n".join(lines)
+
+
+def comment(words: str, indent: str = "") -> str:
+    """Wrap `words` into lines of comments."""
+    return fill(words, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ", break_on_hyphens=False)
 
 
 def is_configuration(thing: Any) -> bool:
@@ -262,23 +243,16 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
         if name.startswith("_") or name == "to_dict" or any(hasattr(base, name) for base in kind.__bases__):
             continue
         if isinstance(member, property):
-            yield f"`{name}`", first_line(member)
+            yield name, first_line(member)
         elif isinstance(member, FunctionType | classmethod | staticmethod):
             taken = inspect.signature(getattr(kind, name)).parameters.values()
             names = [stars(each) + each.name for each in taken if each.name not in ("self", "cls")]
-            yield f"`{name}({', '.join(names)})`", first_line(member)
+            yield f"{name}({', '.join(names)})", first_line(member)
 
 
 def first_line(thing: Any) -> str:
     """The first sentence of a docstring."""
     return re.split(r"(?<=\.)\s", " ".join((inspect.getdoc(thing) or "").split()))[0]
-
-
-def named() -> Iterator[tuple[str, str]]:
-    """Yield a row for every class of `NAMED` with its first line."""
-    for place, inside in NAMED.items():
-        for name in inside:
-            yield f"`{place}.{name}`", first_line(getattr(import_module(place), name))
 
 
 def errors() -> Iterable[tuple[str, str]]:
@@ -296,16 +270,14 @@ if __name__ == "__main__":
             HEAD,
             table(("command", "in Python"), [(f"`{name}`", spans(made)) for name, made in FUNCTIONS.items()]),
             "## chunkplan",
-            *names(chunkplan),
+            code("\n\n".join(names(chunkplan)), "text"),
             RESULTS,
-            *entries(GIVEN_BACK),
-            "The others, most of them dataclasses; `help(NAME)` names their fields.",
-            table(("class", "what it is"), sorted(named())),
+            code("\n\n".join(entries(GIVEN_BACK)), "text"),
             ERRORS,
             table(("error, exit code", "what it means"), errors()),
             RUNTIME,
-            *names(chunkplan_runtime),
+            code("\n\n".join(names(chunkplan_runtime)), "text"),
             TRAINING,
-            *entries(TRAINER),
+            code("\n\n".join(entries(TRAINER)), "text"),
         ],
     )

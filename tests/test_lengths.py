@@ -53,10 +53,7 @@ def test_bands_count_sequences_and_tokens_below_their_bounds(tmp_path: Path, len
 
 def test_the_tail_has_its_shares_of_sequences_tokens_and_attention(tmp_path: Path, lengths: np.ndarray) -> None:
     report = _report(tmp_path, lengths)
-    for tail, inside in (
-        (report.over_8k, lengths[lengths > 8192]),
-        (report.longest_1_percent, np.sort(lengths)[-20:]),
-    ):
+    for tail, inside in ((report.over_8k, lengths[lengths > 8192]), (report.longest_1_percent, np.sort(lengths)[-20:])):
         assert (tail.num_sequences, tail.num_tokens) == (len(inside), inside.sum())
         assert tail.sequence_share == len(inside) / 2000
         assert tail.token_share == pytest.approx(inside.sum() / lengths.sum())

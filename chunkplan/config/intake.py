@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from chunkplan.domains import FLAG, SHARE, WORDS, Domain, one_of, tokens
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option
+from chunkplan.options import Advanced, Options, option
 
 #: The schemas that `chunkplan.intake.schemas.table` has.
 SCHEMAS = (
@@ -226,8 +226,8 @@ class IntakeOptions(Options):
     schema: str | None = option(
         FORMAT,
         "Layout of the records: text, messages, conversations, prompt+completion, instruction, question+answer, "
-        "input_ids or length. For some sources only: qa.jsonl=question+answer. Also the type of a file whose name does "
-        "not show it: data.log=jsonl. Repeatable.",
+        "input_ids or length, of some sources qa.jsonl=question+answer; or the type of a file, data.log=jsonl. "
+        "Repeatable.",
         group=_TOKENS,
         default=None,
         default_words="detected for each source",
@@ -239,8 +239,8 @@ class IntakeOptions(Options):
     )
     columns: Mapping[str, str] = option(
         COLUMNS,
-        "The key of a role, where it has another name: text=body, or for some sources only: code.jsonl:text=body; of "
-        "messages role=from,content=value,role.user=me. Repeatable.",
+        "The key of a role: text=body, of some sources code.jsonl:text=body, of messages "
+        "role=from,content=value,role.user=me. Repeatable.",
         group=_TOKENS,
         default={},
         default_words="",
@@ -250,7 +250,7 @@ class IntakeOptions(Options):
         IGNORED,
         "A key that is read as if it was not there, also messages[].KEY, or for some sources only: code.jsonl:KEY. "
         "Repeatable.",
-        group=_TOKENS,
+        group=Advanced(_TOKENS),
         default=(),
         default_words="",
         flag="--ignore-column",
@@ -259,7 +259,7 @@ class IntakeOptions(Options):
         VARIABLES,
         "A variable for the chat template, such as enable_thinking=false; `chat_template_kwargs` of a record goes "
         "before it. Repeatable.",
-        group=_TOKENS,
+        group=Advanced(_TOKENS),
         default={},
         default_words="",
         flag="--template-kwargs",
@@ -267,26 +267,26 @@ class IntakeOptions(Options):
     text_split: str | None = option(
         SEPARATOR,
         r"Split text files (.txt) into a record for each line (line), or at a separator such as '\n\n'.",
-        group=_TOKENS,
+        group=Advanced(_TOKENS),
         default=None,
         default_words="a file is one record",
     )
     text_end: Literal["auto", "eos"] = option(
         one_of("auto", "eos", metavar="WHAT"),
         "The token behind each plain text: as the tokenizer's configuration says (auto), or its `eos_token` (eos).",
-        group=_TOKENS,
+        group=Advanced(_TOKENS),
         default="auto",
     )
     turns: Turns = option(
         one_of("rendered", "last", "each", metavar="WHAT"),
-        "Turns of the assistant that are trained: all, as the chat template renders them (rendered); only the last "
-        "one (last); or each in a sequence of its own, which ends with it (each).",
+        "Turns of the assistant that are trained: all, as the chat template renders them (rendered), the last one "
+        "(last), or each, in a sequence of its own that ends with it (each).",
         group=_TOKENS,
         called="train-turns",
         default="rendered",
     )
     max_length: int | None = option(
-        tokens(), "Most tokens of a sequence.", group=_TOKENS, default=None, default_words="no limit"
+        tokens(), "Most tokens of a sequence.", group=_TOKENS, default=None, default_words="any"
     )
     long: Literal["error", "drop", "truncate"] = option(
         one_of("error", "drop", "truncate", metavar="WHAT"),
@@ -299,31 +299,34 @@ class IntakeOptions(Options):
         one_of("stop", "skip", metavar="WHAT"),
         "At a record that cannot become a sequence: stop, or skip (count it, list it and go on). Blank records are "
         "only counted.",
-        group=_DATA,
+        group=Advanced(_DATA),
         default="stop",
     )
     undesirable: Literal["error", "drop"] = option(
         one_of("error", "drop", metavar="WHAT"),
         "What to do with answers that are labelled as bad, as in data for KTO (`label`: false): error or drop.",
-        group=_DATA,
+        group=Advanced(_DATA),
         called="kto-negatives",
         default="error",
     )
     tokens: bool = option(
         FLAG,
         "Store lengths only: enough to plan, not to train.",
-        group=_DATA,
+        group=Advanced(_DATA),
         default=True,
         default_words="",
         flag="--no-tokens",
     )
     sample: float | None = option(
-        SHARE, "Read only this share of the records, such as 0.01: enough for a rough plan.", group=_DATA, default=None
+        SHARE,
+        "Read only this share of the records, for a rough plan.",
+        group=Advanced(_DATA),
+        default=None,
     )
     max_record_bytes: int = option(
         RECORD_BYTES,
         "Size of the largest record; each MB may take 130 MB of memory in each process.",
-        group=_DATA,
+        group=Advanced(_DATA),
         default=MAX_RECORD_BYTES,
         default_words=str(MAX_RECORD_BYTES // MEGABYTE),
         flag="--max-record-mb",

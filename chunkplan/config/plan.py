@@ -12,7 +12,7 @@ from typing import Any, Literal
 from chunkplan.domains import FLAG, MOST, Domain, one_of, read_tokens, several, tokens, whole
 from chunkplan.errors import UsageError
 from chunkplan.layers import FAMILIES, StagePlacement, family_of, split_layers
-from chunkplan.options import Options, option
+from chunkplan.options import Advanced, Options, option
 
 Split = Literal["full", "even", "cost", "none"]
 Balance = Literal["spread", "search"]
@@ -166,7 +166,7 @@ class PlanConfig(Options):
     chunk_size: int = option(tokens(), "Most tokens in a chunk.", group=_CHUNKS)
     k: int = option(
         K,
-        "Most chunks of a sequence that hold activations; 8,131072:2 is 8, and 2 over 131072 tokens.",
+        "Chunks of a sequence that hold activations; 8,128K:2 is 8, and 2 over 128K tokens.",
         group=_CHUNKS,
         fills=("k", "k_by_length"),
     )
@@ -177,51 +177,51 @@ class PlanConfig(Options):
         one_of("auto", "off", metavar="WHEN"),
         "Keep what attention gave in chunks that are run again, on the GPU or the host: auto (where it fits and pays) "
         "or off.",
-        group=_CHUNKS,
+        group=Advanced(_CHUNKS),
         default="auto",
     )
     global_batch: int = option(whole(1, MOST), "Sequences a step.", group=_DATA, default=256)
     epochs: int = option(whole(1, MOST), "Passes over the data.", group=_DATA, default=1)
     last_batch: LastBatch = option(
-        one_of("keep", "drop"), "A short last batch of an epoch: keep or drop.", group=_DATA, default="keep"
+        one_of("keep", "drop"), "A short last batch of an epoch: keep or drop.", group=Advanced(_DATA), default="keep"
     )
     dp: int = option(whole(1, MAX_DP), "Data-parallel ranks.", group=_RANKS, default=1)
     pp: int = option(whole(1, MAX_PP), "Pipeline stages.", group=_RANKS, default=1)
     schedule: str = option(
         SCHEDULE,
         f"Order on a pipeline: {', '.join(SCHEDULES[1:-1])}, or {SCHEDULES[-1]} (slow).",
-        group=_ORDER,
+        group=Advanced(_ORDER),
         depends=lambda config: "algorithm2" if config.pp == 1 else "auto",
         default_words="auto",
     )
     virtual_stages: int = option(
         whole(1, MAX_VIRTUAL),
         "Virtual stages of each stage, for interleaved; zero-bubble-v has 2.",
-        group=_ORDER,
+        group=Advanced(_ORDER),
         depends=lambda config: 2 if config.schedule in VIRTUAL else 1,
         default_words="2",
     )
     stage_layers: tuple[int, ...] | None = option(
         several(whole(1, MAX_LAYERS), example="4,4,4,2"),
         "Layers of each stage, first to last; with virtual stages, of each model stage.",
-        group=_ORDER,
+        group=Advanced(_ORDER),
         default=None,
         default_words="as even as possible",
     )
     memory_tokens: int | None = option(
         tokens(1, 2**62 - 1),
         "Most tokens whose activations a stage may hold.",
-        group=_ORDER,
+        group=Advanced(_ORDER),
         called="max-activation-tokens",
         default=None,
         default_words="no bound",
     )
-    seed: int = option(whole(0, MOST), "Seed of the shuffle.", group=_DATA, default=0)
+    seed: int = option(whole(0, MOST), "Seed of the shuffle.", group=Advanced(_DATA), default=0)
     split: Split = option(
         one_of("full", "even", "cost", "none", metavar="HOW"),
         "Cut a long sequence at ChunkSize (full), into parts of equal length (even), or of equal predicted time "
         "(cost), or refuse it (none).",
-        group=_CHUNKS,
+        group=Advanced(_CHUNKS),
         depends=lambda config: "full" if config.micro_batches is None else "none",
         default_words="full, or none with --micro-batches",
         also={"--no-split": "none"},
@@ -229,7 +229,7 @@ class PlanConfig(Options):
     tail_sharing: bool = option(
         FLAG,
         "Fill the free room in the chunks of split sequences with short ones.",
-        group=_CHUNKS,
+        group=Advanced(_CHUNKS),
         called="fill-tails",
         depends=lambda config: config.pp == 1,
         default_words="on one stage",
@@ -238,48 +238,51 @@ class PlanConfig(Options):
         one_of(*PACKERS),
         "Packer for ranks where best-fit decreasing is not proved optimal: auto, bfd (keep its packing), mbs, "
         "column-generation or exact.",
-        group=_CHUNKS,
+        group=Advanced(_CHUNKS),
         default="auto",
     )
     balance: Balance = option(
         one_of("spread", "search", metavar="HOW"),
         "How sequences get to ranks: spread, or search (also refined with CP-SAT, slow).",
-        group=_RANKS,
+        group=Advanced(_RANKS),
         default="spread",
     )
     equal_chunks: bool = option(
         FLAG,
         "Give every rank the same number of chunks, which some trainers need for ZeRO-3.",
-        group=_RANKS,
+        group=Advanced(_RANKS),
         default=False,
     )
     micro_batches: int | str | None = option(
         MICRO_BATCHES,
         "Chunks of whole sequences that every rank has in a step, none empty: as many, or as few as possible (fewest).",
-        group=_RANKS,
+        group=Advanced(_RANKS),
         default=None,
     )
     equal_sequences: bool = option(
-        FLAG, "With --micro-batches, also give every rank the same number of sequences.", group=_RANKS, default=False
+        FLAG,
+        "With --micro-batches, also give every rank the same number of sequences.",
+        group=Advanced(_RANKS),
+        default=False,
     )
     cp: str | int = option(
         CP,
         "How many ranks may share a sequence: auto (as many as pay), N (at most N), or off.",
-        group=_RANKS,
+        group=Advanced(_RANKS),
         depends=lambda config: "auto" if _may_share(config) else "off",
         default_words="auto where ranks and schedule allow it",
     )
     holdout: int | float | None = option(
         HOLDOUT,
-        "Hold out a share (0.01) or a number of sequences for evaluation, in a plan of their own.",
+        "Evaluate on a share (0.01) or a number of sequences, in a plan of their own.",
         group=_DATA,
         default=None,
     )
     part: Part = option(one_of("train", "eval"), "Of which sequences it is.", group=_DATA, default="train", flag="")
     mix: Mapping[str, float | str] | None = option(
         WEIGHTS,
-        "The share of an epoch's sequences that is of a file, folder or pattern (70%), or how often an epoch takes it "
-        "(2 is twice, 0.5 half of it). Repeatable.",
+        "Share of an epoch's sequences that a file, folder or pattern has (70%), or how often an epoch takes it (2, "
+        "0.5). Repeatable.",
         group=_DATA,
         default=None,
     )

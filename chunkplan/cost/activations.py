@@ -64,7 +64,7 @@ def activation_bytes_per_token(cost: CostModel, layer: Layer, level: Checkpointi
 
 
 def _everything(cost: CostModel, layer: Layer) -> float:
-    """For h, q, kv and i elements of hidden size, queries, keys, and MLP, what a backward reads:
+    """Bytes that a backward reads, for h, q, kv and i elements of hidden size, queries, keys, and MLP:
 
     two norms: the input in float32, the normalised input, the output that projections read   2 (4 bytes + 2) h
     norms of queries, keys or latents: the same, but for outputs that nothing reads           (4 bytes + 1) normed
@@ -74,10 +74,9 @@ def _everything(cost: CostModel, layer: Layer) -> float:
     of a mixture: each expert's input and output; scores of all, in float32                   2 h an expert
     of a recurrent layer, of latents and of gates: what `mixed_width` counts
 
-    An MLP without a gate has 2 i, and layers may have one norm or four. Each norm has a float32 a token more, and
-    where it multiplies by its weights in float32 (Gemma, OLMo), the normalised input is that too. A fused norm reads
-    its input as it is, and nothing that it made; of four, projections read what two make. A fused gate makes its
-    activation again.
+    An MLP without a gate has 2 i, and layers may have one norm or four. Each norm adds a float32 per token, and if it
+    multiplies by its weights in float32 (Gemma, OLMo), the normalised input is float32 too. A fused norm reads its
+    plain input alone; of four norms, projections read the output of two. A fused gate recomputes its activation.
     """
     num_bytes, hidden_size = cost.num_bytes, cost.shape.hidden_size
     normed, made = num_bytes, min(layer.num_norms, 2)
@@ -101,11 +100,10 @@ def _of_router(cost: CostModel, layer: Layer) -> int:
 
 
 def _of_projections(cost: CostModel, layer: Layer) -> float:
-    """Results of the products that mix tokens, but for those that expand latents: q + 2 kv, and what they add, h.
+    """Outputs of the mixer's products, except those that expand latents: q + 2 kv, and the output h.
 
-    Of gates half of `mixed_width`, the other half being what norms and products make of it; of latents what goes into
-    their norms. Of what is recurrent, all that comes out of its matrices and goes into them, which have the hidden size
-    on one side.
+    Gates add half of `mixed_width`, the other half being outputs of norms and products; latents the inputs of their
+    norms; recurrent mixers all inputs and outputs of their matrices, which have the hidden size on one side.
     """
     latents = layer.latent_width
     made = layer.query_width + (latents or layer.key_value_width) + cost.shape.hidden_size

@@ -32,9 +32,9 @@ _MIXER_MATRICES = 4
 
 
 class Adapted(NamedTuple):
-    """The matrices of a layer that have adapters: how many, and what goes in and out of them, in elements of a token.
+    """The adapted matrices of a layer: their number, and their inputs and outputs, in elements of a token.
 
-    An adapter of rank r is two matrices, of r times what goes in and of r times what goes out.
+    An adapter of rank r is two matrices, of r times the inputs and of r times the outputs.
     """
 
     number: int

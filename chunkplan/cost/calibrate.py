@@ -1,10 +1,9 @@
 """Calibration: measured times of chunks, the hardware profile that predicts them best, and the file it is written to.
 
-The cost model is linear in the time that a FLOP of a product, a copied byte, a FLOP of attention forward and backward,
-queries and tokens of ramps, a kernel and its launch take, as long as what the GPU does takes longer than what the host
-does, or the other way round. Times of chunks of one model do not tell all of these apart, so each leans on what the
-device does on its own, or, where that was not measured, on a profile that is given. All else in a profile one device
-cannot show; it comes from that profile too.
+The cost model is linear in the times of a FLOP of a product, a copied byte, a FLOP of attention forward and backward,
+queries and tokens of ramps, a kernel and its launch, as long as either the GPU or the host is the slower one.
+Times of chunks of one model do not identify all of these, so each is regularized towards the device's own measurement,
+or, without one, towards a given profile. All other entries cannot be measured on one device; they are that profile's.
 """
 
 from __future__ import annotations

@@ -122,15 +122,15 @@ def durations(
         exchange: of chunks that ranks share; None where there are none.
         kept_attention: int8 [n], places in `KEPT_ATTENTION`; None: no chunk keeps any.
 
-    A chunk that keeps no activations needs no head when it is forwarded first, only when it is recomputed. A backward
-    is its two halves: the gradients of inputs, attention among them, which the model stage before waits for, and those
-    of the weights of layers; that of the head comes with the loss, whose logits nobody keeps, that of embeddings at
-    the end. Frozen weights have none, see `Rates`. Where weights are sharded, all but the latter fetches them; where
-    gradients are, what makes them reduces them: both over one link, one after another. Inputs of layers that lie in
-    host memory are sent and fetched over a link of their own. So is attention that is kept there: sent in `forward_kv`,
-    and fetched in `recompute`, which then runs all but that. As this goes on beside the work of the layer before or
-    after, layers take no less than it does; head and embeddings hide nothing of it. Nor does any of this take less than
-    the host does to launch its kernels, which it does while the GPU is busy with earlier ones.
+    A chunk that keeps no activations needs the head only when it is recomputed. A backward is the sum of its halves:
+    the gradients of inputs, attention among them, which the previous model stage waits for, and those of the weights of
+    layers; that of the head comes with the loss, whose logits are not kept, that of embeddings at the end. Frozen
+    weights have none, see `Rates`. Sharded weights are fetched by all ops but the weight half, sharded gradients are
+    reduced by the ops that make them: both over one link, one after another. Inputs of layers in host memory are sent
+    and fetched over a link of their own. So is attention that is kept there: sent in `forward_kv`, and fetched in
+    `recompute`, which then skips it. Transfers overlap with the layer before or after, so layers take at least as long
+    as they; head and embeddings hide none of them. And every op takes at least as long as the host takes to launch its
+    kernels, which it does while the GPU runs earlier ones.
     """
     times = np.empty((len(OPS), len(layers), num_tokens.size), np.int64)
     tokens = num_tokens.astype(np.float64)

@@ -1,9 +1,8 @@
-"""Fused kernels: what models compute by several kernels, computed by one of a library or of a compiler, and what that
-spares.
+"""Savings of fused kernels of a library or a compiler, which replace several kernels of a model.
 
-Norms, and activation and product of a gated MLP; where layers are compiled also rotary embedding, and residuals with
-norms. What each takes is counted from what such a kernel reads, writes and keeps for its backward. The loss is among
-them where layers are compiled: else the runtime computes loss and gradient in one place as it is.
+Norms, and activation and product of a gated MLP; in compiled layers also rotary embedding, and residuals with norms.
+Their cost is counted from the bytes that such a kernel reads, writes and keeps for its backward. The loss is fused if
+layers are compiled: else the runtime computes loss and gradient in one place anyway.
 """
 
 from __future__ import annotations

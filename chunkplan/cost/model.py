@@ -30,7 +30,7 @@ from chunkplan.cost.shape import QWEN2_5_7B, Layer, ModelShape
 from chunkplan.cost.shape_entries import entries_of_shape, shape_of_entries
 from chunkplan.domains import FLAG, MOST, Domain, find_mismatch, one_of, whole
 from chunkplan.errors import DataError, UsageError
-from chunkplan.options import Options, option, options_of
+from chunkplan.options import Advanced, Options, option, options_of
 
 
 def with_attention(rates: Rates, shape: ModelShape, hardware: Hardware, slower: float, tp: int) -> Rates:
@@ -165,9 +165,12 @@ class CostModel(Options):
         depends=lambda cost: _h100(),
         default_words="h100",
     )
-    tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=MACHINE, default=1)
+    tp: int = option(whole(1, MOST), "GPUs that share each layer.", group=Advanced(MACHINE), default=1)
     precision: Precision = option(
-        one_of("bf16", "fp32"), "Precision of weights and activations: bf16 or fp32.", group=MACHINE, default="bf16"
+        one_of("bf16", "fp32"),
+        "Precision of weights and activations: bf16 or fp32.",
+        group=Advanced(MACHINE),
+        default="bf16",
     )
     checkpointing: str = option(
         CHECKPOINTING,
@@ -182,35 +185,35 @@ class CostModel(Options):
     sharding: Sharding = option(
         one_of(*SHARDINGS, metavar="WHAT"),
         "What data-parallel ranks share: none, optimizer (ZeRO-1), gradients (2) or weights (3).",
-        group=MACHINE,
+        group=Advanced(MACHINE),
         default="optimizer",
         default_words="optimizer; with --auto the fastest that fits",
     )
     lora_rank: int = option(
         whole(0, MOST),
-        "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.",
+        "Train adapters (LoRA) of this rank; 0: all weights.",
         group=MACHINE,
         default=0,
     )
     load_in_4bit: bool = option(
         FLAG,
-        "Keep the weights below the adapters in 4 bits (QLoRA, NF4).",
-        group=MACHINE,
+        "Keep the weights below the adapters in 4 bits (QLoRA).",
+        group=Advanced(MACHINE),
         default=False,
     )
     optimizer: Optimizer = option(
         one_of(*OPTIMIZERS, metavar="NAME"),
         "The optimizer: adamw, adamw-8bit, sgd (without momentum) or adafactor.",
-        group=MACHINE,
+        group=Advanced(MACHINE),
         default="adamw",
     )
     fused_kernels: FusedKernels = option(
         one_of(*FUSED_KERNELS, metavar="NAME"),
         "Fused kernels: none, torch (norms) or liger (norms, and gates of MLPs).",
-        group=MACHINE,
+        group=Advanced(MACHINE),
         default="none",
     )
-    compile: bool = option(FLAG, "Compile the layers once, by torch.compile.", group=MACHINE, default=False)
+    compile: bool = option(FLAG, "Compile the layers once, by torch.compile.", group=Advanced(MACHINE), default=False)
 
     def check_together(self) -> None:
         """Refuse more GPUs for a layer than its heads can be divided among, and what is not known of layers here."""

@@ -1,6 +1,6 @@
-"""The types of models whose cost is known: what their config.json has to say, and what their layers are, in one table.
+"""The types of models whose cost is known, in one table: the entries of their config.json, and their layers.
 
-What an entry is called, what it means, and what it is when it is missing is as in transformers.
+Names, meanings and defaults of entries are those of transformers.
 """
 
 from __future__ import annotations

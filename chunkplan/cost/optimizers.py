@@ -39,10 +39,10 @@ def sums_of(
 ) -> GradientSumTime:
     """Time to accumulate the gradients of a model that products write in `num_bytes`.
 
-    `copy_bytes`: a second, of all GPUs that share a layer. `logit_bytes`: see `tokens_at_once`. `reduced`: gradients of
-    layers are reduced over data-parallel ranks in every backward: then they are copied to what is sent, in float32, and
-    what is added to a sum is a rank's share, beside the work of the next layer. What a chunk makes of the head is a
-    number of whole blocks, on average half a block more than its tokens fill.
+    `copy_bytes`: per second, of all GPUs that share a layer. `logit_bytes`: see `tokens_at_once`. `reduced`: gradients
+    of layers are reduced over data-parallel ranks in every backward: then they are copied to a send buffer, in float32,
+    and only a rank's share is accumulated, beside the work of the next layer. The head's gradient is made in whole
+    blocks, on average half a block more than a chunk's tokens fill.
     """
     added = 2 * num_bytes + 2 * GRADIENT_BYTES  # written and read, read and written
     is_wide = num_bytes == GRADIENT_BYTES

@@ -128,10 +128,10 @@ def product_gradient_bytes(cost: CostModel, dp: int, layers: Layers) -> float:
 def _bytes_at_end(cost: CostModel, dp: int, layers: Layers, weights: StageWeights) -> float:
     """Gradient bytes in the last backward of a step where only optimizer states are sharded.
 
-    That backward reduces layer by layer, and does not wait for ranks that come to theirs later. Until these do, all
-    that it sends is there, which are the whole sums, and beside them the shares that come of all layers but the one at
-    work; of that one, or of embeddings or head after it, the sum is there twice as it is copied to what is sent. By
-    then activations are gone, but for those of the layer at work, so the step may have been fuller before.
+    That backward reduces layer by layer, and does not wait for slower ranks. Until these arrive, it holds its send
+    buffers, which are the whole sums, and the received shares of all layers but the current one; the sum of that layer,
+    or of embeddings or head after it, is held twice as it is copied to its send buffer. Activations are gone by then,
+    except those of the current layer, so the peak of the step may be earlier.
     """
     if dp == 1 or not cost.shares("optimizer") or cost.shares("gradients"):
         return 0.0

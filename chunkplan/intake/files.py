@@ -139,7 +139,7 @@ def files_of(path: str) -> Files:
 def open_file(path: str, block_bytes: int | None = None) -> BinaryIO:
     """The bytes of a file, a URL, or the standard input, from their begin; use it within `reading`.
 
-    `block_bytes`: how much is fetched at once of what is behind a URL, where that is to be little.
+    `block_bytes`: bytes to fetch at once from a URL, if these are to be few.
     """
     if path == STDIN:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")

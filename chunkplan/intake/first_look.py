@@ -37,11 +37,11 @@ class LengthEstimate:
 
 
 def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Analysis, LengthEstimate | None]:
-    """The lengths of what was asked for, and how they were estimated.
+    """The lengths of the requested data, and how they were estimated.
 
-    Where there is little, or nothing to encode, it is the analysis that `write_analysis` leaves in `output`, and
-    nothing was estimated. Else it is a file of lengths in the folder `scratch`: of every record by its bytes, on the
-    line that fits best what a random sample has of each source. So the longest record is never missed.
+    Few records, or records without text, are analyzed into `output` by `write_analysis`, and nothing is estimated. Else
+    the lengths go to a file in the folder `scratch`, estimated from the bytes of every record by a line fitted to a
+    random sample of each source. So the longest record is never missed.
 
     Raises:
         UsageError, DataError: as `write_analysis`.

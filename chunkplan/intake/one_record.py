@@ -43,8 +43,8 @@ class TypedPlace:
 class FoundRecord:
     """One record as the intake reads it.
 
-    `row` is its line or row from 0. `keys` are what it has as it is stored, None where it is no object; then `line` is
-    how its line begins, and `num_line_bytes` how many bytes follow. `read` is its neutral form, or why it has none.
+    `row` is its line or row from 0. `keys` are the stored record, None if it is no object; then `line` is the beginning
+    of its line, and `num_line_bytes` the bytes that follow. `read` is its neutral form, or the error.
     """
 
     place: str
@@ -70,11 +70,11 @@ def read_place(typed: str) -> TypedPlace:
 def find_record(
     place: TypedPlace, options: IntakeOptions, *, sources: Sequence[str] = (), named: int | None = None
 ) -> FoundRecord:
-    """Read the record at `place` with `options`, less what these say of a sample and of errors.
+    """Read the record at `place` with `options`, without their sample and error handling.
 
     `sources` are the paths that the columns of `options` may name, and `named` the index of this one among them, or
-    None. Raises UsageError: there is no such file or record, or nobody can tell which one is meant; DataError: the file
-    cannot be read, or no schema fits its records.
+    None. Raises UsageError: there is no such file or record, or it is ambiguous; DataError: the file cannot be read, or
+    no schema fits its records.
     """
     file = _one_file(place.path, options)
     paths, index = ([*sources, file.path], len(sources)) if named is None else (sources, named)

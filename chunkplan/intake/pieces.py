@@ -29,11 +29,11 @@ COLUMN_RECORDS = 65_536
 class Piece:
     """A run of records of one source, cut the same way on every machine.
 
-    `source` is the index of the source, `index` that of the piece in it. `path` is what to open: the source's own file
-    or URL, or a temporary file that holds what was read from a stream. `start` and `stop` are bytes of lines, or row
-    groups (record batches) of a table. `origin` is the position of the piece in the whole source, in bytes or rows:
-    positions decide which records a sample takes. `num_bytes` is how much there is to read in it. `share` is how
-    many bytes of the source's own file, which may be compressed, it stands for. `compression` is that of what is read.
+    `source` is the index of the source, `index` that of the piece in it. `path` is the file to open: the source's own
+    file or URL, or a temporary file of a stream. `start` and `stop` are bytes of lines, or row groups (record batches)
+    of a table. `origin` is the position of the piece in the whole source, in bytes or rows: it decides which records a
+    sample takes. `num_bytes` are the bytes to read, of this `compression`, and `share` the bytes of the source's own
+    file, which may be compressed, that they stand for.
     """
 
     source: int
@@ -113,14 +113,14 @@ SHARED = "shared"
 class PieceResult:
     """Counts of a piece that was read to its end.
 
-    `key` names it in the store, `digest` is that of what was read, and `reader` what read it.
+    `key` names it in the store, `digest` is that of its bytes, and `reader` the name of its reader.
 
-    `num_rows` are its lines or rows, `num_records` those that are not blank. With the `num_more` sequences that records
-    made beside their first, they are the sequences, those rejected, and those left out of the sample. `rows` are the
-    numbers of sequences in the record batches of its token file, if `has_tokens`. With `is_estimated`, lengths were not
-    counted by a tokenizer. `unread` has the keys that were not read, with the number of records that have them, or None
-    where that number is not known; of `num_unread` keys it has the most frequent. `left_out` has the number of
-    sequences of which the chat template leaves something out, by what it is, and `first_left_out` the row of the first.
+    `num_rows` are its lines or rows, `num_records` those that are not blank: with the `num_more` further sequences of
+    records, the sum of sequences, rejections and those left out of the sample. `rows` are the numbers of sequences in
+    the record batches of its token file, if `has_tokens`. With `is_estimated`, lengths were not counted by a tokenizer.
+    `unread` has the most frequent of `num_unread` keys that were not read, with their number of records, None where
+    unknown. `left_out` counts the sequences that the chat template leaves something out of, by kind, and
+    `first_left_out` has the row of the first.
     """
 
     key: str

@@ -1,7 +1,7 @@
 """Looks at the first records of every source before any is read, so that all that cannot be read is found at once.
 
-Of a file no more is read than it takes to find out how its records are laid out. What can be read only once is not
-touched, and neither is what is behind a URL if it has to be fetched whole.
+Only the bytes that it takes to find the layout of a file's records are read. Sources that can be read only once are not
+touched, and neither are URLs that have to be fetched whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`analyze`: data of any kind -> an analysis folder, in bounded memory; the Python twin of the command.
 
-Every record becomes one sequence, is counted as rejected with its reason, or is left out of a sample that was asked
-for. The same records, tokenizer and options give the same content hash, whatever files they lie in, and whichever
-processes or machines did the work, in whichever order tasks end: of several records that stop a run the first in the
-order of the input is reported.
+Every record becomes one sequence, is counted as rejected with its reason, or is left out of a requested sample. The
+same records, tokenizer and options give the same content hash, whatever files they are in, and whichever processes or
+machines do the work, in any order: of several records that stop a run the first in the order of the input is reported.
 """
 
 from __future__ import annotations
@@ -312,8 +311,7 @@ class IntakeRun:
     def _probe(self) -> None:
         """Look at all sources before any is read; those that cannot be read are left out, or end the run together.
 
-        Of what is in the cache the results are taken, and it is not looked at; where errors stop the run, what has some
-        is not taken from there.
+        Cached results are used without a look at the source; if errors stop the run, only those without errors.
         """
         problems: list[tuple[Source, DataError]] = []
         threads = ThreadPoolExecutor(_LOOKS)

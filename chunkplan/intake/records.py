@@ -42,9 +42,9 @@ class Message(NamedTuple):
     """One message of a conversation.
 
     `content` is None only beside tool calls. `fields` holds everything else a chat template may use (`tool_calls`,
-    `name`, ...) and is not changed. `loss` is what the record says about it, or None where it says nothing. `parts` are
-    the texts that `content` was joined from, for templates that read a list of parts. `calls` are the calls of tools
-    that `content` is the text of, for templates that have a place for them, behind what is said beside.
+    `name`, ...) unchanged. `loss` is the record's own flag, or None. `parts` are the texts that `content` was joined
+    from, for templates that read lists of parts. `calls`: the text before the tool calls in `content`, and the calls,
+    for templates that render calls themselves.
     """
 
     role: str

@@ -35,9 +35,9 @@ from chunkplan.quantities import counted
 class Source:
     """A source and the results of its pieces, which are added while a run goes on.
 
-    `origins` are those of the pieces that have been cut so far; `num_pieces` is None until all are. `reader` is that of
-    its pieces, `num_left` how much of its file no piece stands for so far. `broken` is what ended a stream early, where
-    the run goes on without the rest of it; `ends` a hash of how a file begins and ends, for shards to be compared.
+    `origins` are those of the pieces cut so far; `num_pieces` is None until all are. `reader` is that of its pieces,
+    `num_left` the bytes of its file that no piece covers yet. `broken` is the error that ended a stream early, if the
+    run goes on without the rest; `ends` a hash of the beginning and end of a file, to compare shards.
     """
 
     file: SourceFile

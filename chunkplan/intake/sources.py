@@ -148,19 +148,18 @@ def find_sources(
 ) -> list[SourceFile]:
     """The sources that `paths` name, in order, then those to evaluate on; a file that is named twice is two of them.
 
-    What `evaluation` names is evaluated on, also where `paths` name it, and so is what stands in a folder beside what
-    is to be trained, if the names of both say it: `dev.jsonl` beside `train.jsonl`, `test/` beside `train/`.
+    Sources of `evaluation` are evaluated on, also if `paths` name them, and so are files in a folder that are named as
+    evaluation data beside training data: `dev.jsonl` beside `train.jsonl`, `test/` beside `train/`.
 
-    Files that folders and patterns have beside data, and that are none, are added to `beside`. `suffixes` says how the
-    names of files would end if they said what these are: SOURCE -> suffix, for files that `is_named` so.
+    Files in folders and patterns that are no data are added to `beside`. `suffixes` overrides the suffixes of names:
+    SOURCE -> suffix, for files that `is_named` so.
 
-    A path is a file, a folder (all data in and below it: files of known suffixes, less those that lie beside data), a
-    pattern with `*`, `?`, `[...]` and `**` (the data and the folders that it matches; `**` matches no folders), "-" for
-    JSONL from the standard input, or a URL of any of these. A folder that `save_to_disk` of Hugging Face datasets wrote
-    stands for the files its `state.json` lists, a folder of splits for all of these, in the order written there. Raises
-    UsageError: there is no such path, nothing in a folder or of a pattern, a suffix is not known, or no access; the
-    standard input is said to be something else than JSON lines; DataError: a folder of `save_to_disk` does not say what
-    its files are.
+    A path is a file, a folder (all data in and below it), a pattern with `*`, `?`, `[...]` and `**` (the data and the
+    folders that it matches; `**` matches no folders), "-" for JSONL from the standard input, or a URL of any of these.
+    A folder of Hugging Face `save_to_disk` stands for the files its `state.json` lists, a folder of splits for all of
+    these, in the order written there. Raises UsageError: there is no such path, nothing in a folder or of a pattern, a
+    suffix is not known, no access, or the standard input is given another format than JSON lines; DataError: a folder
+    of `save_to_disk` does not list its files.
     """
     search = _Search([] if beside is None else beside, suffixes or {}, text_split)
     for name, suffix in search.suffixes.items():

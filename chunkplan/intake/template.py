@@ -1,8 +1,7 @@
 """Chat templates: a conversation as the string a model is trained on, and which spans of it count in the loss.
 
-What the assistant says is what stands in `{% generation %}` blocks where the template has them, else what the template
-puts out for its messages (see `template_turns`). Whatever a template raises is reported as a record that cannot be
-rendered.
+The assistant's text is that in `{% generation %}` blocks if the template has them, else the template's output for its
+messages (see `template_turns`). Any error of a template is reported as a record that cannot be rendered.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The forms of messages that a chat template takes, and what of messages its rendering leaves out.
+"""Finds the forms of messages that a chat template takes, and the parts of messages that its rendering leaves out.
 
-Data have the arguments of a call of a tool as an object, or as JSON, which is OpenAI's form. Most templates write an
-object as JSON themselves, and would quote JSON once more; some put JSON out as it is, and raise at an object or print
-it as Python does. A template without a place for calls leaves them out. Lists of text parts are handed on by
-transformers as they are, while many templates know strings alone: they would print the list as Python writes it, leave
-it out, or raise. Which form one takes is found out by rendering one.
+Data have the arguments of a tool call as an object, or as JSON, which is OpenAI's form. Most templates write an object
+as JSON themselves, and would quote JSON twice; some print JSON as it is, and raise at an object or print its Python
+form. A template without support for calls leaves them out. Transformers passes on lists of text parts unchanged, while
+many templates support strings alone: they would print the list's Python form, leave it out, or raise. The form that a
+template takes is found by rendering an example.
 
-Whatever is said, and most of what is thought, stands in the rendering as it is, in the order of the messages: that is
-looked up first, and is all there is to do for most conversations. Templates may also write a text as JSON or HTML, trim
-it, change its case or its spaces, and take the thoughts out of it; that is not to leave it out.
+All texts, and most reasoning, are in the rendering unchanged, in the order of the messages: that is checked first, and
+is enough for most conversations. Templates may also write a text as JSON or HTML, trim it, change its case or spaces,
+and remove the reasoning from it; that is not to leave it out.
 """
 
 from __future__ import annotations

@@ -160,13 +160,13 @@ def _complaints(
 
 
 def load_plan_analysis(plan: Plan, analysis: str | Path | None = None, *, option: str = "--analysis") -> Analysis:
-    """The analysis a plan was built from: at `analysis`, or where the plan says it was.
+    """The analysis a plan was built from: at `analysis`, or at the path in the plan.
 
-    `option`: what says where it is, for hints.
+    `option`: the option for its path, for hints.
 
     Raises:
         UsageError: it is not there.
-        DataError: what is there is not an analysis, or is damaged.
+        DataError: it is no analysis, or is damaged.
     """
     if analysis is None and not _is_there(plan.analysis_path):
         raise UsageError(

@@ -73,11 +73,11 @@ class TokenFileEntry(TypedDict):
 class SourceEntry(TypedDict):
     """A source of an analysis (docs/plan-format.md). `analyze` writes all entries.
 
-    `evidence`: why it is read by its `schema`. `part`: "eval" of what is not trained. `reasons`: rejected records by
-    reason. `unread_keys`: keys of records that nothing was made of, each with the number of records, or None where that
-    is not known. `num_truncated` sequences were cut, by `num_truncated_tokens` together. `left_out`: sequences of which
-    the chat template leaves something out, by what it is, or with a token of prompt and answer (`shared`), and
-    `first_left_out` the row of the first of them.
+    `evidence`: why it is read by its `schema`. `part`: "eval" for sources of evaluation. `reasons`: rejected records by
+    reason. `unread_keys`: keys that were not read, each with the number of records, None if not known. `num_truncated`
+    sequences were cut, by `num_truncated_tokens` together. `left_out`: number of sequences that the chat template
+    leaves something out of, by kind, or with a token of prompt and answer (`shared`), and `first_left_out` the row of
+    the first of them.
     """
 
     path: str

@@ -1,8 +1,8 @@
 """Hash of a tokenizer.json by its encoding: equal for all files that give every text the same tokens.
 
-White space, the order of keys, truncation, padding, the decoder and offsets are no part of it, nor what a newer library
-writes beside: what is null, false or the empty text says nothing, merges may be texts or pairs, and older names of
-settings are put as the installed library puts them.
+It does not depend on white space, the order of keys, truncation, padding, the decoder and offsets, nor on the version
+of the library: entries that are null, false or empty are left out, merges may be texts or pairs, and older names of
+settings are replaced by those of the installed library.
 """
 
 from __future__ import annotations

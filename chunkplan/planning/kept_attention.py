@@ -1,8 +1,7 @@
-"""Chooses which chunks keep what attention gave, from their first forward for their recompute: on the GPU, or the host.
+"""Chooses the chunks that keep the output of attention from their first forward for their recompute, on GPU or host.
 
-A chunk of which nothing but keys and values is kept runs attention twice, and the further into its sequence it is, the
-longer that takes; output and log-sum-exp, which is all that its backward needs of it, take as many bytes wherever it
-is. With them the recompute runs everything but attention.
+A chunk that keeps nothing but keys and values runs attention twice, which takes longer the longer its prefix is; output
+and log-sum-exp, all that its backward needs, take the same bytes anywhere. With them the recompute skips attention.
 """
 
 from __future__ import annotations
@@ -26,29 +25,31 @@ _ROUNDED = 64
 def keep_on_host(chunks: Chunks, config: PlanConfig, cost: CostModel) -> None:
     """Choose the chunks that keep attention in host memory, where that pays: writes `chunks.kept_attention`.
 
-    What attention gives is sent to the host while the first forward runs other layers and fetched while the recompute
-    does, over one link for either direction, which it shares with inputs of layers and offloaded keys and values: what
-    the link takes longer than the layers, an action takes longer. It pays where the recompute takes less time so, and
-    neither action more, on any model stage: then no order of actions takes longer. (All ranks that share a chunk do
-    alike.)
+    The output of attention is sent to the host while the first forward runs other layers, and fetched while the
+    recompute does, over one link per direction, shared with inputs of layers and offloaded keys and values: an action
+    takes longer by the time that the link takes longer than the layers. It pays if the recompute gets shorter, and
+    neither action longer, on any model stage: then no order of actions takes longer. Ranks that share a chunk agree.
     """
     rows = np.flatnonzero(~chunks.keeps_activations & (config.keep_attention != "off"))
     if rows.size:
-        chunks.kept_attention[rows[_pays(chunks, rows, ON_HOST, config, cost)]] = ON_HOST
+        before = times_of(chunks_of_rows_at(chunks, rows), cost, config).durations
+        chunks.kept_attention[rows[_pays(chunks, rows, before, ON_HOST, config, cost)]] = ON_HOST
 
 
-def keep_on_gpu(chunks: Chunks, actions: Actions, config: PlanConfig, cost: CostModel) -> Int64Array:
+def keep_on_gpu(
+    chunks: Chunks, durations: Int64Array, actions: Actions, config: PlanConfig, cost: CostModel
+) -> Int64Array:
     """Choose the chunks that keep attention on the GPU, as far as it fits in the order of `actions`: writes
-    `kept_attention`.
+    `kept_attention`; `durations` are those of the chunks so far.
 
-    Those with most attention for each token come first, which has as many bytes in all. One keeps it where every stage,
-    of every rank that shares the chunk, has room for it from the first forward to the recompute beside what others keep
-    then, if what else it holds were as much as at its fullest moment. Where keys and values lie in host memory, for
-    want of room, none does. Returns the chunks, int64 [num_kept].
+    Chunks with most attention per token come first, as all take as many bytes per token. One keeps it if every stage of
+    every rank that shares the chunk has room for it from the first forward to the recompute, beside the peak of
+    everything else and what others keep then. With offloaded keys and values, which means a lack of room, none does.
+    Returns the chunks, int64 [num_kept].
     """
     rows = np.flatnonzero(~chunks.keeps_activations & (config.keep_attention != "off") & (not cost.kv_offload))
     if rows.size:
-        rows = rows[_pays(chunks, rows, ON_GPU, config, cost)]
+        rows = rows[_pays(chunks, rows, durations[:, :, rows], ON_GPU, config, cost)]
     if not rows.size:
         return rows
     held = memory_rates_of(config, cost)
@@ -73,11 +74,12 @@ def first_of_block(chunks: Chunks, dp: int) -> Int64Array:
     return own - chunks.rank_chunks[rank] + chunks.rank_chunks[first_rank]
 
 
-def _pays(chunks: Chunks, rows: Int64Array, where: int, config: PlanConfig, cost: CostModel) -> BoolArray:
-    """True for those of the chunks `rows` for which keeping attention shortens an action and lengthens none, on all
-    ranks that share them; bool [n]."""
+def _pays(
+    chunks: Chunks, rows: Int64Array, before: Int64Array, where: int, config: PlanConfig, cost: CostModel
+) -> BoolArray:
+    """True for those of the chunks `rows`, now of durations `before`, for which keeping attention shortens an action
+    and lengthens none, on all ranks that share them; bool [n]."""
     own = chunks_of_rows_at(chunks, rows)
-    before = times_of(own, cost, config).durations
     after = times_of(own._replace(kept_attention=np.full(rows.size, where, np.int8)), cost, config).durations
     pays = (after <= before).all(axis=(0, 1)) & ((after < before).any(axis=(0, 1)) | (own.kept_attention != 0))
     first = first_of_block(chunks, config.dp)[rows]

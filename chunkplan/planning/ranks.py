@@ -1,7 +1,7 @@
-"""Assigns the sequences of a step to ranks and packs each rank's short ones: which rank runs what, in which chunk.
+"""Assigns the sequences of a step to ranks, and packs each rank's short ones into chunks.
 
-Work goes first: sequences are assigned by cost, then packed per rank. What chunks cost beside their tokens is known
-only then, so that afterwards further sequences are exchanged between the ranks that take longest and shortest.
+Sequences are assigned by cost, then packed per rank. The overhead of chunks is known only then, so afterwards sequences
+are exchanged between the slowest and the fastest ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLICES = 2
 class Shares(NamedTuple):
     """Sharing of sequences by ranks, int64 [n]: `size` ranks from `first_rank` on, of which `heads` share the heads.
 
-    1, -1 and 1 where none do. `work`: what each of the ranks takes for its share, in ns.
+    1, -1 and 1 if not shared. `work`: time of each of the ranks for its share, in ns.
     """
 
     size: Int64Array
@@ -151,8 +151,8 @@ def pack_and_rebalance(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Pack the ranks of one step: (bin of each sequence, standalone chunks of each rank, time of each rank in ns).
 
-    Changes `rank_of` where that makes the slowest rank faster, now that it is known how many chunks each has. `loads`
-    and `num_shared` int64 [dp]: what each rank takes for what it shares with others, in ns, and these chunks.
+    Changes `rank_of` where that makes the slowest rank faster, as packing tells the number of chunks of each. `loads`
+    and `num_shared` int64 [dp]: time in ns and number of the chunks that each rank shares with others.
     """
     bin_of = np.full(sequences.tokens.size, -1, np.int64)  # [n]
     num_standalone = np.zeros(params.dp, np.int64)  # [dp]

@@ -1,12 +1,12 @@
 """Selection of the sequences of an epoch: a held-out part for evaluation, and sources mixed by weight.
 
-Whether a sequence is held out follows from its tokens alone, so that copies of a text are never on both sides. The
-planner builds with what `expected_copies` says, and the validator checks against it.
+The tokens alone decide if a sequence is held out, so that copies of a text are never on both sides. The planner builds
+with `expected_copies`, and the validator checks against it.
 
 A config has these entries, each of which may be missing: `holdout`, a share in (0, 1) or a number of sequences;
 `part`, "train" (the default) or "eval", the sequences that are held out; `mix`, weights by the path of a source, 1 for
-those that are not named; `seed` of the shuffles that the mix takes from. What a user says of a mix, also in shares and
-of folders, `resolve_mix` turns into weights of paths.
+those that are not named; `seed` of the shuffles that the mix takes from. `resolve_mix` turns a user's mix, which may
+have shares and folders, into weights of paths.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
     number N holds out the N smallest keys, and the copies of the last of them. More data can push a sequence out of
     the N, never into them: what was trained on stays in training, and only what is new, or was held out, changes sides.
 
-    Where sources of the analysis are to be evaluated on, all of theirs are held out and nothing else, and what has the
-    same tokens as one of them is in neither part.
+    If the analysis has sources for evaluation, exactly their sequences are held out, and other sequences with the same
+    tokens as one of these are in neither part.
 
     Part "eval" has what is held out once in every epoch, whatever the mix. Part "train" has the others. Of a source
     with n of these and weight w an epoch takes m = w * n (half rounded up) from an endlessly repeated shuffle, from
@@ -66,12 +66,12 @@ def expected_copies(analysis: Analysis, config: PlanConfig, epoch: int) -> Int32
 def resolve_mix(
     analysis: Analysis, mix: Mapping[str, float | str], holdout: float | int | None = None
 ) -> dict[str, float]:
-    """The weight of each source by the path that the analysis has for it, of what `mix` says of sources by their names.
+    """Weights of sources by their path in the analysis, from `mix`, which has weights or shares by name.
 
-    A name is a path, the end of one that is of this source alone, or a folder or a pattern, which stands for all of
-    theirs. Weights are as they are. Shares, such as "70%", become weights with which an epoch has as many sequences as
-    the sources that are taken have together, and of a name its share of these; what is not named has the rest, in
-    proportion, or nothing where there is no rest.
+    A name is a path, the end of one source's path alone, or a folder or a pattern, which stands for all of its sources.
+    Weights are taken as they are. Shares, such as "70%", become weights with which an epoch has as many sequences as
+    the sources in use together, and each name its share of these; sources without a name get the rest in proportion, or
+    nothing.
 
     Raises:
         UsageError: a name is that of no source, of several, or of one named before; the analysis has no sources; shares

@@ -1,10 +1,10 @@
 """Decides which ranks share which sequences of a step: context-parallel groups (docs/context-parallel.md).
 
-A sequence that is worth more than a rank's share of a step would keep the other ranks waiting. An aligned block of
-ranks takes it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks begin
-with what the widest block shares, so that no rank waits for another: the ranks of a block have the same work until it
-is done. What is left is to choose how many ranks share each sequence, and which block: malleable jobs, widest first,
-then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the outcome of such a choice of two phases).
+A sequence with more work than a rank's share of a step would keep the other ranks waiting. An aligned block of ranks
+runs it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks start with
+the sequences of the widest block, so that no rank waits for another: the ranks of a block have the same work until it
+is done. What is left is to choose the number of ranks of each sequence, and the block: malleable jobs, widest first,
+then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the result of such a two-phase choice).
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ def share_sequences(
 ) -> tuple[Shares, Int64Array]:
     """Choose how ranks share the sequences of some steps, which `cut_sequences` has cut for one rank each.
 
-    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside. Returns with it a time in ns,
-    int64 [num_steps], within which no plan has the slowest rank done, however sequences are shared, by the sizes of
-    `config` and in chunks of ChunkSize: the larger of two. Ranks do what there is at least to do, each sequence
-    taken as the number of ranks does it with which it is least, in as few chunks as their tokens fill; and the
-    longest sequence takes as long as on the number of ranks with which it is fastest.
+    `necessary_ns` int64 [n]: time of each as a whole, without the overhead of chunks. Also returns a lower bound in ns
+    of the slowest rank of any plan with group sizes of `config` and chunks of ChunkSize, int64 [num_steps]: the larger
+    of the mean least work of ranks (each sequence on the number of ranks with least work, in as few chunks as its
+    tokens fill), and the time of the longest sequence on the number of ranks that is fastest for it.
     """
     sizes, dp, chunk_ns = np.array(config.cp_sizes), config.dp, cost.chunk_ns
     num_parts = np.diff(sequences.parts)  # [n]
@@ -151,10 +150,9 @@ def head_degrees(size: int, cost: CostModel) -> list[int]:
 class SharingProblem(NamedTuple):
     """The large sequences of a step, and the total of the others, which can be divided at will to fill chunks.
 
-    `times` int64 [num_sizes, m]: what each of `sizes` [num_sizes] ranks takes for each, in ns; `is_short` bool [m]:
-    whether one that is not shared is packed with others. `rest`: what all others take, with their part of the chunks
-    that they fill. A full chunk takes `full_chunk`, of which `chunk_ns` for itself. `bound`: what the step takes at
-    least. All in ns.
+    `times` int64 [num_sizes, m]: time of each on each of `sizes` [num_sizes] ranks; `is_short` bool [m]: true if it is
+    packed with others unless shared. `rest`: time of all others, with the overhead of the chunks that they fill. A full
+    chunk takes `full_chunk`, of which `chunk_ns` is overhead. `bound`: lower bound of the step. All in ns.
     """
 
     times: Int64Array

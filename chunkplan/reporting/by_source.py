@@ -15,12 +15,12 @@ from chunkplan.planfile.plan import VALIDATE_HINT
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRow:
-    """A source of an analysis; or what a plan holds of it, where a sequence counts as often as it is held.
+    """Counts of a source of an analysis, or of a plan, which counts a sequence as often as it holds it.
 
-    `longest`: tokens of its longest sequence, 0 where it has none. `num_split_tokens` are in sequences that a plan does
-    not hold in one piece, and `num_absent_tokens` in those that it does not hold at all, once each: they are held out,
-    dropped or not taken. Both are None of an analysis. `num_rejected` records became no sequence, and `num_cut_tokens`
-    were cut off sequences that were too long; None where the analysis is too old to say.
+    `longest`: tokens of its longest sequence, 0 if it has none. `num_split_tokens` are in sequences that a plan splits,
+    `num_absent_tokens` in those that it does not hold: held out, dropped or not selected. Both are None for an
+    analysis. `num_rejected` records became no sequence, and `num_cut_tokens` were cut off sequences that were too long;
+    None for an analysis without these entries.
     """
 
     path: str

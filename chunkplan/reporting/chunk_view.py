@@ -20,8 +20,8 @@ from chunkplan.reporting.token_text import NUM_CONTEXT, SequenceText, decode_seq
 class SegmentView:
     """Tokens [start, end) of a sequence of `sequence_tokens`, which is from `place`.
 
-    `part`: which part of how many, from 0; None for a whole sequence. `num_target_tokens`: the predictions made in the
-    segment, `target[start+1 : end+1]`. What only the analysis knows is None without it, and `text` unless decoded.
+    `part`: (index from 0, number of parts); None for a whole sequence. `num_target_tokens`: the predictions made in the
+    segment, `target[start+1 : end+1]`. Entries of the analysis are None without it, and `text` unless decoded.
     """
 
     sequence_id: int
@@ -47,10 +47,10 @@ class ChunkAction:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkView:
-    """A chunk of a step and rank, what stages do with it, and its segments in order.
+    """A chunk of a step and rank, the actions of stages with it, and its segments in order.
 
-    Where ranks share it, the segments are the slices of this one. `exchange_us`: what of its cost is exchange between
-    ranks, None where the plan does not describe the model and the GPU that it was made for.
+    If ranks share it, the segments are the slices of this rank. `exchange_us`: the part of its cost that is exchange
+    between ranks, None if the plan does not describe its model and GPU.
     """
 
     step: int

@@ -14,10 +14,10 @@ OP_WORDS = ("forward", "forward, KV only", "recompute", "backward", "backward of
 
 
 class Bar(NamedTuple):
-    """An action: what a stage of a rank does with a chunk from `start` to `end`.
+    """An action of a stage of a rank with a chunk, from `start` to `end`.
 
-    `row`: that of the stage. `op`: the place in `OPS`. `wait`: how long the stage waits before it for other ranks.
-    `exchange`: what of it is exchange with these, in ns. Times are in ticks.
+    `row`: that of the stage. `op`: index in `OPS`. `wait`: time that the stage waits for other ranks before it.
+    `exchange`: nanoseconds of it that are exchange with them. Times are in ticks.
     """
 
     row: int
@@ -39,9 +39,9 @@ class Bar(NamedTuple):
 
 
 def bars_of(ranks: Mapping[int, Simulation]) -> list[list[Bar]]:
-    """List by row, one a stage of each of `ranks`, what it does, in order.
+    """List the actions of each row, a stage of one of `ranks`, in order.
 
-    The critical path is that of the rank that is done last; what of it is on ranks that are not here, has no bar.
+    The critical path is that of the rank that is done last; its actions on ranks that are not drawn have no bar.
     """
     last = max(ranks.values(), key=lambda each: int(each.ends.max()))
     critical = {(action.rank, action.place) for action in last.critical_actions}

@@ -40,10 +40,7 @@ _PARTS = {
 
 
 def caveats(data: Mapping[str, Any]) -> list[str]:
-    """List what stands above everything else: that the lengths in `data` were estimated, or are a sample.
-
-    `data`: the manifest of an analysis, or what that of a plan says of its own.
-    """
+    """Caveats above every report of `data`, the manifest's entry of an analysis: lengths are estimated, or a sample."""
     words = []
     if data.get("sample") is not None:
         words.append(f"A SAMPLE of {100 * data['sample']:g}% of the records: a plan to look at, not to train.")

@@ -72,11 +72,11 @@ class RecordRejection:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceView:
-    """A sequence that a record makes; or would make, and `rejected` says why it does not.
+    """A sequence that a record makes, or would make if it were not `rejected`.
 
-    `trained` are the turns of the assistant that count in it, from 1. `num_target_tokens` is None where that is not
-    known, as of a bare length. `num_cut` tokens are beyond the maximum length. `left_out` are the kinds of `LEFT_OUT`
-    that the chat template leaves out of it, and `SHARED`. `text` is None unless decoded.
+    `trained` are the turns of the assistant that count in it, from 1. `num_target_tokens` is None if unknown, as for a
+    bare length. `num_cut` tokens are beyond the maximum length. `left_out` are the kinds of `LEFT_OUT` that the chat
+    template leaves out of it, and `SHARED`. `text` is None unless decoded.
     """
 
     trained: tuple[int, ...]
@@ -92,18 +92,16 @@ class SequenceView:
 class RecordView:
     """One record as it is read and rendered.
 
-    `place` is as messages name it. `analyzed` has the numbers of tokens and of targets of each sequence that the
-    analysis has of it, None where its file is no source of the analysis; `has_changed` says whether that had another
-    size then.
+    `place` is its location as in messages. `analyzed` has the tokens and targets of each sequence of it in the
+    analysis, None where its file is no source of the analysis; `has_changed`: the file had another size then.
 
-    `schema`, `evidence` and `columns` (role -> key) say how it was read. `messages` has the number of messages by role,
-    and `num_turns` the turns of the assistant, of a conversation. `unread` are its keys that say something and were not
-    read.
+    `schema`, `evidence` and `columns` (role -> key) describe its layout. For a conversation `messages` counts messages
+    by role, and `num_turns` the turns of the assistant. `unread` are its keys with content that were not read.
 
-    `sequences` are what it makes by choice of turns: of a conversation by each, of anything else by `turns` alone,
-    which is what was asked for. `rejected` says why that makes no sequence, or not all of them. `rendered` is what the
-    chat template makes of it where that is all that is known; `stored` the record as it is stored, where nothing is
-    rendered: of one that is no object how its line begins, without the last `num_stored_left_out` bytes.
+    `sequences` by choice of turns: for a conversation of every choice, else of the requested `turns` alone. `rejected`
+    says why those are missing or incomplete. `rendered` is the output of the chat template if nothing else is known;
+    `stored` the stored record if nothing is rendered: of one that is no object the beginning of its line, without the
+    last `num_stored_left_out` bytes.
     """
 
     place: str
@@ -134,10 +132,10 @@ def view_record(
     """Read the record at `place`: FILE:LINE, or "FILE, record N" in files without lines.
 
     Args:
-        place: the file may be there as it is named here, or from a folder above `analysis`.
+        place: the path of the file may be relative to the working folder, or to a folder above `analysis`.
         options: how records are read; by default as for `analysis`, see `options_for`.
         analysis: one that the file may be a source of.
-        tokenizer: encodes what is not tokens already: one of `open_tokenizer`, or what `analyze` takes.
+        tokenizer: encodes text: one of `open_tokenizer`, or as in `analyze`.
         most_tokens: of longer sequences, the first and the last tokens are decoded.
 
     Raises:

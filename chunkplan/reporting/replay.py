@@ -1,7 +1,4 @@
-"""A step as it was measured, beside what the simulator makes of it: from the measured times, and from the plan's.
-
-Processes of a run write what they measured (`planfile/measured.py`); what it shows is worked out here.
-"""
+"""Compares a measured step (`planfile/measured.py`) with simulations from its measured and from the plan's times."""
 
 from __future__ import annotations
 
@@ -50,9 +47,9 @@ class _Measured(Simulation):
 class Replay:
     """The step of one pipeline, three times with the same actions.
 
-    `measured`: as it was. `replayed`: with the measured times of actions, and nothing lost between stages. `planned`:
-    with times of the plan's cost model. What processes share they begin together, so that its measured time is that
-    since the last of them was there; before, the others waited.
+    `measured`: as measured. `replayed`: simulated with the measured times of actions, without losses between stages.
+    `planned`: simulated with times of the plan's cost model. Processes start a shared action together, so its measured
+    time is that since the last of them arrived; before, the others waited.
     """
 
     pipeline: int
@@ -83,7 +80,7 @@ _Work = tuple[Simulation, Mapping[int, int]]
 
 
 def replay(works: Mapping[int, _Work], times_by_rank: Sequence[StepTimeline], dp: int, step: str) -> list[Replay]:
-    """Replay those of `dp` pipelines, ascending, that did `works` at the same time; `step` says in a title what it was.
+    """Replay the pipelines, of `dp`, that did `works` at the same time, in order; `step` is its name in titles.
 
     Pipelines that share chunks run one data-parallel rank each.
     """
@@ -161,9 +158,9 @@ def waiting_shares(simulation: Simulation) -> list[float]:
 
 
 def write_timeline(path: str | Path, replays: Sequence[Replay], *, planned: bool, content_hash: str) -> None:
-    """Write one Chrome trace of all pipelines, of each as it was measured, replayed and, where it says, `planned`.
+    """Write one Chrome trace of all pipelines, each as measured, as replayed and, if `planned`, as planned.
 
-    `content_hash` is that of the plan, which stands in the trace.
+    `content_hash` is that of the plan, for the trace.
 
     Raises:
         UsageError: `path` cannot be written.
@@ -230,9 +227,7 @@ def describe_replays(replays: Sequence[Replay], dp: int, step: int, *, planned: 
 
 
 def _slowest(replays: Sequence[Replay], dp: int) -> tuple[int, float] | None:
-    """The process that takes longest for what is planned for it, and how many times as long as the others; None where
-    it does not stick out.
-    """
+    """The process that is slowest against its plan, and its time over that of the others; None if none sticks out."""
     slowness = {
         stage * dp + each.pipeline: _busy_seconds(each.measured, stage) / _busy_seconds(each.planned, stage)
         for each in replays

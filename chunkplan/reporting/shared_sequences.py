@@ -20,8 +20,8 @@ from chunkplan.summary import alone_us
 class SharedRow:
     """The sequences of a plan that `num_ranks` ranks share each, `num_heads` of which share the heads, others pages.
 
-    `work_share` (0..1): of the predicted cost of the plan; `exchange_share`: what of theirs is exchange between ranks,
-    None where the plan does not describe the model and the GPU that it was made for.
+    `work_share` (0..1): of the predicted cost of the plan; `exchange_share`: of their own cost, the exchange between
+    ranks, None if the plan does not describe its model and GPU.
     """
 
     num_ranks: int
@@ -36,8 +36,7 @@ class SharedRow:
 class SharedSequence:
     """A sequence of a step that `num_ranks` ranks from `first_rank` on share, `num_heads` of which share the heads.
 
-    `predicted_us`: what a rank of them does with it, the one that has most to do; `exchange_us`: what of that is
-    exchange, None where it is not known.
+    `predicted_us`: its time on the rank with most of it; `exchange_us`: the exchange in that, None if unknown.
     """
 
     sequence_id: int

@@ -52,14 +52,14 @@ class SequenceText:
 def open_tokenizer(
     analysis: Analysis, tokenizer: str | Path | None = None, *, chat_template: str | Path | None = None
 ) -> RecordTokenizer:
-    """Load `tokenizer`; by default the one that made the tokens of `analysis`, from where it was.
+    """Load `tokenizer`; by default the one that made the tokens of `analysis`.
 
-    `chat_template` is a file with the template to use in place of the tokenizer's. A relative path is looked for here,
-    and from each folder above the analysis, until what is there has its hash.
+    `chat_template` is a file with the template to use in place of the tokenizer's. A relative path is looked up here
+    and from each folder above the analysis, until the hash matches.
 
     Raises:
         UsageError: there is none.
-        DataError: what is where it was is another one now, or damaged.
+        DataError: the one at its path has changed or is damaged.
     """
     if tokenizer is not None:
         return load_tokenizer(tokenizer, chat_template)

@@ -1,12 +1,12 @@
 """Critical-path list schedules within the memory of state-aware 1F1B, and a short search from them: `auto`, and with
 split backwards `zero-bubble`.
 
-Every stage does next what is more urgent: of a forward and a backward that it knows of, in the order that lets the
-later of both be done sooner, as far as their tails say (the rule of one machine with heads and tails: Carlier, EJOR 11,
-1982; list schedules by longest paths: Graham, SIAM J. Appl. Math. 17, 1969). So it may wait for what comes soon.
-Some simple orders of units are tried, and changed one thing at a time while that may help. The point is never slower
-than state-aware 1F1B (ChunkFlow, arXiv 2503.02356) where that fits, and the same on every machine. Ranks that share
-chunks are scheduled together.
+Every stage runs the more urgent of its next forward and backward first: the order in which the later of both ends
+sooner by their tails (the rule of one machine with heads and tails: Carlier, EJOR 11, 1982; list schedules by longest
+paths: Graham, SIAM J. Appl. Math. 17, 1969). So it may wait for an action that is due soon. Some simple orders of units
+are tried, and changed one thing at a time while that may help. The result is never slower than state-aware 1F1B
+(ChunkFlow, arXiv 2503.02356) where that fits, and the same on every machine. Ranks that share chunks are scheduled
+together.
 
 Chunks A and B are standalone, C and D the parts of one sequence; K = 2, time goes right. Capitals are forwards, small
 letters backwards. State-aware 1F1B takes 46 for them in the same memory, this 42:
@@ -16,9 +16,9 @@ letters backwards. State-aware 1F1B takes 46 for them in the same memory, this 4
     s2 |....AABBCCDD..aaaa....bbbbddddcccc........|
     s3 |......AABBaaaaCCDDbbbbddddcccc............|
 
-With split backwards (zero bubble: Qi et al., arXiv 2401.10241) only the gradients of inputs are on the way from stage
-to stage. Those of weights (w) fill what would be waiting, and the end. A chunk's activations count as held until its
-weight half, so that this needs no more memory either, and 32:
+With split backwards (zero bubble: Qi et al., arXiv 2401.10241) stages wait for the gradients of inputs alone; those of
+weights (w) fill the bubbles and the end. A chunk's activations count as held until its weight half, so that this needs
+no more memory either, and takes 32:
 
     s0 |AABBCCDD........aawwbbwwddccwwww|
     s1 |..AABBCCDD....aawwbbwwddccwwww..|

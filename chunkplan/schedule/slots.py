@@ -5,14 +5,13 @@ of them have to do the same fetches and sums in the same order, whatever their o
 collective: one op, on one virtual stage. In it every rank of the stage either runs its next action, if that is the
 slot's, or takes part without one, which is a *padding*. Actions that need no slot (`slot_ops_of`) run between slots.
 
-*Nothing deadlocks.* `assign_slots` simulates the step on all stages of all ranks, event by event. An event is a
-slot of a stage, or an action beside slots; it begins once all that it waits for has been played: what the ranks in it
-did before, what comes to their own actions from other stages, and of an action that ranks share, all of these at it. So
-the order of play is a topological order of all that waits for something, slots included: a padding asks for nothing but
-its rank's place in that order. Processes that do the events of theirs in this order cannot wait in a cycle, as the
-first event of it that is not done waits for nothing that is not done. And the play goes on to the end for every plan
-that is valid without slots, as any action that could come next there has its slot, and whoever else is on the stage can
-pad.
+*Nothing deadlocks.* `assign_slots` simulates the step on all stages of all ranks, event by event. An event is a slot of
+a stage, or an action beside slots; it starts once its dependencies are done: earlier actions of its ranks, inputs of
+these actions from other stages, and, for a shared action, all of its ranks. So the order of events is a topological
+order of all dependencies, slots included: a padding depends on nothing but its rank's earlier events. Processes that
+run their events in this order cannot wait in a cycle, as the first event of it that is not done waits for nothing that
+is not done. And the simulation reaches the end for every plan that is valid without slots, as any action that could be
+next there has its slot, and the other ranks of the stage can pad.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ def run_greedy(step: StepGraph, state: SimulationState, pp: int, slots: Int64Arr
 def _next_event(state: SimulationState, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int, int, int]:
     """The next event: its time, stage, and row if it needs no slot (else -1); `_NEVER` if nothing can begin.
 
-    Of what begins at one time, what meets no slot: it may be what a slot would then have more ranks for.
+    At one time, actions without a slot come first: after them a slot may have more ranks.
     """
     at, at_stage, at_row = np.int64(_NEVER), -1, -1
     for stage in range(pp):
@@ -217,8 +216,8 @@ def _fill_slot(
     return at
 
 
-# Slots by one simple rule, for plans whose times do not depend on them, as their ranks share neither weights nor sums:
-# a trainer may shard more than the plan assumes. They have to be correct and cheap, not fast.
+# Slots by one simple rule, for plans whose times do not depend on them, as their ranks shard neither weights nor
+# gradients: a trainer may shard more than the plan assumes. They have to be correct and cheap, not fast.
 
 
 @compiled

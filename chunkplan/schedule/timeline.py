@@ -64,13 +64,13 @@ def waiting_of(ranks: StepRanks, pp: int, placement: StagePlacement = STRAIGHT) 
 def critical_path(ranks: StepRanks, pp: int, last: int, placement: StagePlacement = STRAIGHT) -> list[int]:
     """Indices into `ranks.actions` of the critical path to the action `last`, in order of time.
 
-    Every action starts when its stage is free and what it waits for has arrived, so one of the two ends, or is sent,
-    just in time. Walks back over these from `last` to an action that starts at 0; where both are just in time, it stays
-    on the stage. What ranks do with a chunk that they share starts when the last of them is there: the walk goes on
-    with what this one did before, on its own stages. Of what they do with it at the same time, that of the rank of
-    `last` is on the path, so that the path is on other ranks only where these alone are waited for. Of what ranks do in
-    a slot, it goes on with the longest, and from there with whatever that slot has waited for. What lies between two
-    actions of the path is the way over a link, so their times and those of the links add up to the end of `last`.
+    Every action starts when its stage is free and its inputs have arrived, so one of the two ends, or arrives, just in
+    time. The path is walked back over these from `last` to an action that starts at 0; if both are just in time, it
+    stays on the stage. A shared action starts when the last of its ranks arrives: the walk goes on with the earlier
+    actions of that rank, on its own stages. Of the ranks' simultaneous actions that of the rank of `last` is on the
+    path, which so visits other ranks only where these alone are waited for. In a slot it goes on with the longest
+    action, and from there with whatever that slot has waited for. Between two actions of the path is the transfer over
+    a link, so their times and those of the links add up to the end of `last`.
     """
     actions, ends, slot_ops = ranks.actions, ranks.ends, ranks.slot_ops
     starts, arrivals, came_from, meets = waiting_of(ranks, pp, placement)
@@ -135,10 +135,9 @@ class Simulation:
     stage, whose backward takes twice as long. Only `times`, `starts`, `ends` (int64 [num_actions]) and `proved_ticks`,
     a lower bound that a search has proved, are in ticks, of which `ticks` are a unit. `title` says what is simulated.
 
-    Where the rank meets others, for chunks that they share or in slots, `step` is what all ranks of its step do, and
-    `rank` its place among them. `exchange` is what of `times.durations` is exchange with other ranks; None where there
-    is none. `stage_layers` and
-    `dp`: as in `PlanConfig`.
+    If the rank depends on others, by shared chunks or slots, `step` has the actions of all ranks of its step, and
+    `rank` is its index among them. `exchange` is the part of `times.durations` that is exchange with other ranks, or
+    None. `stage_layers` and `dp`: as in `PlanConfig`.
     """
 
     title: str

@@ -103,11 +103,11 @@ def zero_bubble_v(chunks: Chunks, times: ChunkTimes, pp: int, actions: Actions) 
 
 @compiled_part
 def _list_schedule(chunks: Chunks, times: ChunkTimes, order: Order, rule: _Rule, memory: int, actions: Actions) -> int:
-    """Fill `actions` and say when all is done; `memory` is for virtual stages, of which each counts by itself.
+    """Fill `actions` and return the makespan; `memory` is for virtual stages, each of which counts by itself.
 
-    What can start first is done first; of what can start at the same time backwards, then forwards, and of these those
-    of second virtual stages. Weight halves fill what would be waiting, as in `list_schedule`. Forwards leave the room
-    that backwards need (`_leaves_room`), so that stages never deadlock.
+    The action that can start first is run first; at the same time backwards before forwards, and of these second
+    virtual stages before first ones. Weight halves fill bubbles, as in `list_schedule`. Forwards leave the room that
+    backwards need (`_leaves_room`), so that stages never deadlock.
     """
     # A name for every array, and few calls: handing them on would take several times longer than the work itself.
     n, pp = chunks.num_tokens.size, actions.stages.size - 1

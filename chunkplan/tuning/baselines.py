@@ -63,7 +63,7 @@ _SHARED = (2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Baseline:
-    """A way to train, on the layout that it is fastest on.
+    """A conventional way to train, on its fastest layout.
 
     `key`: one of `BASELINES`, whatever its settings; `largest`: tokens of its largest micro-batch; `lost`: the share of
     tokens that it cuts off; `cp`: how many ranks share every micro-batch; `sharding`: what data-parallel ranks share
@@ -107,8 +107,8 @@ def baselines(
     """Time the baselines, one after the other, each on the best of `layouts`: 1F1B, sequences dealt out in the order of
     the data, and packed or padded by each group of ranks for itself.
 
-    Each runs with the first level of activation checkpointing that fits, in as few layers as fit where the level before
-    does not, and shares what makes it fastest; where nothing helps, its time is what it would take on larger GPUs.
+    Each runs with the first level of activation checkpointing that fits, in as few layers as possible, and with its
+    fastest sharding; if nothing fits, its time is that on larger GPUs.
     """
     longest = int(sample.num_tokens.max())
     groups = [*_whole_ways(sample, options, layouts)]
@@ -234,8 +234,8 @@ def _packed(capacity: int) -> MakesMicroBatches:
 def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> Baseline:
     """Take the time and memory of a baseline, with the sharding that is fastest.
 
-    Each sharding has the first level of activation checkpointing that fits, and the level before where that leaves
-    room. Where none fits, what needs least memory is taken.
+    Each sharding has the first level of activation checkpointing that fits, mixed with the level before as far as there
+    is room. If none fits, the one with least memory is taken.
     """
     dealt = way.micro_batches(layout.dp // way.cp, way.cp)
     largest = max(int(tokens.max()) for tokens, _ in dealt)

@@ -1,6 +1,6 @@
-"""A lower bound of what a configuration takes, in closed form from the cost model: what it says is not simulated.
+"""Lower bounds of a configuration's time and memory, in closed form from the cost model and sums over a step's lengths.
 
-All are sums over the sequences of a step: no sequence is split, packed or scheduled.
+No sequence is split, packed, scheduled or simulated.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ def work_of_steps(sample: Sample, patterns: tuple[AttentionPattern, ...]) -> Wor
 def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> float:
     """The least time of a step with its reduction, on average, in nanoseconds; no simulation of `cost` finds less.
 
-    It is the most of three, over the stages: an even share for each of the ranks of all work, of what chunks take
-    beside it, and of what is run again as K leaves it, but for attention, which may be kept; the same for the ranks
-    that may share the longest sequence; and where nothing else is to do, the way of its chunks through the other
-    stages, there and back.
+    The maximum over stages of three bounds: an even share for each rank of all work, of the overhead of chunks, and of
+    the recomputation that K leaves, without attention, which may be kept; the same for the ranks that may share the
+    longest sequence; and the path of its chunks through the other stages and back.
     """
     rates, pp = cost.rates_on(config.dp), config.pp
     layers, together = config.layers(cost.shape.num_layers), config.cp_sizes[-1]
@@ -103,8 +102,7 @@ def step_bound_ns(work: WorkOfSteps, config: PlanConfig, cost: CostModel) -> flo
 def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
     """The least memory of the fullest stage, in bytes, for data whose longest sequence has `longest` tokens.
 
-    Of it the last K chunks are held as the first backward begins, beside all its keys and values; on a pipeline that is
-    so of every stage. States are what they are.
+    Its last K chunks and all its keys and values are held when the first backward starts, on every stage of a pipeline.
     """
     own = longest // config.cp_sizes[-1]
     k = [config.k, *(k for _, k in config.k_by_length or ())][-1]

@@ -44,10 +44,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and what it comes to; see `Outcome`.
+    """A configuration with its predicted time and memory; see `Outcome`.
 
-    `memory` is that of the fullest stage in any step, `host_bytes` what a GPU keeps in host memory. `mfu`: model FLOPs
-    without recompute, over the peak of all GPUs. `plan_only`: why the runtime cannot run it, or None.
+    `memory` is that of the fullest stage in any step, `host_bytes` the host memory of a GPU. `mfu`: model FLOPs without
+    recompute, over the peak of all GPUs. `plan_only`: why the runtime cannot run it, or None.
     """
 
     config: PlanConfig

@@ -92,10 +92,10 @@ def fewest_ns(counts: Int64Array, held: Int64Array, room: Int64Array, again_ns: 
 
 
 def mixture(config: PlanConfig, cost: CostModel, moments: Int64Array, gpu_memory: int, sample: Sample) -> str | None:
-    """The levels of all layers that fit `moments` int64 [n, pp, 8] of stages and run least again; None: none fit.
+    """The levels of all layers that fit `moments` int64 [n, pp, 8] with least recomputation; None if none fit.
 
-    Of the layers of a stage, those with the strongest levels come first: a backward comes to them last, when what the
-    others held is free. `sample`: what chunks are like.
+    The first layers of a stage get the strongest levels: a backward reaches them last, when the memory of the others is
+    free. `sample`: for the sizes of chunks.
     """
     again_ns = _again_ns(config, cost, sample)
     levels: list[Checkpointing] = []
@@ -186,7 +186,7 @@ def fitted(
 ) -> list[Outcome] | None:
     """Try levels layer by layer on `samples` until they fit all of these; None where none is found.
 
-    `moments` int64 [n, pp, 8]: what stages hold in trials with other levels. `cost` says all but the levels.
+    `moments` int64 [n, pp, 8]: peak snapshots of stages in trials with other levels. `cost` has all but the levels.
     """
     for _ in range(_ROUNDS):
         levels = mixture(config, cost, moments, gpu_memory, samples[0])

@@ -16,7 +16,7 @@ from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, MOST, Domain, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, same
+from chunkplan.options import Advanced, Options, option, same
 
 CHUNK_SIZES = (
     *(1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 40960, 49152),
@@ -93,10 +93,10 @@ _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer"
 class TuneOptions(Options):
     """The model, GPUs and batch to tune for, and the choices to try.
 
-    `gpu_memory` in bytes; `gpus` in all, used in whichever layout of `tp` is fastest, or else `dp`, `tp` and `pp`.
-    Tried are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble"
-    and, where stages have two layers, "zero-bubble-v"), and where ranks may share sequences (`cp`), that too where a
-    schedule allows it. `sharding` "auto" shares gradients and weights where that makes room for what is faster.
+    `gpu_memory` in bytes; `gpus` in all, used in the fastest layout with `tp`, or else `dp`, `tp` and `pp`. The choices
+    are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and,
+    where stages have two layers, "zero-bubble-v"), with and without shared sequences (`cp`) if the schedule allows
+    them. `sharding` "auto" shards gradients and weights where that makes room for a faster choice.
 
     Raises:
         UsageError: a value is out of range.
@@ -107,20 +107,20 @@ class TuneOptions(Options):
     gpu_memory: int = option(
         _SIZE,
         "Memory of a GPU, such as 80GiB.",
-        group=MACHINE,
+        group=Advanced(MACHINE),
         depends=lambda options: options.hardware.memory_bytes,
         default_words="the hardware's",
     )
     gpus: int | None = option(
         replace(_NUM_GPUS, read=_read_gpus, metavar="N|NxNAME", example="8xH100"),
-        "Number of GPUs, or 8xH100 (with --hardware); the fastest layout dp x pp is chosen.",
+        "Number of GPUs, or 8xH100; the fastest layout dp x pp is chosen.",
         group=_LAYOUT,
         default=None,
         fills=("gpus", "hardware"),
     )
-    dp: int = same(PlanConfig, "dp", group=_LAYOUT)
-    tp: int = same(CostModel, "tp", group=_LAYOUT)
-    pp: int = same(PlanConfig, "pp", group=_LAYOUT)
+    dp: int = same(PlanConfig, "dp", group=Advanced(_LAYOUT))
+    tp: int = same(CostModel, "tp", group=Advanced(_LAYOUT))
+    pp: int = same(PlanConfig, "pp", group=Advanced(_LAYOUT))
     precision: Precision = same(CostModel, "precision")
     sharding: Sharding | Literal["auto"] = same(
         CostModel,
@@ -139,23 +139,23 @@ class TuneOptions(Options):
     gpu_hour_price: float | None = option(
         number(lambda value: value > 0, "a price above 0", metavar="PRICE"),
         "Price of one GPU for one hour, to show the price of an epoch.",
-        group=MACHINE,
+        group=Advanced(MACHINE),
         default=None,
     )
     global_batch: int = same(PlanConfig, "global_batch", group=_TRIED)
-    seed: int = same(PlanConfig, "seed", group=_TRIED)
+    seed: int = same(PlanConfig, "seed", group=Advanced(_TRIED))
     chunk_sizes: tuple[int, ...] = option(
         several(tokens(), metavar="N,N,..."),
         "ChunkSizes to try.",
-        group=_TRIED,
+        group=Advanced(_TRIED),
         default=CHUNK_SIZES,
         default_words=f"{len(CHUNK_SIZES)} from {CHUNK_SIZES[0]} to {CHUNK_SIZES[-1]}",
     )
-    ks: tuple[int, ...] = option(several(whole(1, MOST)), "Ks to try.", group=_TRIED, default=KS)
+    ks: tuple[int, ...] = option(several(whole(1, MOST)), "Ks to try.", group=Advanced(_TRIED), default=KS)
     schedules: tuple[str, ...] | None = option(
         several(SCHEDULE),
         "Schedules to try on a pipeline.",
-        group=_TRIED,
+        group=Advanced(_TRIED),
         default=None,
         default_words=", ".join(_ON_A_PIPELINE),
     )
@@ -164,12 +164,12 @@ class TuneOptions(Options):
         PlanConfig,
         "cp",
         help="Also try plans in which ranks share sequences: auto (as many as pay), N (at most N), or off.",
-        group=_TRIED,
+        group=Advanced(_TRIED),
         default="auto",
         default_words=None,
         depends=None,
     )
-    keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=_TRIED)
+    keep_attention: KeepAttention = same(PlanConfig, "keep_attention", group=Advanced(_TRIED))
     baseline: str | None = option(
         one_of(*BASELINES, metavar="NAME"),
         f"What gains are against: {', '.join(BASELINES)}.",

@@ -18,9 +18,9 @@ _TIME, _TIES = 1000, 128
 class Candidate:
     """A ChunkSize with a schedule, and a way to run the model, its `rung` of the ladder.
 
-    `family` is the same for candidates that differ in their rung alone. `base_ns`: a step's time where nothing is
-    recomputed more than the largest K leaves. By length class and K, both ascending: `extra_ns`, what a step takes
-    longer with it; `stage_bytes`, what each stage then holds in the step with the longest sequence of the class.
+    `family` is the same for candidates that differ in their rung alone. `base_ns`: a step's time with the largest K. By
+    length class and K, both ascending: `extra_ns`, the time a step takes longer with it; `stage_bytes`, the memory of
+    each stage with it in the step with the longest sequence of the class.
     """
 
     family: int

@@ -20,7 +20,7 @@ CLOSE = 1.01
 class Search:
     """Simulations on one sample, each made once, and the least time of those that fit.
 
-    With `options.thorough` everything is worth one. What the runtime can run is compared with such alone.
+    With `options.thorough` everything is simulated. Choices that the runtime can run are compared among themselves.
     """
 
     def __init__(self, sample: Sample, options: TuneOptions) -> None:

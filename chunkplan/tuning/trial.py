@@ -37,7 +37,7 @@ class Outcome:
     rank, see `peak_snapshots`; first where keys and values are on the GPU, then where they are offloaded. `retained`
     int64 [pp]: the most tokens whose activations each stage holds at once, in any step and on any rank.
 
-    Memory is that of the outcome run as a `cost` says that may differ from its own in offloading and sharding.
+    Its methods take a `cost` that may differ from its own in offloading and sharding.
     """
 
     config: PlanConfig
@@ -68,10 +68,10 @@ class Outcome:
 
 
 def longest_of(config: PlanConfig, cost: CostModel, memory: StageMemory, gpu_bytes: int) -> tuple[LongestSequence, ...]:
-    """The longest sequence that fits beside what a plan holds, whose fullest stage takes `memory`.
+    """The longest sequence that fits beside the other chunks of a plan whose fullest stage takes `memory`.
 
-    None for a pipeline, on which several sequences may be under way, and for parts of equal time, in which there may be
-    room for many short ones: there what else is in a step decides.
+    None on a pipeline, which may run several sequences at once, and for parts of equal time, which may have room for
+    many short ones: there the other chunks of a step decide.
     """
     if config.pp > 1 or config.split == "cost":
         return ()

@@ -43,10 +43,7 @@ _KEPT = ("content_hash", "exact", "sample", "sources", "tokenizer", "template_ha
 
 
 def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, beside: Sequence[str] = ()) -> None:
-    """Print the length report; then what was read, and where the analysis is.
-
-    `beside` are the files that lie beside the data and are none.
-    """
+    """Print the length report, the sources and the path of the analysis; `beside` are files that are no data."""
     from chunkplan.lengths import length_report
 
     report = length_report(analysis)

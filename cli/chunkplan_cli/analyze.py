@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, read_toml, same, toml_name
+from chunkplan.options import Advanced, Options, option, options_of, read_toml, same, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.plan_report import warn_of_positions
@@ -54,7 +54,7 @@ class AnalyzeOptions(Options):
 
     tokenizer: str | None = option(
         text("NAME"),
-        "A tokenizer.json, a folder with one, the name of a model on the Hugging Face Hub, or tiktoken:NAME.",
+        "A tokenizer.json or its folder, a model on the Hugging Face Hub, or tiktoken:NAME.",
         group=_TOKENS,
         default=None,
         default_words="CHUNKPLAN_TOKENIZER, then `tokenizer` of workspace.toml; without any, lengths are estimated "
@@ -62,37 +62,42 @@ class AnalyzeOptions(Options):
     )
     eval: tuple[str, ...] = option(
         FILES,
-        "Evaluate on this file or folder and do not train on it. Repeatable.",
+        "Evaluate on this file or folder, not trained on. Repeatable.",
         group=_DATA,
         default=(),
-        default_words="files of a folder that are named validation, dev, test or eval beside train",
+        default_words="files named validation, dev, test or eval beside train",
         flag="--eval",
     )
     model: ModelShape | None = same(
         CostModel,
         "shape",
-        help="Warn of sequences that are too long for this model: its name, or its config.json or folder.",
+        help="Warn of sequences too long for this model.",
         group=_TOKENS,
         default=None,
         default_words="",
     )
     chat_template: Path | None = option(
-        path("FILE"), "A Jinja chat template in place of the tokenizer's.", group=_TOKENS, default=None
+        path("FILE"), "A Jinja chat template in place of the tokenizer's.", group=Advanced(_TOKENS), default=None
     )
     length_column: str | None = option(
-        text("KEY"), "Read lengths only, from this key or column.", group=_TOKENS, default=None
+        text("KEY"), "Read lengths only, from this key or column.", group=Advanced(_TOKENS), default=None
     )
-    workers: int | None = option(whole(1), "Processes.", group=_WORK, default=None, default_words="one for every core")
+    workers: int | None = option(
+        whole(1), "Processes.", group=Advanced(_WORK), default=None, default_words="one for every core"
+    )
     shard: tuple[int, int] | None = option(
-        _SHARD, "Read only the I-th of N shares; `chunkplan merge` joins them.", group=_WORK, default=None
+        _SHARD, "Read only the I-th of N shares; `chunkplan merge` joins them.", group=Advanced(_WORK), default=None
     )
     ray: str | None = option(
-        text("ADDRESS"), "Do the work on a Ray cluster; `local` starts one on this machine.", group=_WORK, default=None
+        text("ADDRESS"),
+        "Do the work on a Ray cluster; `local` starts one on this machine.",
+        group=Advanced(_WORK),
+        default=None,
     )
     use_cache: bool = option(
         FLAG,
         "Read everything again, also what has not changed.",
-        group=_WORK,
+        group=Advanced(_WORK),
         default=True,
         default_words="",
         flag="--no-cache",
@@ -105,8 +110,8 @@ class FileOptions(Options):
 
     config: Path | None = option(
         path("FILE.toml"),
-        'A file with these options, such as `turns = "last"`; the command line wins.',
-        group=OPTIONS,
+        'A file with these options, such as `train-turns = "last"`; the command line wins.',
+        group=Advanced(OPTIONS),
         default=None,
     )
 
@@ -115,9 +120,7 @@ class FileOptions(Options):
 def analyze(
     data: Annotated[
         list[str],
-        typer.Argument(
-            metavar="DATA", help="Files, folders, patterns or URLs of data; - is JSONL from the standard input."
-        ),
+        typer.Argument(metavar="DATA", help="Files, folders, patterns or URLs; - is JSONL from the standard input."),
     ],
     *,
     work: CliValues,
@@ -131,10 +134,8 @@ def analyze(
 ) -> None:
     """Measure the lengths of a dataset and store its tokens for the trainer.
 
-    Reads .jsonl, .json, .parquet, .arrow, .txt and .npy; text also in .gz, .zst
-    and .bz2. Records have `text`, `messages`, ShareGPT `conversations`, `prompt`
-    and `completion`, `instruction` and `output`, `question` and `answer`,
-    `input_ids`, or a bare `length`. The layout is detected for each source.
+    Reads .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt and .npy; text also in
+    .gz, .zst and .bz2. The layout of the records is detected for each source.
 
     Unchanged files are not read again, and an interrupted run goes on. With
     `--shard` several machines read the data; `merge` joins what they have read.
@@ -173,9 +174,9 @@ def analyze(
 def reading_of(
     data: list[str], options: IntakeOptions, how: AnalyzeOptions, place: Workspace, beside: list[str]
 ) -> Iterator[IntakeRequest]:
-    """Yield what is asked for, with its progress shown until the block ends; files that are no data go to `beside`.
+    """Yield the request, with its progress shown until the block ends; files that are no data go to `beside`.
 
-    An error of sources that cannot be read gets the command that leaves them out.
+    An error of unreadable sources gets the command that leaves them out as its hint.
     """
     from chunkplan.compiling import compiled_ahead
     from chunkplan.intake.reading import IntakeRequest
@@ -224,10 +225,10 @@ def with_length_column(values: Mapping[str, Any]) -> CliValues:
 def with_files(
     config: Path | None, place: Workspace, work: CliValues, intake: CliValues
 ) -> tuple[CliValues, CliValues]:
-    """Return the options of the command line joined with those of files, which it wins over, and say which are used.
+    """Merge the options of the command line with those of files, over which they win, and print those that are used.
 
-    The file of --config wins over that of the workspace, whose entries may be for sources that are not there.
-    Of what is said by source or role, each entry is joined by itself.
+    The file of --config wins over that of the workspace, whose entries may be for sources that are not there. Options
+    by source or role are merged entry by entry.
     """
     called = {name: one.called for kind in (AnalyzeOptions, IntakeOptions) for name, one in options_of(kind).items()}
     joined = dict(with_length_column({**work, **intake}))

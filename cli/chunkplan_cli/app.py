@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from copy import copy
 from inspect import getdoc
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +17,7 @@ from typer.core import TyperCommand
 
 from chunkplan.errors import HELP_HINT, ChunkplanError, UsageError
 from chunkplan.extras import not_installed
-from chunkplan.version import __version__
+from chunkplan.options import Advanced
 from chunkplan_cli.analyze import analyze
 from chunkplan_cli.build import build
 from chunkplan_cli.calibrate import calibrate
@@ -48,17 +49,50 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command whose help says what is typed, and no types of Python."""
+    """A command whose help says what is typed, without types of Python.
+
+    `--help` leaves out options that are `Advanced`, `--help-all` has a panel for each group.
+    """
+
+    _help_all: Any = None
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options of the command, `--help` among them."""
+        """Return the arguments and options of the command, `--help` and `--help-all` among them."""
         parameters: list[Any] = super().get_params(ctx)
+        if self._help_all is None:
+            self._help_all = _changed(parameters[-1], name="help_all", opts=["--help-all"], callback=_show_all)
+            self._help_all.help = "Show every option and exit."
+        parameters = [*parameters, self._help_all]
         for parameter in parameters:
             if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
             elif parameter.is_flag:
                 parameter.metavar = ""
         return parameters
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, or all of it."""
+        shown = copy(self)
+        kept = [one for one in self.params if not isinstance(getattr(one, "rich_help_panel", None), Advanced)]
+        num_left_out = len(self.params) - len(kept)
+        if num_left_out and not ctx.meta.get("all"):
+            shown._help_option = _changed(self.get_help_option(ctx), opts=["--help"])
+            shown.params = [_changed(one, rich_help_panel=None, secondary_opts=[]) for one in kept]
+            shown.epilog = f"{self.epilog}\n\n{num_left_out} more options: {ctx.command_path} --help-all"
+        super(_Command, shown).format_help(ctx, formatter)
+
+
+def _changed(parameter: Any, **attributes: Any) -> Any:
+    changed = copy(parameter)
+    vars(changed).update(attributes)
+    return changed
+
+
+def _show_all(ctx: Any, parameter: Any, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        ctx.meta["all"] = True
+        typer.echo(ctx.get_help())
+        ctx.exit()
 
 
 def _register(command: Callable[..., None]) -> None:
@@ -74,6 +108,8 @@ for command in _COMMANDS:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from chunkplan.version import __version__
+
         print(f"chunkplan {__version__}")
         raise typer.Exit
 

@@ -53,12 +53,12 @@ _MACHINE = ("shape", "hardware", "tp", "precision", "sharding", *_TRAINED)
 def build(
     analysis: AnalysisArgument = None,
     *,
-    plan: CliValues,
-    machine: CliValues,
-    tuning: CliValues,
     auto: Annotated[
         bool, typer.Option("--auto", help="Take what is not given from the result of `tune`, or tune now.")
     ] = False,
+    plan: CliValues,
+    machine: CliValues,
+    tuning: CliValues,
     how: CliValues,
     output: Annotated[Path | None, output_option("Where to write the plan. Default: WORKSPACE/plan.")] = None,
     workspace: WorkspaceOption = None,
@@ -67,7 +67,7 @@ def build(
 ) -> None:
     """Split and pack the sequences of each step into chunks, balance them over ranks, order them, and write the plan.
 
-    `tune` finds ChunkSize and K, as `--auto` does here. `export` writes the plan as rows for other trainers.
+    `tune` finds ChunkSize and K, as `--auto` does here.
 
     Example: chunkplan build --chunk-size 8192 --k 4 --dp 8 --pp 2
     """

@@ -12,7 +12,7 @@ from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Options, in_words, option, options_of, read_toml, same
+from chunkplan.options import Advanced, Options, in_words, option, options_of, read_toml, same
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
@@ -44,13 +44,13 @@ class BuildOptions(Options):
     like: Path | None = option(
         path("PLAN"),
         "Build a plan of the same steps and samples for other ranks: what is not given is as in PLAN.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
     )
     from_file: Path | None = option(
         path("FILE"),
         "With --auto: the result of `tune`.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         flag="--from",
         default_words="WORKSPACE/tuning.json, if it is for this model and hardware",
@@ -58,13 +58,13 @@ class BuildOptions(Options):
     config: Path | None = option(
         path("FILE.toml"),
         "A file with these options, such as `chunk-size = 8192`; the command line wins.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
     )
     workers: int | None = option(
         whole(1),
         "Threads; the plan is the same with any number.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         default_words="one for each processor",
     )
@@ -91,11 +91,11 @@ def open_like(
 ) -> tuple[Analysis, CostModel, CliValues]:
     """The analysis, the cost model and the options of a plan like `plan`, of which only the manifest is read.
 
-    `machine` is what was given of the cost model. What of `plan` cannot hold for the new one is said.
+    `machine` has the given options of the cost model. Settings of `plan` that cannot hold for the new one are printed.
 
     Raises:
-        UsageError: one is not there, or `analysis` is another one, what is `given` would give steps other samples or
-            does not go together, or `output` is `plan`.
+        UsageError: one is missing, `analysis` is another one, the `given` options would change the samples of steps or
+            exclude each other, or `output` is `plan`.
         DataError: one is damaged, or was replaced.
     """
     from chunkplan.building import with_sources
@@ -155,10 +155,10 @@ _SHARED = ("dp", "cp", "pp", "global_batch", "seed", "keep_attention")
 def choose(
     analysis: Analysis, values: CliValues, machine: CliValues, *, file: Path | None, saved: Path
 ) -> tuple[PlanConfig, Tuned]:
-    """Choose what the options `values` leave open, tuned for `machine` (fields of `TuneOptions`) or as `file` has it.
+    """Choose the options that `values` leave open: tuned for `machine` (fields of `TuneOptions`), or as in `file`.
 
-    The configuration that is returned has `values`, and of the tuning what these do not say. Where `file` is None, and
-    there is the tuning `saved`, of this machine or none is given, it is taken.
+    The configuration that is returned has `values`, and the tuning's choice for the rest. Without `file`, the tuning
+    `saved` is used, if it is of this machine or none is given.
     """
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.document_entries import PLAN_ENTRIES

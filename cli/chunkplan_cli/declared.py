@@ -1,6 +1,6 @@
 """Flags of a command that come from configurations: their names, groups, help and completion are the fields'.
 
-And where a command finds what it is about: what was given, or what lies in the workspace.
+Also finds the subject of a command: the given path, or that in the workspace.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -16,7 +17,7 @@ import typer
 
 from chunkplan.cost.model_config import config_file
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Config, Option, Options, options_of
+from chunkplan.options import Advanced, Config, Option, Options, options_of
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.workspace import Workspace
 
@@ -108,8 +109,10 @@ class CliValues(dict[str, Any]):
         self.typed: dict[str, str] = {}
 
 
-def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> Callable[[Command], Command]:
-    """Give a command the flags of configurations.
+def takes(
+    *advanced: str, **configs: type[Options] | tuple[type[Options], tuple[str, ...]]
+) -> Callable[[Command], Command]:
+    """Give a command the flags of configurations; all of those named in `advanced` are for `--help-all`.
 
     Each name is that of a parameter of the command, which gets the `CliValues` that were given. Its value here is
     a configuration, or one with the names of those of its fields that are taken.
@@ -124,7 +127,8 @@ def takes(**configs: type[Options] | tuple[type[Options], tuple[str, ...]]) -> C
                 parameters.append(parameter.replace(annotation=hints[parameter.name]))
                 continue
             for one in taken[parameter.name]:
-                parameters += _parameters(one)
+                is_advanced = parameter.name in advanced
+                parameters += _parameters(replace(one, group=Advanced(one.group)) if is_advanced else one)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -232,7 +236,7 @@ AnalysisArgument = Annotated[
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", metavar="DIR", help="Default: CHUNKPLAN_WORKSPACE, then ./chunkplan-out.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
 
 
 def output_option(help: str, *, metavar: str = "DIR") -> Any:
@@ -250,7 +254,7 @@ def find_analysis(given: Path | None, place: Workspace) -> Path:
 
 
 def find_plan(given: Path | None, place: Workspace, others: str) -> Path:
-    """Return the plan, or whatever else was given in its place, or the plan of the workspace.
+    """Return the given path, or the plan of the workspace.
 
     Raises:
         UsageError: there is none; `others` is what may be given, as in "PLAN".

@@ -43,7 +43,7 @@ _READING = ("schema", "columns", "turns", "max_length", "long", "on_error")
 _FILES = ("tokenizer", "chat_template", "length_column")
 
 
-@takes(asked=TuneOptions, reading=(IntakeOptions, _READING), files=(AnalyzeOptions, _FILES))
+@takes("reading", "files", asked=TuneOptions, reading=(IntakeOptions, _READING), files=(AnalyzeOptions, _FILES))
 def gain(
     data: Annotated[
         list[str] | None,

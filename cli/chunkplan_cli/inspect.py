@@ -12,7 +12,7 @@ import typer
 from chunkplan import domains
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of
+from chunkplan.options import Advanced, Options, option, options_of
 from chunkplan_cli.analyze import AnalyzeOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, find_plan, ranks, steps, takes
 from chunkplan_cli.inspect_record import FILES, MOST_TOKENS, READING, RecordRequest, show_record
@@ -41,12 +41,12 @@ class InspectOptions(Options):
     tokenizer: str | None = option(
         domains.text("TOKENIZER"),
         "The tokenizer to encode or decode with.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         default_words="that of the analysis",
     )
     analysis: Path | None = option(
-        domains.path("DIR"), "The plan's analysis, if it is not where it was.", group=OPTIONS, default=None
+        domains.path("DIR"), "The plan's analysis, if it was moved.", group=Advanced(OPTIONS), default=None
     )
     actions: bool = option(
         domains.FLAG, "List the actions of each stage of that step, in order.", group=OPTIONS, default=False
@@ -60,13 +60,13 @@ class InspectOptions(Options):
     tuning: Path | None = option(
         domains.path("FILE"),
         "The result of `tune`, to show on that page.",
-        group=OPTIONS,
+        group=Advanced(OPTIONS),
         default=None,
         default_words="tuning.json of WORKSPACE or beside the plan, if it is for the same data, model and GPUs",
     )
 
 
-@takes(beside=InspectOptions, reading=(IntakeOptions, READING), files=(AnalyzeOptions, FILES))
+@takes("reading", "files", beside=InspectOptions, reading=(IntakeOptions, READING), files=(AnalyzeOptions, FILES))
 def inspect(
     path: Annotated[
         Path | None,
@@ -191,10 +191,8 @@ def _write_page(page: Path, shown: Path, options: InspectOptions, step: int | No
 
 
 def _tuning_of(shown: Path, analysis: Path | None, place: Workspace) -> Path | None:
-    """The tuning of the workspace, for what lies there under its name; for all else one that was made for the same.
-
-    That is the tuning of the workspace, or the one in the folder that what is shown lies in.
-    """
+    """The tuning of the workspace, for its own analysis and plan; for others that of the workspace or of their folder,
+    if it was made for the same."""
     from chunkplan.reporting.page.write import is_tuning_of
     from chunkplan.workspace import Workspace
 

@@ -66,7 +66,7 @@ def show_record(request: RecordRequest, path: Path | None, place: Workspace) -> 
     """Print a record; `path` is the analysis that it may be of, by default that of the workspace, if there is one.
 
     Raises:
-        RecordError: the record would be rejected, which is said after what can be shown of it.
+        RecordError: the record would be rejected; raised after what can be shown of it is printed.
     """
     from chunkplan.intake.records import RecordError
     from chunkplan.reporting.record_view import view_record

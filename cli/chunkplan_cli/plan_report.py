@@ -51,9 +51,9 @@ def print_plan_tables(console: Console, report: PlanReport, manifest: Mapping[st
 
 
 def warn_of_memory(memory: PlanMemory, cost: CostModel, config: PlanConfig, tune: list[str] | None) -> None:
-    """Warn of a plan that does not fit its GPUs: what takes the room and what helps.
+    """Warn of a plan that does not fit its GPUs: the largest part of its memory, and what helps.
 
-    `tune`: the command that tunes for the same data, model and GPUs, but for how many; None where that is not known.
+    `tune`: the command that tunes for the same data, model and kind of GPU; None where that is not known.
     """
     from chunkplan.reporting.plan_words import memory_parts
 

@@ -83,7 +83,7 @@ RunOption = Annotated[
 ]
 
 
-@takes(asked=SimulateOptions, machine=(CostModel, _MACHINE))
+@takes("machine", asked=SimulateOptions, machine=(CostModel, _MACHINE))
 def simulate(
     plan: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="The plan. Default: WORKSPACE/plan.", show_default=False)
@@ -217,8 +217,7 @@ def _load(path: Path | None, workspace: Path | None, pp: int | None) -> Plan:
 def show_run(run: Path, trace: Path | None, *, alone: bool = True, as_json: bool = False) -> None:
     """Print a table of the step that a run on several processes has measured; `trace`: where a Chrome trace goes.
 
-    `run`: its folder, or the file in it. `alone`: whether nothing else was asked for, of which there is nothing to show
-    here.
+    `run`: its folder, or the file in it. `alone`: true if no other options are given, which do not apply here.
 
     Raises:
         UsageError: it is not alone, the run has measured none, its plan is gone, or `trace` cannot be written.

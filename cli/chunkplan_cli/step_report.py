@@ -34,10 +34,8 @@ _MAX_ACTIONS = 200
 
 
 def print_step(console: Console, step: PlanStep, shares: StepShares, plan: Plan, *, lists_actions: bool) -> None:
-    """Print the chunks of each rank of a step, which sequences ranks share, and what its stages do.
-
-    That is how many actions of each op they do, or, where it `lists_actions`, all of these in their order.
-    """
+    """Print the chunks of each rank of a step, the shared sequences, and the actions of its stages: their number by op,
+    or with `lists_actions` all of them in order."""
     from chunkplan.planfile.manifest import reduction_us_of
     from chunkplan.reporting.plan_words import least_words
 

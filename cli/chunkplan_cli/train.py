@@ -31,10 +31,10 @@ class StartOptions(Options):
     )
     nproc: int | None = option(
         whole(1, MOST),
-        "Processes on this machine, one for each GPU.",
+        "Processes on this machine.",
         group=OPTIONS,
         default=None,
-        default_words="as many as the plan is for (dp x pp)",
+        default_words="one for each GPU of the plan (dp x pp)",
     )
 
 
@@ -43,7 +43,7 @@ _FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", 
 
 
 @takes(how=StartOptions, run=(TrainConfig, _FLAGS))
-def train(*, how: CliValues, run: CliValues, workspace: WorkspaceOption = None) -> None:
+def train(*, run: CliValues, how: CliValues, workspace: WorkspaceOption = None) -> None:
     """Train a model with a plan: gradients equal to those of whole sequences, in chunks.
 
     Starts as many processes on this machine as the plan needs. On several machines, run `torchrun -m

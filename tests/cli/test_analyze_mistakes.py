@@ -35,11 +35,7 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--tokenizer", "data.xlsx"), 3, "data.xlsx: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format is 'chat', expected one of text, "),
-        (
-            ("dataset.jsonl", "--format", "messages"),
-            3,
-            "--format messages expects `messages` or `contents`",
-        ),
+        (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects `messages` or `contents`"),
         (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
         (("dataset.jsonl", "--column", "words=text"), 2, "--column words=text: no schema has such a role"),
         (("dataset.jsonl", "--column", "text=a", "--column", "text=b"), 2, "two columns for the role text"),

@@ -16,18 +16,7 @@ from chunkplan.cost.hardware import load_hardware
 from chunkplan_cli.app import run_command
 from chunkplan_runtime.devices import device_name
 
-SMALL = (
-    "--model",
-    "model",
-    "--device",
-    "cpu",
-    "--chunk-sizes",
-    "16,24,32",
-    "--prefixes",
-    "32",
-    "--repeats",
-    "1",
-)
+SMALL = ("--model", "model", "--device", "cpu", "--chunk-sizes", "16,24,32", "--prefixes", "32", "--repeats", "1")
 
 
 @pytest.fixture

@@ -146,12 +146,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], tuple[object, ...], int, str
         2,
         "not TOML",
     ),
-    "output holds something else": (
-        something_else,
-        (*BUILD, "--output", "photos"),
-        2,
-        "is not just a plan",
-    ),
+    "output holds something else": (something_else, (*BUILD, "--output", "photos"), 2, "is not just a plan"),
     "data that was not analyzed": (good_text, ("build", "good.jsonl", "--chunk-size", 8, "--k", 1), 2, "neither an"),
     "an option of the wrong type": (
         something_else,

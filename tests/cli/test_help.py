@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from chunkplan_runtime.training.config import ATTENTION
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PROGRAM = Path(sys.executable).parent / "chunkplan"
 
+#: The options that every command has.
+HELPS = {"--help", "--help-all"}
+
 #: What takes longer to import than help may take.
 HEAVY = (
     *("numpy", "polars", "pyarrow", "numba", "ortools", "tokenizers", "jinja2"),
@@ -39,10 +43,25 @@ def test_the_help_of_a_command_ends_with_an_example_that_parses(name: str, comma
     """It is on one line at 80 columns: broken in two, a shell would take it for two commands."""
     ran = command(name, "--help", width=80)
     assert ran.code == 0
-    [example] = [line.strip() for line in ran.out.rpartition("╯")[2].splitlines() if line.strip()]
+    example, *others = [line.strip() for line in ran.out.rpartition("╯")[2].splitlines() if line.strip()]
     program, named, *arguments = shlex.split(example.removeprefix("Example: "))
     assert (program, named) == ("chunkplan", name)
     COMMANDS[name].make_context(name, arguments)
+    for line in others:
+        assert re.fullmatch(rf"[1-9]\d* more options: chunkplan {name} --help-all", line)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen_and_help_all_shows_every_option(name: str, command: Callable[..., Any]) -> None:
+    """60 lines of 80 columns have what is most used; what they leave out is counted below them."""
+    short, full = (command(name, flag, width=80) for flag in ("--help", "--help-all"))
+    assert (short.code, full.code, short.err, full.err) == (0, 0, "", "")
+    assert short.out.count("\n") <= 60
+    options = {each.opts[0] for each in COMMANDS[name].params if each.param_type_name == "option"}
+    shown, left = ({*re.findall(r"^│ (?:[* ] {1,4})?(--[\w-]+)", ran.out, re.M)} - HELPS for ran in (full, short))
+    assert shown == options and left <= options
+    counted = re.findall(r"(\d+) more options: ", short.out)
+    assert [int(number) for number in counted] == ([len(options - left)] if options - left else [])
 
 
 def test_the_help_of_all_ends_with_an_example_too(command: Callable[..., Any]) -> None:

@@ -63,13 +63,7 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales() -> None:
     cost = plain_cost(lora_rank=16, load_in_4bit=True)
     scales = 1 / 64 + 4 / (64 * 256)
     of_layers = 28 * (LAYER.parameters(3584) * (0.5 + scales) + 2 * 16 * WIDTH)
-    [memory] = stage_memory(
-        cost,
-        dp=1,
-        layers=(28,),
-        held=[ResidentTokens(8192)],
-        chunk_size=8192,
-    )
+    [memory] = stage_memory(cost, dp=1, layers=(28,), held=[ResidentTokens(8192)], chunk_size=8192)
     rest = 2 * 2 * QWEN2_5_7B.embedding_parameters + 2 * 3584 * 18944
     assert memory.weights == pytest.approx(of_layers + rest, abs=1)
     assert memory.weights < 6 * GIB
@@ -80,11 +74,7 @@ def test_sharding_divides_adapters_and_frozen_weights_among_the_ranks() -> None:
 
     def memory(sharding: str, dp: int) -> tuple[int, int, int]:
         [found] = stage_memory(
-            replace(RANK_16, sharding=sharding),
-            dp=dp,
-            layers=(28,),
-            held=[ResidentTokens()],
-            chunk_size=8192,
+            replace(RANK_16, sharding=sharding), dp=dp, layers=(28,), held=[ResidentTokens()], chunk_size=8192
         )
         return found.weights, found.gradients, found.optimizer
 

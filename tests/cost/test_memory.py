@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.activations import (
-    activation_bytes_per_token,
-    around_of_stages,
-    page_line,
-    pending_bytes_per_token,
-)
+from chunkplan.cost.activations import activation_bytes_per_token, around_of_stages, page_line, pending_bytes_per_token
 from chunkplan.cost.hardware import load_hardware
 from chunkplan.cost.memory import StageMemory, stage_memory
 from chunkplan.cost.model import SHARDINGS, CostModel
@@ -37,11 +32,7 @@ def memory_of(cost: CostModel, **options: Any) -> tuple[StageMemory, ...]:
     """Of one stage and one rank that holds nothing but a chunk of 8K tokens, unless `options` say more."""
     pp = options.pop("pp", 1)
     held = options.pop("held", ResidentTokens(8192))
-    defaults: dict[str, Any] = {
-        "dp": 1,
-        "layers": split_layers(cost.shape.num_layers, pp),
-        "chunk_size": 8192,
-    }
+    defaults: dict[str, Any] = {"dp": 1, "layers": split_layers(cost.shape.num_layers, pp), "chunk_size": 8192}
     return stage_memory(cost, held=[held] * pp, **{**defaults, **options})
 
 

@@ -116,13 +116,7 @@ def test_what_waits_between_halves_counts_at_its_most():
 def test_the_backward_of_any_layer_that_runs_again_has_room():
     def working(checkpointing):
         cost = replace(COST, checkpointing=checkpointing)
-        stages = stage_memory(
-            cost,
-            dp=1,
-            layers=LAYERS,
-            held=[ResidentTokens()] * 4,
-            chunk_size=8192,
-        )
+        stages = stage_memory(cost, dp=1, layers=LAYERS, held=[ResidentTokens()] * 4, chunk_size=8192)
         return [stage.activations for stage in stages]
 
     mixed, full, none, products = map(working, (MIXED, "full", "none", "keep-products"))

@@ -237,12 +237,7 @@ def test_a_text_model_inside_of_another_has_to_be_there() -> None:
 # ---- what layers that differ cost
 
 
-@given(
-    tokens=st.integers(1, 5000),
-    prefix=st.integers(0, 5000),
-    window=st.integers(1, 4000),
-    restarts=st.booleans(),
-)
+@given(tokens=st.integers(1, 5000), prefix=st.integers(0, 5000), window=st.integers(1, 4000), restarts=st.booleans())
 def test_what_a_window_leaves_is_what_queries_see(tokens: int, prefix: int, window: int, restarts: bool) -> None:
     """Twice the pairs that the mask leaves, of which a query has one with itself that counts once."""
     [found] = attention_pairs_of(np.array([tokens]), np.array([prefix]), [AttentionPattern(window, restarts)])

@@ -12,8 +12,7 @@ import pytest
 from chunkplan.cost.model_config import read_model_config
 from chunkplan.cost.shape import QWEN2_5_7B
 from chunkplan.errors import DataError, UsageError
-from tests.support.places import ROOT
-from tests.support.published_models import CONFIGS, of_type
+from tests.support.published_models import CONFIGS
 
 QWEN2_5_CONFIG = CONFIGS["Qwen2.5-7B"]
 
@@ -31,18 +30,6 @@ def test_a_folder_and_its_file_are_the_same_model_and_the_default_is_it(tmp_path
     assert shape == read_model_config(str(tmp_path))
     assert shape.name == "qwen2 7.6B"
     assert shape == replace(QWEN2_5_7B, name="qwen2 7.6B")
-
-
-def test_the_sample_model_is_read() -> None:
-    shape = read_model_config(ROOT / "sample_data" / "model")
-    [layer] = shape.kinds
-    assert (shape.num_layers, layer.query_width, layer.key_width, shape.tied_embeddings) == (2, 64, 32, True)
-
-
-def test_heads_are_as_wide_as_the_config_says_where_it_says_so(tmp_path: Path) -> None:
-    config = of_type("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128)
-    [layer] = read_model_config(written(tmp_path, config)).kinds
-    assert (layer.query_width, layer.key_width, layer.value_width) == (2048, 1024, 1024)
 
 
 def test_newer_names_of_experts_are_known(tmp_path: Path) -> None:

@@ -42,18 +42,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "needing",
-    [
-        "bad.jsonl|rejected.jsonl|analyze data",
-        pytest.param("", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("needing", ["bad.jsonl|rejected.jsonl|analyze data", pytest.param("", marks=pytest.mark.soak)])
 def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> None:
     """Commands in order, in one folder, those of a few subjects, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
-    assert len(commands) == 12
+    assert len(commands) == 7
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
         if not re.search(needing, command):
@@ -102,7 +96,7 @@ def test_the_tables_are_complete() -> None:
             assert describe(f"data{suffix}"), suffix
             with_compression = [end for end in COMPRESSIONS if describe(f"data{suffix}{end}")]
             assert re.findall(r"`(\.\w+)`", compressed) == with_compression
-    known = ("jsonl", "ndjson", "json", "txt", "parquet", "arrow", "npy")
+    known = ("jsonl", "ndjson", "json", "txt", "csv", "tsv", "parquet", "arrow", "npy")
     assert re.findall(r"`\.(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:])) == list(known)
     roles = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DATA.split("| role | names")[1].split("\n\n")[0], re.M))
     named = {name: role for role, names in roles.items() for name in re.findall(r"`(\w+)`", names)}

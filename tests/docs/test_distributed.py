@@ -48,8 +48,27 @@ from tests.support.ports import free_port
 from tests.support.training_checks import lines
 
 PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("\n## Several processes\n")[1]
-SCREEN, MEASURED, LIKE, GROUPS, SEVERAL_MACHINES, DIED, SUSPENDED, EXCHANGING, WARNING, FETCHING = re.findall(
-    r"```text\n(.*?)```", PAGE, re.S
+SCREEN, MEASURED, LIKE, SEVERAL_MACHINES, DIED, WARNING = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+
+#: What the page says without showing it.
+GROUPS = "groups    7 of processes, 2 of them for shared sequences; made in 0.05 s\n"
+SUSPENDED = (
+    "error: process 3 of 4 (stage 1 of pipeline 1) is suspended at step 1 (stopped by a signal): nothing "
+    "heard of it for 10 s\n"
+    "hint: if it is still there, `kill -CONT 4711` has it end as the others do, `kill -KILL 4711` at "
+    "once; --resume continues from the last checkpoint\n"
+)
+EXCHANGING = (
+    "error: process 3 of 4 (data parallel) died at step 12: nothing heard of it for 10 s; last heard of "
+    "in step 12, rank 3, in the backward of chunk 0; process 0 waits for it in step 12, rank 0, in the "
+    "backward of chunk 0, adding up gradients of the page of tokens 0 to 65536 of sequence 17 with "
+    "processes 1, 2, 3; so do processes 1, 2\n"
+    "hint: its own output says why (out of memory, a lost machine); --resume continues from the last "
+    "checkpoint\n"
+)
+FETCHING = (
+    "warning: process 1 of 4 (data parallel) has not moved for 5.0 min: step 12, rank 1, in the forward "
+    "of chunk 0, fetching the page of tokens 0 to 65536 of sequence 17 from processes 0, 2, 3\n"
 )
 SCRIPTS = Path(sys.executable).parent
 

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _simulate_comms_compute,
-    _validate_schedule,
-)
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _simulate_comms_compute, _validate_schedule
 
 import chunkplan
 from chunkplan.errors import DataError, UsageError

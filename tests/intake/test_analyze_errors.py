@@ -98,8 +98,7 @@ def test_a_file_that_cannot_be_read_is_counted_as_one_rejected_record(data: Path
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"", "0 bytes"), (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS")],
+    ("content", "reason"), [(b"", "0 bytes"), (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS")]
 )
 def test_where_nothing_is_left_the_reason_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)

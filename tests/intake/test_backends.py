@@ -184,9 +184,7 @@ def test_masks_of_tiktoken_are_those_of_its_own_offsets(tmp_path: Path) -> None:
     loaded = make("tiktoken:tiny", encoding, _choice(template))
     for content in ("It is", "日本 😀", " <|im_end|>", "é日<|endoftext|>"):
         (prompt_ids, prompt_target), (chat_ids, chat_target) = encode_all(
-            loaded,
-            PromptRecord("It 日", content),
-            Conversation((Message("user", "日"), Message("assistant", content))),
+            loaded, PromptRecord("It 日", content), Conversation((Message("user", "日"), Message("assistant", content)))
         )
         whole = "It 日" + content
         _, starts = encoding.decode_with_offsets(prompt_ids[:-1].tolist())

@@ -50,11 +50,7 @@ def test_records_may_differ_in_other_keys() -> None:
 def test_an_unknown_schema_shows_the_keys_found_with_counts_and_the_closest_schema() -> None:
     with pytest.raises(DataError) as caught:
         detect([{"body": "a"}, {"body": "b", "id": 1}])
-    for word in (
-        "`body` in 2 of 2",
-        "`id` in 1 of 2",
-        "closest is text (`text`)",
-    ):
+    for word in ("`body` in 2 of 2", "`id` in 1 of 2", "closest is text (`text`)"):
         assert word in caught.value.message
     assert caught.value.hint == "try this: --column text=body"
     with pytest.raises(DataError, match="no schema fits") as caught:
@@ -76,11 +72,7 @@ def test_few_records_that_fit_no_schema_are_left_to_be_rejected_and_many_are_not
 
 @pytest.mark.parametrize(
     "record",
-    [
-        {"length": 3, "body": "some words"},
-        {"length": 3, "sentences": ["a"]},
-        {"num_tokens": 3, "turns": {"a": 1}},
-    ],
+    [{"length": 3, "body": "some words"}, {"length": 3, "sentences": ["a"]}, {"num_tokens": 3, "turns": {"a": 1}}],
 )
 def test_a_length_beside_something_to_train_on_is_not_taken_for_all_there_is(record: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no schema fits"):

@@ -48,11 +48,7 @@ _CALL, _TOOLS = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '[{"name": "ad
 _CALLED = (("human", "1+2?"), ("function_call", _CALL), ("observation", "3"), ("gpt", "Three."))
 
 _READ: dict[str, tuple[str, dict[str, Any], str]] = {
-    "axolotl alpaca": (
-        "instruction",
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        _turns("Add.⏎1 2", "3"),
-    ),
+    "axolotl alpaca": ("instruction", {"instruction": "Add.", "input": "1 2", "output": "3"}, _turns("Add.⏎1 2", "3")),
     "axolotl gpteacher": (
         "instruction",
         {"instruction": "Add one to two.", "input": "", "response": "3"},

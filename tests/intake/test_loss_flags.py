@@ -24,10 +24,7 @@ COUNTS = (
 )
 NOT = ("masked",)
 
-_LAYOUTS = [
-    ("messages", "role", "content"),
-    pytest.param("conversations", "from", "value", marks=pytest.mark.soak),
-]
+_LAYOUTS = [("messages", "role", "content"), pytest.param("conversations", "from", "value", marks=pytest.mark.soak)]
 
 
 def _two(who: str, what: str, *flags: dict[str, Any]) -> list[dict[str, Any]]:

@@ -157,10 +157,7 @@ def _renderings(name: str, record: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
-@given(
-    messages=st.one_of(CONVERSATIONS, CONVERSATIONS, ANY_ORDER),
-    tools=st.one_of(st.none(), TOOLS),
-)
+@given(messages=st.one_of(CONVERSATIONS, CONVERSATIONS, ANY_ORDER), tools=st.one_of(st.none(), TOOLS))
 def test_a_rendering_is_that_of_transformers_or_the_record_is_refused(
     name: str, messages: list[dict[str, Any]], tools: Any
 ) -> None:
@@ -235,8 +232,7 @@ def test_a_call_that_is_left_out_is_named_though_the_tool_is_named_elsewhere() -
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("qwen3_5_think_training", {"x": None}), ("gemma4", {"x": ["p", {"y": None}]})],
+    ("name", "arguments"), [("qwen3_5_think_training", {"x": None}), ("gemma4", {"x": ["p", {"y": None}]})]
 )
 def test_a_null_that_a_template_makes_a_word_is_named(name: str, arguments: dict[str, Any]) -> None:
     messages = [TOOL_USE[0], {**TOOL_USE[1], "tool_calls": [_call(arguments)]}, *TOOL_USE[2:]]

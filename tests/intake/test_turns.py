@@ -13,14 +13,7 @@ from chunkplan.intake.template import ChatTemplate
 from chunkplan.intake.tokenizer import by_turns
 from tests.support.command_line import Run
 from tests.support.places import ROOT
-from tests.support.template_cases import (
-    PLAIN,
-    SPECIAL,
-    THOUGHT,
-    conversation,
-    counting,
-    source_of,
-)
+from tests.support.template_cases import PLAIN, SPECIAL, THOUGHT, conversation, counting, source_of
 
 
 def test_turns_are_trained_as_rendered_or_the_last_or_each_as_the_model_met_it() -> None:

@@ -93,10 +93,7 @@ def test_tools_beside_a_prompt_that_is_a_string_are_refused_by_name() -> None:
         ({"instruction": "a", "output": "b", "response": "b", "input": "", "id": 0}, {"response", "id"}),
         ({"problem": "a", "solution": "b", "answer": "c"}, {"answer"}),
         ({"messages": json.dumps(ANSWERS["messages"]["messages"]), "conversation_id": "x"}, {"conversation_id"}),
-        (
-            {"conversation": json.dumps([{"from": "gpt", "value": "a", "mood": "b"}])},
-            {"conversation[].mood"},
-        ),
+        ({"conversation": json.dumps([{"from": "gpt", "value": "a", "mood": "b"}])}, {"conversation[].mood"}),
         ({"messages": ANSWERS["messages"]["messages"], "tools": [], "images": [], "n": None, "m": {}}, {"m"}),
         ({"text": "a", "label": True, "system": "b", "history": []}, {"label", "system", "history"}),
         ({"prompt": "a", "completion": "b", "chosen": "c"}, {"chosen"}),

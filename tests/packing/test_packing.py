@@ -177,11 +177,7 @@ def test_the_constraint_solver_alone_finds_and_proves_the_optimum(case: tuple[np
     counted = histogram(items)
     one_each = Packing(np.arange(items.size), items.size, int((items > capacity // 2).sum()) or 1, "none")
     solution = close_gap(counted, capacity, one_each, effort=10)
-    check(
-        Packing(counted.in_item_order(solution.bin_of), solution.num_bins, solution.lower_bound, ""),
-        items,
-        capacity,
-    )
+    check(Packing(counted.in_item_order(solution.bin_of), solution.num_bins, solution.lower_bound, ""), items, capacity)
     assert solution.num_bins == solution.lower_bound == fewest_bins(items.tolist(), capacity)
 
 

@@ -78,10 +78,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"epochs": 2, "last_batch": "drop"},
         "9eed74a3debe562c8388842c99b1f65bcb0e50ad2cc09c0f24008d48dcdac54e",
     ),
-    "shared sequences": (
-        {"dp": 4, "cp": "auto"},
-        "520cc0e4f71ef0645eadb3a8b1570701396abb245ab6922af582ecead0a48179",
-    ),
+    "shared sequences": ({"dp": 4, "cp": "auto"}, "520cc0e4f71ef0645eadb3a8b1570701396abb245ab6922af582ecead0a48179"),
     "shared sequences on a pipeline": (
         {"dp": 4, "pp": 2, "schedule": "1f1b", "cp": "auto", "seed": 3},
         "304903c55196a7d4c4c0f1ee918a662a0886944fc374d404128968123ac57eac",

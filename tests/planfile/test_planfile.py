@@ -89,11 +89,7 @@ def test_a_hash_does_not_depend_on_how_rows_were_cut_into_batches(cuts: list[int
 def test_a_hash_sees_values_lengths_and_nulls() -> None:
     """Moving a token from one sequence to the next keeps the values but not the content; so does a null for a 0."""
     table = pa.Table.from_pylist(ROWS, TOKENS)
-    moved = [
-        {"input_ids": [1, 2], "target": [False, True]},
-        {"input_ids": [3, 4], "target": [True, False]},
-        ROWS[2],
-    ]
+    moved = [{"input_ids": [1, 2], "target": [False, True]}, {"input_ids": [3, 4], "target": [True, False]}, ROWS[2]]
     assert content_hash(pa.Table.from_pylist(moved, TOKENS), TOKENS) != content_hash(table, TOKENS)
     chunk = dict.fromkeys(CHUNKS.names, 0) | {"keeps_activations": True, "kept_attention": "", "segments": []}
     null, zero = (pa.Table.from_pylist([{**chunk, "group_id": group}], CHUNKS) for group in (None, 0))
@@ -151,11 +147,7 @@ def test_a_lengths_file_is_an_analysis_without_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [
-        pa.table({"a": [1, 2], "b": [3, 4]}),
-        pa.table({"a": [1.5, 2.0]}),
-        pa.table({"a": ["x"]}),
-    ],
+    [pa.table({"a": [1, 2], "b": [3, 4]}), pa.table({"a": [1.5, 2.0]}), pa.table({"a": ["x"]})],
     ids=["two columns", "floats", "strings"],
 )
 def test_a_parquet_file_that_is_not_one_column_of_lengths_is_refused(tmp_path: Path, table: pa.Table) -> None:

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from chunkplan.errors import DataError, UsageError
 from chunkplan.planfile import analysis_writer
 from chunkplan.planfile.load import load_analysis
-from chunkplan.planning.selection import (
-    check_selection,
-    describe_selection,
-    expected_copies,
-)
+from chunkplan.planning.selection import check_selection, describe_selection, expected_copies
 from tests.support.selections import config, held_out, mix, numbered, numbers, shares, texts
 
 

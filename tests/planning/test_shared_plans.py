@@ -70,9 +70,7 @@ def test_no_rank_has_more_than_an_odd_chunk_size_of_what_it_shares(tmp_path: Pat
     assert validate(plan.path).ok
 
 
-def test_a_sequence_may_be_shared_twice_in_a_step_and_what_is_held_out_too(
-    tmp_path: Path,
-) -> None:
+def test_a_sequence_may_be_shared_twice_in_a_step_and_what_is_held_out_too(tmp_path: Path) -> None:
     """By a mix, from tokens; both the plan and the one of what is held out."""
     write_analysis(tmp_path / "analysis", [700, 650, 610, 90, 40, 12, 12, 9, 5])
     config = PlanConfig(chunk_size=16, k=2, global_batch=30, dp=4, cp="auto", holdout=3, mix={"d.jsonl": 4})

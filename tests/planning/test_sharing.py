@@ -93,11 +93,7 @@ def test_groups_that_cannot_be_are_refused(options: dict[str, object], message: 
         PlanConfig(chunk_size=8, k=1, **options)
 
 
-@given(
-    tokens=st.integers(1, 3000),
-    heads=st.sampled_from([1, 2, 3, 4]),
-    groups=st.sampled_from([1, 2, 3, 4, 8]),
-)
+@given(tokens=st.integers(1, 3000), heads=st.sampled_from([1, 2, 3, 4]), groups=st.sampled_from([1, 2, 3, 4, 8]))
 def test_slices_cover_a_chunk_once_and_are_even(tokens: int, heads: int, groups: int) -> None:
     size = heads * groups
     tokens += 2 * size

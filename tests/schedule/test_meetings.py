@@ -113,10 +113,7 @@ def test_a_rank_waits_for_the_one_that_comes_last_and_the_critical_path_goes_thr
     assert found[0].bubble < 0.5, "what a stage waits for ranks is no bubble"
     step = found[0].step
     assert step is not None
-    assert waiting_of(step, 1).starts.tolist() == [
-        *found[0].starts.tolist(),
-        *found[1].starts.tolist(),
-    ]
+    assert waiting_of(step, 1).starts.tolist() == [*found[0].starts.tolist(), *found[1].starts.tolist()]
 
 
 def test_a_trace_has_waiting_and_exchange_of_shared_chunks_alone(plan: Plan) -> None:

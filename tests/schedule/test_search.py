@@ -46,8 +46,7 @@ def test_search_keeps_invariants_and_memory_and_is_not_slower_than_1f1b(drawn: t
 
 @pytest.mark.parametrize("memory", [None, 8])
 @pytest.mark.parametrize(
-    ("name", "end"),
-    [("C = 2 units, K = 2", 42), ("C = 2 units, K = 1", 44), ("C = 1 unit, K = 4", 33), ("uncut", 52)],
+    ("name", "end"), [("C = 2 units, K = 2", 42), ("C = 2 units, K = 1", 44), ("C = 1 unit, K = 4", 33), ("uncut", 52)]
 )
 def test_the_best_orders_of_the_published_example_are_found_and_proved(name: str, end: int, memory: int | None) -> None:
     """1F1B takes 46, 48, 41 and 56, and retains 8 units."""

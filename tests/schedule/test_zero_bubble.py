@@ -46,8 +46,7 @@ def test_zero_bubble_keeps_all_invariants_within_the_memory_and_the_time_of_1f1b
 
 
 @pytest.mark.parametrize(
-    ("name", "end"),
-    [("C = 2 units, K = 2", 32), ("C = 2 units, K = 1", 34), ("C = 1 unit, K = 4", 30), ("uncut", 40)],
+    ("name", "end"), [("C = 2 units, K = 2", 32), ("C = 2 units, K = 1", 34), ("C = 1 unit, K = 4", 30), ("uncut", 40)]
 )
 def test_on_the_published_example_a_third_less_time_or_so_than_1f1b(name: str, end: int) -> None:
     """1F1B takes 46, 48, 41 and 56."""

@@ -220,13 +220,7 @@ def compare_steps(
 
 
 def compare_orders(
-    rank: int,
-    *,
-    plan: Path,
-    config: Path,
-    seeds: Sequence[int],
-    placement: StagePlacement,
-    kv_offload: bool = False,
+    rank: int, *, plan: Path, config: Path, seeds: Sequence[int], placement: StagePlacement, kv_offload: bool = False
 ) -> list[float]:
     """By seed the worst error of a gradient of this stage, their norm or the loss, in a random order of chunks.
 

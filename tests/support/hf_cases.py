@@ -7,10 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from transformers import (
-    Trainer,
-    TrainerCallback,
-)
+from transformers import Trainer, TrainerCallback
 
 from chunkplan_runtime import open_plan
 from chunkplan_runtime.proof.prove import relative_errors, vanishing_gradients

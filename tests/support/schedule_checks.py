@@ -57,9 +57,7 @@ def ranks(draw: st.DrawFn, most_units: int) -> tuple[Rank, int]:
         keeps += [0] * (size - kept) + [1] * kept
         units += draw(st.lists(st.integers(int(size > 1), 9), min_size=size, max_size=size))
     layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    rates = draw(
-        st.sampled_from([UNIT, Rates(token=3.0, pair=0.7, chunk=2.0, head=4.0, link_token=0.4, link=1.0)]),
-    )
+    rates = draw(st.sampled_from([UNIT, Rates(token=3.0, pair=0.7, chunk=2.0, head=4.0, link_token=0.4, link=1.0)]))
     return make_rank(units, groups, keeps, layers, rates), len(layers)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.planning.selection import (
-    expected_copies,
-)
+from chunkplan.planning.selection import expected_copies
 
 
 def config(**options):

@@ -218,11 +218,7 @@ def test_where_a_mixture_gains_nothing_there_is_one_level_and_no_runs(sample: Sa
         outcome.memory(outcome.cost).total
         for outcome in (try_out(sample, config, replace(COST, checkpointing=level)) for level in CHECKPOINTINGS)
     ]
-    for level, gpu_memory in (
-        ("none", totals[0]),
-        ("offload", totals[-1]),
-        ("offload", totals[-1] // 2),
-    ):
+    for level, gpu_memory in (("none", totals[0]), ("offload", totals[-1]), ("offload", totals[-1] // 2)):
         assert fastest_fitting(sample, config, COST, gpu_memory).checkpointing == level
 
 

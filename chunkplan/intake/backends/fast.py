@@ -1,19 +1,19 @@
 """Tokenizers of the `tokenizers` library.
 
-Target masks of byte-level ones come from how many bytes every token is, far cheaper than asking for offsets: their
-tokens, one after another, are the bytes of the text, so a token holds a character of a span where it has a byte of it.
+Target masks of byte-level tokenizers come from the number of bytes of each token, far cheaper than offsets: the tokens
+in order are the bytes of the text, so a token holds a character of a span if it has a byte of it.
 
-A tokenizer takes up to 130 bytes of memory for every byte of a text, and is fastest where these fit the caches of the
-processor. So a text is cut before a space behind what is none, and before a line end behind a letter or digit, where it
-is proved from the description of the tokenizer that the parts, encoded one by one, have the tokens of the whole:
+A tokenizer takes up to 130 bytes of memory for each byte of text, and is fastest if these fit the processor's caches.
+So a text is cut before a space after a non-space, and before a line end after a letter or digit, if the tokenizer's
+description proves that the parts, encoded one by one, have the tokens of the whole:
 
-- Its regular expression is a choice of `_WHOLE` alternatives. In none of them does a space follow what is no space, or
-  a line end a letter or digit, so no match goes across a cut, and the one before the cut ends there. Whatever follows
-  is matched as at the begin of a text, as nothing looks back. What looks ahead does so behind spaces alone. `\\s+`
-  matches the space behind the cut at least, so that a stretch without a match does not go across it either.
+- Its regular expression is a choice of `_WHOLE` alternatives. In none of them does a space follow a non-space, or a
+  line end a letter or digit, so no match crosses a cut, and the one before the cut ends there. The rest is matched as
+  at the beginning of a text, as nothing looks back, and only matches of spaces look ahead. `\\s+` matches at least the
+  space after the cut, so that a stretch without a match does not cross it either.
 - All other steps look at one character at a time, or at one match.
-- No added token has such a place in it, or takes the spaces beside it.
-- Neither a space nor a line end is composed with what is before it, so each part is normalized by itself.
+- No added token contains such a cut, or strips the spaces beside it.
+- Neither a space nor a line end is composed with the character before it, so each part is normalized by itself.
 """
 
 from __future__ import annotations

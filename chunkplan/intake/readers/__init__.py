@@ -90,7 +90,7 @@ def first_records(piece: Piece, count: int = 100, *, max_record_bytes: int = MAX
 
 
 def read(piece: Piece, layout: RecordLayout, *, max_record_bytes: int, sample: float | None = None) -> Iterator[Batch]:
-    """The records of a piece in batches, and what is rejected.
+    """The records of a piece in batches, and the rejections.
 
     Args:
         piece: what to read.
@@ -114,9 +114,9 @@ def num_rows(piece: Piece) -> int:
 
 
 def alone(piece: Piece, number: int, folder: Path) -> Piece:
-    """The piece that has nothing but the line or row `number` of a piece; what has to be written for it is in `folder`.
+    """A piece with only the line or row `number` of a piece, read as among the others; temporary files go to `folder`.
 
-    It is read as it would be among the others. Raises RecordError for a row that is lost to damage.
+    Raises RecordError for a row that is lost to damage.
     """
     found: Piece = _READERS[piece.reader].alone(piece, number, folder)
     return found

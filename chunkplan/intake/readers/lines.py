@@ -239,9 +239,9 @@ def _are_objects(lines: Sequence[bytes], block: bytes) -> bool:
 
 
 def decode_lines(lines: Sequence[bytes], *, are_elements: bool = False) -> list[Row]:
-    """The object on every line, or what is wrong with it. Lines have no LF in them and are not blank.
+    """The object on every line, or its error. Lines have no LF in them and are not blank.
 
-    `are_elements` says that the file has no such lines: they are elements of an array, or objects over several lines.
+    `are_elements`: they are elements of an array, or objects over several lines, and no lines of the file.
     """
     block = _LF.join(lines)
     if (rows := _decode_block(lines, block)) is not None and _most_keys(block) == _num_keys(rows, block):

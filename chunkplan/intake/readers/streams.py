@@ -64,9 +64,8 @@ def chunks(
 ) -> Iterator[bytes]:
     """The bytes of a file, URL or the standard input in order, decompressed. All that can be read comes before errors.
 
-    Its bytes say how it is compressed; `compression` counts where they are neither text nor known.
-
-    `taken` is kept up to date. `is_look` says that only the beginning is wanted, of which little is fetched at once.
+    Its first bytes decide the compression; `compression` is used if they are neither text nor known. `taken` is kept up
+    to date. With `is_look` little is fetched at once, as only the beginning is read.
     Raises RecordError: unreadable: it is empty, a pointer of Git LFS, cut short, or not compressed that way;
     UsageError: it cannot be opened or read.
     """

@@ -51,7 +51,7 @@ class UnreadableRows(NamedTuple):
 def open_table(path: str, kind: str, *, is_look: bool = False) -> Iterator[TableFile]:
     """A Parquet or Arrow file, which may be read as long as the context is.
 
-    `is_look` says that only what it has in it, or its first rows, are wanted, of which little is fetched at once.
+    With `is_look` little is fetched at once, as only its schema or its first rows are read.
     Raises RecordError: unreadable: empty, a pointer of Git LFS, torn, encrypted, or not a file of its kind; also while
     it is read; UsageError: the file cannot be read.
     """

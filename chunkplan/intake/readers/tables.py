@@ -152,9 +152,9 @@ def alone(piece: Piece, number: int, folder: Path) -> Piece:
 
 
 def _wanted(schema: pa.Schema, layout: RecordLayout) -> list[str]:
-    """The columns that records of the layout may have, and those they are refused for.
+    """The columns that the layout reads, and those that records are refused for, without ignored ones.
 
-    All if there are none of the former, for errors to say what there is. None of those that are ignored.
+    All columns if there are none of the former, for errors to list them.
     """
     names = [name for name in schema.names if name not in layout.ignored]
     keys = SCHEMAS[layout.schema].all_keys(layout.columns)

@@ -1,7 +1,6 @@
 """Classifies keys that no schema knows by their names, and lists the keys that say what counts in the loss.
 
-Neither names nor values alone decide: names of data sets are without number, and so are texts about a text.
-docs/data.md has the rule for users.
+Neither names nor values alone decide: both vary without limit. docs/data.md has the rule for users.
 
 Flags: 1 or true means that a message counts, whoever wrote it.
 

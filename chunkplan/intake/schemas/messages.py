@@ -13,13 +13,13 @@ role says so: JSON of one call or a list of them, perhaps behind a thought that 
 (hiyouga/LLaMA-Factory, data/README.md) and swift (modelscope/ms-swift, docs/source_en/Instruction/Agent-support.md)
 read it.
 
-A name of a role is known if everybody who writes it means the same by it, and no chat template in use needs it as it
-is: `human`, `gpt`, `chatgpt`, `bing` and `bard` are ShareGPT's, `model` is Gemini's and Gemma's (whose templates write
-it for the assistant by themselves), `bot` and `chatbot` Cohere's, `ai` LangChain's and `prompter` OpenAssistant's.
-`function` is OpenAI's name, before there were tools, for what a function returned; `ipython` Llama's, whose templates
-take `tool` for the same; `observation` is ShareGPT's and GLM's, `tool_response` swift's. `developer` is OpenAI's newer
-name for `system`; beside a system message, or later in a conversation, it is something else and stays as it is. A role
-that is not known may be an answer or not: it is refused, unless the message says itself whether it counts.
+A role name is known if it has one meaning in all formats, and no chat template in use needs the name itself: `human`,
+`gpt`, `chatgpt`, `bing` and `bard` are ShareGPT's, `model` is Gemini's and Gemma's (whose templates write it for the
+assistant by themselves), `bot` and `chatbot` Cohere's, `ai` LangChain's and `prompter` OpenAssistant's. `function` is
+OpenAI's old name for the result of a tool; `ipython` Llama's, whose templates take `tool` too; `observation` is
+ShareGPT's and GLM's, `tool_response` swift's. `developer` is OpenAI's newer name for `system`; beside a system message,
+or later in a conversation, it has another meaning and is kept. An unknown role may be an answer or not: it is refused,
+unless the message has a flag for the loss.
 """
 
 from __future__ import annotations

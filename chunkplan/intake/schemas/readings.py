@@ -94,9 +94,9 @@ def choose_reading(
 ) -> Reading | None:
     """Return how `record` is read by one of the schemas `names`, or None.
 
-    Of the schemas that say most about the record it is the first that fits. Another that says as much must make the
-    same of it, or read only a part of what the first reads; else LayoutError is raised. `named` are keys that the user
-    gave, and `is_chosen` says that the user named the schema.
+    It is the first that fits of the schemas that explain most of the record. Another that explains as much must read
+    the same, or only a part of it; else LayoutError is raised. `named` are keys that the user gave, and `is_chosen` is
+    true if the user named the schema.
     """
     for group in GROUPS:
         found = [

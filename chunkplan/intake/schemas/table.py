@@ -52,8 +52,8 @@ _LONGEST = 2**31 - 1
 class RecordLayout:
     """The layout of a source's records: a schema, and for each of its roles the key that has it.
 
-    `evidence` is a line for people that says why, `ignored` are keys treated as absent, `marks` the keys that mark
-    tokens in all records of the source, or None where that is not known. `inside` has what the user says of messages.
+    `evidence` explains the choice in a line, `ignored` are keys treated as absent, `marks` the keys that mark tokens in
+    all records of the source, None if not known. `inside` has the user's columns of messages.
     """
 
     schema: str

@@ -118,10 +118,10 @@ def is_looked_at(key: str, schema: str) -> bool:
 
 
 def check_unread(layout: RecordLayout, record: JsonObject, parsed: Record) -> Record:
-    """Apply the flags of a record, and refuse unread keys that may say what is learnt or what the model is given.
+    """Apply the flags of a record, and refuse unread keys that may hold targets or inputs.
 
-    Beside a question and its answer that is any text of more than one word, unless its name says that it is about the
-    record, or what is read says the same; beside messages it is what has a name for that.
+    Beside a question and its answer that is any text of more than one word, unless it is about the record by its name,
+    or repeats a text that is read; beside messages only keys with such names.
     """
     schema, read = layout.schema, layout.keys
     others = [key for key in record if key not in read and is_looked_at(key, schema) and record[key] is not None]

@@ -276,9 +276,9 @@ def plan_page(
     warnings: Sequence[str],
     step: int | None,
 ) -> str:
-    """Return the HTML of a plan; `tuning` is as `tuning_document` has it, `step` the number of one to draw first.
+    """Return the HTML of a plan; `tuning` is a `tuning_document`, `step` the number of the step to draw first.
 
-    `text` has its analysis; where that is None, `why_no_lengths` stands in the place of the lengths of sequences.
+    `text` has its analysis; without one, `why_no_lengths` replaces the lengths of sequences.
     """
     chunks = plan_chunks(plan)
     steps = per_step(plan, chunks.frame)

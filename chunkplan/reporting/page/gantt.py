@@ -280,9 +280,9 @@ def _idle(drawn: DrawnStep, rows: Sequence[Sequence[Bar]], end: int) -> list[tup
 
 
 def gantt_table(drawn: list[DrawnStep]) -> Table:
-    """List of each stage that is drawn how much it does, how busy it is and when it is done.
+    """List the work, utilization and end of each stage that is drawn.
 
-    Where ranks meet, also what of its work is exchange, and how long it waits for them.
+    If ranks share chunks, also the part of its work that is exchange, and the time it waits for them.
     """
     shares = any(simulation.step is not None for each in drawn for simulation in each.ranks.values())
     head = ("stage", "actions", "busy", "bubble", "done after", *(("exchange", "waiting for ranks") if shares else ()))

@@ -206,7 +206,7 @@ def analysis_lengths_section(num_tokens: Int32Array) -> Section:
 
 
 def examples_section(source: TextSource, held: Int64Array | None = None) -> list[Section]:
-    """Show a few sequences with their targets; or say why not. Nothing where nobody could expect any text.
+    """Show a few sequences with their targets, or the reason why not; nothing for bare lengths.
 
     `held`: the ids of those that a plan holds, ascending, int64 [n].
     """

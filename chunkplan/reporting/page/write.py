@@ -30,16 +30,14 @@ def write_report(
 ) -> tuple[str, ...]:
     """Write one self-contained HTML page of a plan, or of an analysis, to `path`: whole or not at all.
 
-    Returns what the page warns of: that `tuning` is of other data, of another model, of other GPUs or another number of
-    them, or of other steps.
+    Returns the page's warnings: `tuning` is of other data, another model, other GPUs or steps.
 
-    `tuning`: what `tune` found, or the file that it left. `analysis`: where that of the plan is now, if it has moved.
-    `tokenizer`: decodes text, in place of the one that the analysis was made with. `step`: drawn first, whatever it is
-    like. The same arguments give the same bytes.
+    `tuning`: the result of `tune`, or its file. `analysis`: the present path of the plan's analysis, if it has moved.
+    `tokenizer`: decodes text in place of the analysis' own. `step`: the step to draw first. The same arguments give the
+    same bytes.
 
     Raises:
-        UsageError: plotly is not installed, something is not there, `path` cannot be written, or the page would
-            replace one of its inputs.
+        UsageError: plotly or an input is missing, `path` cannot be written, or the page would replace an input.
         DataError: a file is damaged, or `analysis` is not that of the plan.
     """
     try:

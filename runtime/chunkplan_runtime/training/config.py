@@ -18,7 +18,7 @@ from chunkplan.cost.hardware import KERNELS
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, Domain, number, one_of, path, several, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, same
+from chunkplan.options import Advanced, Options, option, options_of, same
 from chunkplan_runtime.models import ROUTER_LOSSES
 
 #: The names that `chunkplan_runtime.attention.kernels` knows; which of them run depends on the machine.
@@ -48,12 +48,16 @@ LR_SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda done, steps: 0.5 * (1 + math.cos(math.pi * (done / steps))),
 }
 
-DATA, MODEL, LORA, LEARNING, LENGTH = "what to train on", "what to train", "adapters", "how to learn", "how long"
+DATA, MODEL, LORA, LEARNING = "what to train on", "what to train", "adapters", "how to learn"
+LENGTH, KEPT = "how long", "what is kept"
 _model = partial(option, group=MODEL)
 _lora = partial(option, group=LORA)
 _learning = partial(option, group=LEARNING)
 _length = partial(option, group=LENGTH)
-_log = partial(option, group="what is kept")
+_log = partial(option, group=KEPT)
+_more_model, _more_lora, _more_learning, _more_length, _more_log = (
+    partial(option, group=Advanced(group)) for group in (MODEL, LORA, LEARNING, LENGTH, KEPT)
+)
 
 
 def _unset(words: str | None = None) -> Any:
@@ -89,9 +93,9 @@ class TrainConfig(Options):
     """
 
     plan: Path = option(_DIR, "The plan, from `chunkplan build`.", group=DATA)
-    analysis: Path | None = option(_DIR, "The plan's analysis, if it is not where it was.", default=None, group=DATA)
+    analysis: Path | None = option(_DIR, "The plan's analysis, if it was moved.", default=None, group=Advanced(DATA))
     eval_plan: Path | None = option(
-        _DIR, "The plan of held-out sequences.", **_unset("that of `build --holdout`, beside the plan"), group=DATA
+        _DIR, "The held-out plan.", **_unset("that of `build --holdout`, beside the plan"), group=Advanced(DATA)
     )
     output: Path = option(_DIR, "The run's folder: metrics, checkpoints, final/.", group=DATA)
     model: str | None = _model(_NAME, "A saved model: a folder, or a name on the Hugging Face Hub.", default=None)
@@ -101,45 +105,43 @@ class TrainConfig(Options):
         default=None,
         group=MODEL,
     )
-    tokenizer: str | None = _model(
+    tokenizer: str | None = _more_model(
         _NAME, "The tokenizer that is saved with the weights: a folder or a name on the Hub.", **_unset("the model's")
     )
-    device: str = _model(DEVICE, "The device: auto, cpu, cuda or cuda:N.", default="auto")
-    attention: str = _model(KERNEL, "Name of the attention kernel, or auto.", default="auto")
-    kv_offload: bool | None = _model(FLAG, "Keep keys and values of split sequences in host memory.", **_PLANNED)
-    checkpointing: str | None = same(CostModel, "checkpointing", **_model.keywords, **_PLANNED)
-    fused_kernels: FusedKernels | None = same(CostModel, "fused_kernels", **_model.keywords, **_PLANNED)
-    compile: bool | None = same(CostModel, "compile", **_model.keywords, **_PLANNED)
-    stage_layers: tuple[int, ...] | None = _model(
+    device: str = _more_model(DEVICE, "The device: auto, cpu, cuda or cuda:N.", default="auto")
+    attention: str = _more_model(KERNEL, "Name of the attention kernel, or auto.", default="auto")
+    kv_offload: bool | None = _more_model(FLAG, "Keep keys and values of split sequences in host memory.", **_PLANNED)
+    checkpointing: str | None = same(CostModel, "checkpointing", **_more_model.keywords, **_PLANNED)
+    fused_kernels: FusedKernels | None = same(CostModel, "fused_kernels", **_more_model.keywords, **_PLANNED)
+    compile: bool | None = same(CostModel, "compile", **_more_model.keywords, **_PLANNED)
+    stage_layers: tuple[int, ...] | None = _more_model(
         _LAYERS,
         "Layers of each stage, first to last; with virtual stages, of each model stage.",
         **_unset("as even as possible"),
     )
-    sharding: str | None = _model(
+    sharding: str | None = _more_model(
         one_of(*SHARED),
         "What data-parallel processes share: optimizer (states, ZeRO-1), gradients (2) or weights (3).",
         **_PLANNED,
     )
-    lora_rank: int | None = _lora(
-        whole(), "Train adapters (LoRA) of this rank in place of the weights; 0: all weights.", **_PLANNED
-    )
-    load_in_4bit: bool | None = _lora(FLAG, "Keep the weights below the adapters in 4 bits (QLoRA, NF4).", **_PLANNED)
-    lora_alpha: float = _lora(_ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0)
-    lora_dropout: float = _lora(_BELOW_1, "Dropout on the input of an adapter.", default=0.0)
-    lora_targets: tuple[str, ...] = _lora(
+    lora_rank: int | None = _lora(whole(), "Train adapters (LoRA) of this rank; 0: all weights.", **_PLANNED)
+    load_in_4bit: bool | None = _more_lora(FLAG, "Keep the weights below the adapters in 4 bits (QLoRA).", **_PLANNED)
+    lora_alpha: float = _more_lora(_ABOVE_0, "The output of an adapter is multiplied by alpha / rank.", default=16.0)
+    lora_dropout: float = _more_lora(_BELOW_1, "Dropout on the input of an adapter.", default=0.0)
+    lora_targets: tuple[str, ...] = _more_lora(
         _TARGETS,
         "Layers that get an adapter: names, with commas; all-linear: all but the head and, with experts, MLPs.",
         default=("all-linear",),
     )
-    freeze: tuple[str, ...] | None = _learning(
+    freeze: tuple[str, ...] | None = _more_learning(
         _FREEZE,
         "Do not train weights whose names match one of these patterns, with commas; * is any text.",
         **_unset("all are trained"),
     )
-    train_only: tuple[str, ...] | None = _learning(
+    train_only: tuple[str, ...] | None = _more_learning(
         _TRAIN_ONLY, "Train only weights whose names match one of these patterns.", default=None
     )
-    optimizer: str | None = same(CostModel, "optimizer", **_learning.keywords, **_PLANNED)
+    optimizer: str | None = same(CostModel, "optimizer", **_more_learning.keywords, **_PLANNED)
     lr: float = _learning(_ABOVE_0, "The highest learning rate.", default=0.0001)
     lr_schedule: str = _learning(
         one_of(*LR_SCHEDULES), "Learning rate after the warm-up: constant, linear or cosine.", default="constant"
@@ -147,48 +149,48 @@ class TrainConfig(Options):
     warmup: float = _learning(
         _WARMUP, "Steps in which the learning rate rises from 0; below 1: a share of all steps.", default=0.0
     )
-    min_lr: float = _learning(_SHARE, "Learning rate at the end of --lr-schedule, as a share of --lr.", default=0.0)
-    weight_decay: float = _learning(_FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01)
-    beta1: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9)
-    beta2: float = _learning(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999)
-    eps: float = _learning(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08)
+    min_lr: float = _more_learning(_SHARE, "Learning rate at the end, as a share of --lr.", default=0.0)
+    weight_decay: float = _more_learning(_FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01)
+    beta1: float = _more_learning(_BELOW_1, "AdamW's decay rate for the mean of gradients.", default=0.9)
+    beta2: float = _more_learning(_BELOW_1, "AdamW's decay rate for the mean of their squares.", default=0.999)
+    eps: float = _more_learning(_ABOVE_0, "AdamW's epsilon, added to the root of that mean.", default=1e-08)
     max_grad_norm: float = _learning(_FROM_0, "Largest gradient norm; 0: no clipping.", default=1.0)
-    precision: str | None = _learning(
+    precision: str | None = _more_learning(
         one_of(*PRECISIONS),
         "Precision of the weights: fp32, fp64, bf16 (with fp32 master weights) or bf16-pure (without).",
         **_unset("bf16 on a GPU, fp32 on a CPU"),
     )
-    label_smoothing: float = _learning(
+    label_smoothing: float = _more_learning(
         _BELOW_1, "Share of each target that training spreads over the whole vocabulary.", default=0.0
     )
-    router_loss: str | None = _learning(
+    router_loss: str | None = _more_learning(
         one_of(*ROUTER_LOSSES),
         "Load-balancing loss of a mixture of experts: none, over the whole batch, or over each sequence.",
         **_unset("batch if the model's config has output_router_logits, else none"),
     )
-    seed: int = _learning(whole(), "Seed of random weights, dropout and noise of routers.", default=0)
+    seed: int = _more_learning(whole(), "Seed of random weights, dropout and noise of routers.", default=0)
     max_steps: int | None = _length(whole(1), "Stop after N steps.", **_unset("the whole plan"))
-    max_epochs: int | None = _length(whole(1), "Stop after N epochs of the plan.", default=None)
-    early_stopping: int | None = _length(
+    max_epochs: int | None = _more_length(whole(1), "Stop after N epochs of the plan.", default=None)
+    early_stopping: int | None = _more_length(
         whole(1), "Stop after N evaluations in a row whose loss is not lower than the lowest before.", **_unset("never")
     )
     eval_every: int = _log(whole(), "Evaluate every N steps; 0: only at the end.", default=0)
     save_every: int = _log(whole(), "Write a checkpoint every N steps; 0: none.", default=100)
-    keep_last: int = _log(whole(1), "Keep the last N checkpoints.", default=3)
-    keep_best: bool | None = _log(
+    keep_last: int = _more_log(whole(1), "Keep the last N checkpoints.", default=3)
+    keep_best: bool | None = _more_log(
         FLAG,
         "Also keep the checkpoint with the lowest evaluation loss, and write its weights to final/.",
         **_unset("with --early-stopping"),
     )
-    merge_adapters: bool = _log(
+    merge_adapters: bool = _more_log(
         FLAG, "Write to final/ the whole weights with the adapters added, in place of the adapters.", default=False
     )
     resume: bool = _log(FLAG, "Go on from the last checkpoint of --output, or start if there is none.", default=False)
     report_to: tuple[str, ...] | None = _log(
         _TRACKERS, "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.", **_unset("none")
     )
-    log_sequences: bool = _log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
-    loss_spike_factor: float = _log(
+    log_sequences: bool = _more_log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
+    loss_spike_factor: float = _more_log(
         _SPIKE,
         "Name the worst sequences of a step whose loss is above X times the median of 50 before it; 0: never.",
         default=2.0,

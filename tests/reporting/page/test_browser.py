@@ -332,11 +332,7 @@ def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("num_sequences", "changes"),
-    [
-        (1, {"dp": 1, "pp": 1}),
-        (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450}),
-    ],
+    ("num_sequences", "changes"), [(1, {"dp": 1, "pp": 1}), (900, {"chunk_size": 8192, "pp": 1, "global_batch": 450})]
 )
 def test_no_two_ticks_of_an_axis_say_the_same(
     open_page: Open, tmp_path: Path, num_sequences: int, changes: dict[str, Any]

@@ -24,14 +24,7 @@ from chunkplan.planfile.plan import Plan
 from chunkplan.quantities import seconds
 from chunkplan.reporting import page
 from chunkplan.reporting.per_step import per_step
-from tests.support.page_cases import (
-    HOSTILE,
-    PLOTLY,
-    Page,
-    hostile_plan,
-    hostile_tuning,
-    write_and_read,
-)
+from tests.support.page_cases import HOSTILE, PLOTLY, Page, hostile_plan, hostile_tuning, write_and_read
 from tests.support.places import ROOT
 
 Command = Callable[..., Any]
