@@ -153,7 +153,7 @@ def _share_of_round(work: Int64Array, ranks: int, rounds: int) -> int:
             break
         left -= each
         others -= 1
-    return left // ranks // others
+    return int(left) // ranks // others
 
 
 @compiled_part
