@@ -62,20 +62,20 @@ class AttentionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates that are sustained, not those of a data sheet; per second, in FLOPs and bytes.
+    """Sustained rates, not those of a data sheet; per second, in FLOPs and bytes.
 
     `flops` of large matrix products in bf16, `fp32_flops` of those in float32 (without TF32, which torch does not use
-    by itself), `attention_flops` of a fused attention kernel in bf16, forward and backward together, this counted as
-    two forwards; `peak_flops` alone is the data sheet's, for bf16 without sparsity, which utilisation is measured
-    against. `copy_bytes`: read and written by a large copy on the GPU. A matrix product of t tokens takes as long as
+    by default), `attention_flops` of a fused attention kernel in bf16, forward and backward together, this counted as
+    two forwards; `peak_flops` alone is the data sheet's, for bf16 without sparsity, the base of utilisation.
+    `copy_bytes`: read and written by a large copy on the GPU. A matrix product of t tokens takes as long as
     one of t + `ramp_tokens` at the full rate; a kernel takes `kernel_ns` beside its work. `gpu_link_bytes` between the
     `gpus_per_node` GPUs of a node, `node_link_bytes` between nodes, each for one GPU and one direction; a message takes
     `link_ns` beside its bytes. `host_bytes`: to host memory and back, one direction. `memory_bytes` of the GPU, of
     which `reserved_bytes` are taken before the model is loaded.
 
-    A profile may leave out the rest. `launch_ns`: what the host takes for a kernel, while the GPU does what it was
-    given before; without it `kernel_ns` counts both. `attention`: rates by kernel, the one that is run first, and by
-    size of heads; without them `attention_flops` counts.
+    The other entries are optional. `launch_ns`: the host's time to launch a kernel, beside the GPU's work; without it
+    `kernel_ns` is of both. `attention`: rates by kernel, the preferred one first, and by size of heads; without them
+    `attention_flops` is used.
     """
 
     name: str

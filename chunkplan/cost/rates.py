@@ -22,9 +22,8 @@ class LayerTime(NamedTuple):
 class RecomputeTime(NamedTuple):
     """Nanoseconds of the part of a layer's forward that a backward runs again: of a token, of a pair, and of the chunk.
 
-    `exchange`: how often it waits again for the ranks that share heads, and for those that share pages. `host`: what
-    sending the input of a token to host memory takes, or fetching it: beside the work of the layer. `launch`: what the
-    host takes for the kernels.
+    `exchange`: number of repeated waits for the ranks that share heads, and for those that share pages. `host`: time to
+    send or fetch the input of a token, beside the work of the layer. `launch`: time of the host to launch the kernels.
     """
 
     token: float = 0.0
@@ -66,24 +65,22 @@ class GradientSumTime(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Nanoseconds of a forward through one layer: a token, a pair, and whatever a chunk takes beside these.
+    """Nanoseconds of a forward through one layer: per `token`, per `pair`, and the overhead of a `chunk`.
 
-    A `pair` is one of a query and a key in attention without a mask, of which a segment of t tokens that sees p earlier
-    ones has t (2 p + t); a causal mask leaves half of them. Attention takes `mask` of a token besides, and a block of p
-    earlier keys has as many pairs as if `ramp_queries` more tokens saw them; each pair of a chunk of several sequences
-    counts as many as `packed` says, and each token has as many more. `head` is a token's in the vocabulary
-    head, on the last model stage only. A backward takes as long as two forwards of its layers, but for attention where
-    `attention_backward` says otherwise, and what it runs `again`, less what `frozen` and, of a token in the head,
-    `frozen_head` say: gradients of weights that are not trained. It takes the `sums` besides. `launch` is what the host
-    takes for a forward of a layer, and for a backward: a GPU that is done before waits for it. `again` is that of a
-    layer on average, and `again_of_layers` that of each, empty where all are the same. `weight_half`: what the weight
-    half of a backward takes beside those of its layers, None: as long as a forward without attention. `link_token` and
-    `link` are a token's and a message's between two stages. `gather` is what fetching the weights of a layer takes
-    where they are sharded, and `reduce` what summing its gradients over data-parallel ranks takes where these are: both
-    go on beside the work of the layer before, so what needs them takes no less. `host_kv`: what fetching keys and
-    values of a token of the prefix takes in a forward, and with gradients in a backward, where these lie in host
-    memory. They share the link with inputs of layers (`RecomputeTime.host`), and with kept attention, of which sending
-    or fetching a token takes `host_attention`.
+    A `pair` is a query and a key in attention without a mask: a segment of t tokens after p earlier ones has
+    t (2 p + t); a causal mask leaves half of them. Attention adds `mask` per token, and a block of p earlier keys has
+    as many pairs as if `ramp_queries` more tokens saw them; `packed` has the pairs per pair and per token in a chunk of
+    several sequences. `head` is per token in the vocabulary head, on the last model stage only. A backward takes as
+    long as two forwards of its layers, except attention where `attention_backward` is given, plus its recomputation
+    `again` and the `sums`, minus the gradients of weights that are not trained, `frozen` and, per token in the head,
+    `frozen_head`. `launch` is the host's time for a forward, or a backward, of a layer: a faster GPU waits for it.
+    `again` is the mean of layers, and `again_of_layers` that of each, empty if all are the same. `weight_half`: the
+    weight half of a backward, None: as long as a forward without attention. `link_token` and `link` are per token and
+    per message between two stages. `gather` is the time to fetch the sharded weights of a layer, and `reduce` that to
+    sum its sharded gradients over data-parallel ranks: both overlap with the layer before, and bound the ops that need
+    them from below. `host_kv`: time to fetch offloaded keys and values per token of the prefix in a forward, and with
+    gradients in a backward. They share the link with inputs of layers (`RecomputeTime.host`), and with kept attention,
+    which takes `host_attention` per token in one direction.
     """
 
     token: float

@@ -31,21 +31,21 @@ FULL = (AttentionPattern(),)
 class Layer:
     """One layer. Widths count elements of a token, and what a layer does not have is 0.
 
-    Attention: `query_width`, `key_width`, `value_width` and `output_width` over all heads; `latent_width` is what
-    multi-head latent attention has of a token in place of keys and values. `window` and `window_restarts` say
-    what a query sees, see `AttentionPattern`.
+    Attention: `query_width`, `key_width`, `value_width` and `output_width` over all heads; `latent_width` of the
+    latents that replace keys and values in multi-head latent attention. `window` and `window_restarts`: see
+    `AttentionPattern`.
 
     A recurrent layer (linear attention, state space, convolution) has states of `state_elements` for a sequence, and
     goes through them `state_products` times with each token. A layer may have both.
 
-    `normed_width`: of queries, keys and latents, what has a norm of its own. `wide_norms`: all norms multiply by their
-    weights in float32. `router_width`: what a router reads in float32.
+    `normed_width`: queries, keys and latents with norms of their own. `wide_norms`: all norms multiply by their weights
+    in float32. `router_width`: input of a router in float32.
 
-    `mixer_parameters` are those of the matrices of attention and of what stands in its place, and `mixed_width` what a
-    backward reads of it beside queries, keys, values and outputs.
+    `mixer_parameters` are those of the matrices of attention or its replacement, and `mixed_width` the elements that
+    its backward reads beside queries, keys, values and outputs.
 
-    `mlp_width` is what a token passes through (of a mixture of experts: its experts and the shared ones together),
-    `all_mlp_width` what there is of it in weights, `experts_per_token` how many experts a token is sent to (0: dense).
+    `mlp_width` is that of a token's path (its experts and the shared ones together), `all_mlp_width` that of all
+    experts, `experts_per_token` the number of experts of a token (0: dense).
     `is_gated`: an MLP has three matrices, else two.
     """
 

@@ -48,18 +48,16 @@ def make_chunks(
     target_tokens: Int32Array,
     may_share: bool,
 ) -> Chunks:
-    """The chunks of steps that `assign_and_pack` placed.
+    """Make the chunks of steps from the result of `assign_and_pack`, without targets of parts, pairs and cost.
 
-    The targets of parts, the attention pairs of chunks and what they cost are left to be added.
-
-    First come the chunks that ranks share, those of the widest blocks before others: the ranks of a block begin alike,
-    and so meet in one order. Then come standalone chunks, then the rank's own groups, longest last: on a pipeline the
-    forwards that run between a group's backwards are then those of a longer group, most of which hold no activations.
-    A chunk with nothing in it is a zero-loss chunk.
+    Shared chunks come first, those of the widest blocks before others: the ranks of a block start alike, and so meet in
+    one order. Then come standalone chunks, then the rank's own groups, longest last: on a pipeline the forwards that
+    run between a group's backwards are then those of a longer group, most of which hold no activations. An empty chunk
+    is a zero-loss chunk.
 
     Args:
-        ids, target_tokens: [num_sequences], of each its id and its targets.
-        may_share: whether groups are numbered through a step, in the order in which ranks meet, and not through a rank.
+        ids, target_tokens: [num_sequences], id and number of targets of each.
+        may_share: number groups through a step, in the order in which ranks meet, and not through each rank.
     """
     num_steps, dp = assignment.num_standalone.shape
     parts = sequences.parts
@@ -222,9 +220,9 @@ def _fill_shared(
 def slice_of(num_tokens: int, size: int, heads: int, member: int, half: int) -> tuple[int, int]:
     """The tokens [begin, end) of a chunk of `num_tokens` that one of the `size` ranks of a block holds.
 
-    `heads` ranks that follow one another share heads; they take equal slices of what is theirs. Of n such groups the
-    i-th has, of 2 n equal slices, the i-th from the front and the i-th from the back (zigzag): under a causal mask all
-    attend to equally much. `half`: which of these two; where there is one group, it has the whole chunk.
+    `heads` consecutive ranks share heads, and divide their tokens equally. Of n such groups the i-th has, of 2 n equal
+    slices, the i-th from the front and the i-th from the back (zigzag): under a causal mask all do equal work. `half`:
+    which of these two; a single group has the whole chunk.
     """
     num_groups = size // heads
     group, member_of_group = divmod(member, heads)

@@ -27,13 +27,11 @@ def stage_host_bytes(
     attention_tokens: Sequence[int],
     placement: StagePlacement = STRAIGHT,
 ) -> tuple[int, ...]:
-    """Peak host memory of a GPU of each stage: inputs of layers, offloaded keys and values with their gradients,
-    attention.
+    """Peak host memory of a GPU of each stage: inputs of layers, offloaded KV with gradients, attention.
 
-    What torch rounds up, as it takes page-locked memory in powers of two, is left out. `retained_tokens`: of
-    each stage the most whose activations are there; `kv_tokens`: the most whose keys and values are;
-    `attention_tokens`: the most that keep attention there. They may be of different moments. Else the arguments are
-    those of `stage_memory`.
+    Torch's rounding of page-locked memory to powers of two is left out. `retained_tokens`, `kv_tokens` and
+    `attention_tokens`: the most tokens of each stage with activations, with keys and values, and with attention kept on
+    the host, at any time. The other arguments are those of `stage_memory`.
     """
     pp = len(retained_tokens)
     stages = []
@@ -65,12 +63,12 @@ def longest_sequences(
 ) -> tuple[LongestSequence, ...]:
     """The longest sequence that fits `gpu_bytes` on one stage, for groups of 1, 2, 4 and so on of `dp` ranks.
 
-    Of its keys, values and their gradients every rank of a group has its share, beside all else: states, logits,
-    fetched pages, and the activations of `k` chunks of `chunk_size`, or `activations` bytes where a plan holds more.
-    One of at most `chunk_size` tokens is not split: it needs none of that.
+    Every rank of a group holds its share of the keys, values and their gradients, beside states, logits, fetched pages,
+    and the activations of `k` chunks of `chunk_size`, or `activations` bytes if a plan holds more. A sequence of at
+    most `chunk_size` tokens is not split, and has no keys and values to keep.
 
-    There are three moments, see `schedule.holdings.peak_snapshots`: `k` chunks before the first backward; after it all
-    gradients of keys and values; and with these a chunk that is run again.
+    There are three candidates for the peak, see `schedule.holdings.peak_snapshots`: `k` chunks before the first
+    backward; all gradients of keys and values after it; and these with a recomputed chunk.
     """
 
     def fits(num_tokens: int, num_ranks: int) -> bool:

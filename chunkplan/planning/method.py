@@ -5,17 +5,17 @@ In the words of ChunkFlow (arXiv 2503.02356), from top to bottom:
 1. *Batches.* Every epoch is shuffled and cut into global batches, the steps (`batches.py`).
 2. *Parts.* A sequence longer than ChunkSize is cut into parts of at most ChunkSize tokens, each for a *dependent
    chunk*; together they are a *group*. The last K of them keep their activations (`splitting.py`).
-3. *Ranks.* The sequences of a step are assigned to data-parallel ranks, so that the slowest rank is done as soon as
-   possible (`ranks.py`, and `refine.py` where a search may do better); one that outweighs a rank may be shared by a
-   block of them, a *context-parallel group* (`sharing.py`).
+3. *Ranks.* The sequences of a step are assigned to data-parallel ranks to minimize the time of the slowest rank
+   (`ranks.py`, and `refine.py` where a search may do better); a sequence with more work than a rank's share may be
+   shared by a block of ranks, a *context-parallel group* (`sharing.py`).
 4. *Chunks.* On each rank the short sequences are packed, several to a *standalone chunk*, and some into the room that
    parts leave in theirs: Algorithm 1 (`ranks.py`, `chunks.py`, and the packers of `chunkplan/packing/`).
-5. *Order.* Stages do the forward and the backward of every chunk in an order in which a stage never holds the
-   activations of more than K chunks of a group. The others go forward for their keys and values alone, and once more,
+5. *Order.* Stages run the forward and the backward of every chunk in an order in which a stage never holds the
+   activations of more than K chunks of a group. The others run a forward for their keys and values alone, and another,
    the *recompute*, before their backward: Algorithm 2 on one stage, state-aware 1F1B on more (`chunkplan/schedule/`).
-   Where that pays, the recompute takes what attention gave from the first forward (`kept_attention.py`).
-6. *Prediction.* What each step takes, in time and in memory, follows from the cost model (`chunkplan/cost/`), and goes
-   into the plan's tables (`tables.py`).
+   Where that pays, the recompute reuses the output of attention of the first forward (`kept_attention.py`).
+6. *Prediction.* Time and memory of each step follow from the cost model (`chunkplan/cost/`), and go into the plan's
+   tables (`tables.py`).
 """
 
 from __future__ import annotations

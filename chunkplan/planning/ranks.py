@@ -1,7 +1,7 @@
-"""Assigns the sequences of a step to ranks and packs each rank's short ones: which rank runs what, in which chunk.
+"""Assigns the sequences of a step to ranks, and packs each rank's short ones into chunks.
 
-Work goes first: sequences are assigned by cost, then packed per rank. What chunks cost beside their tokens is known
-only then, so that afterwards further sequences are exchanged between the ranks that take longest and shortest.
+Sequences are assigned by cost, then packed per rank. The overhead of chunks is known only then, so afterwards sequences
+are exchanged between the slowest and the fastest ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLICES = 2
 class Shares(NamedTuple):
     """Sharing of sequences by ranks, int64 [n]: `size` ranks from `first_rank` on, of which `heads` share the heads.
 
-    1, -1 and 1 where none do. `work`: what each of the ranks takes for its share, in ns.
+    1, -1 and 1 if not shared. `work`: time of each of the ranks for its share, in ns.
     """
 
     size: Int64Array

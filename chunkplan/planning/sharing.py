@@ -1,10 +1,10 @@
 """Decides which ranks share which sequences of a step: context-parallel groups (docs/context-parallel.md).
 
-A sequence that is worth more than a rank's share of a step would keep the other ranks waiting. An aligned block of
-ranks takes it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks begin
-with what the widest block shares, so that no rank waits for another: the ranks of a block have the same work until it
-is done. What is left is to choose how many ranks share each sequence, and which block: malleable jobs, widest first,
-then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the outcome of such a choice of two phases).
+A sequence with more work than a rank's share of a step would keep the other ranks waiting. An aligned block of ranks
+runs it together: each has a slice of its chunks, of ChunkSize tokens at most. Blocks are nested, and ranks start with
+the sequences of the widest block, so that no rank waits for another: the ranks of a block have the same work until it
+is done. What is left is to choose the number of ranks of each sequence, and the block: malleable jobs, widest first,
+then longest processing time first (Turek, Wolf and Yu, SPAA 1992, bound the result of such a two-phase choice).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def cut_sequences(
 ) -> Sequences:
     """Cut sequences of `tokens` [n] that are longer than ChunkSize; the last K parts of each keep their activations.
 
-    `necessary_ns` int64 [n]: what each takes whole, without what chunks cost beside (`work_ns`). Of a sequence that
-    ranks share, every rank has its slice of each part, and `work` is that of one rank.
+    `necessary_ns` int64 [n]: time of each as a whole, without the overhead of chunks (`work_ns`). Ranks that share a
+    sequence have a slice of each part each, and `work` is that of one rank.
     """
     if shares is None:
         shares = Shares.none(tokens.size)
@@ -51,10 +51,10 @@ def cut_sequences(
 
 
 def max_chunk_tokens(chunk_size: int, num_ranks: Int64Array) -> Int64Array:
-    """The most tokens of a chunk of which each of `num_ranks` [n] ranks has at most ChunkSize.
+    """The most tokens of a chunk such that each of `num_ranks` [n] ranks has at most ChunkSize.
 
-    Of a chunk that ranks share, each may have two slices, of which none may be longer than half of ChunkSize: with an
-    odd one, both could be rounded up.
+    A rank may have two slices of a shared chunk, each of at most half of ChunkSize rounded down, as both may be rounded
+    up.
     """
     halved = max(chunk_size // SLICES * SLICES, 1)
     most: Int64Array = np.where(num_ranks > 1, halved, chunk_size) * num_ranks

@@ -35,7 +35,7 @@ def assign_whole(
     equal_sequences: bool = False,
     first_step: int = 0,
 ) -> RankAssignment:
-    """Assign the sequences of some steps, those of each step descending by `tokens` and by `work`, int64 [n].
+    """Assign the sequences of some steps, those of each step descending by `work`, int64 [n], of `tokens` int64 [n].
 
     Every rank has `micro_batches`, or in each step as few as possible ("fewest"), of one sequence at least and `cap`
     tokens at most; with `equal_sequences` also as many sequences as every other rank.
@@ -48,9 +48,8 @@ def assign_whole(
     for step, (start, stop) in enumerate(pairwise(step_starts.tolist())):
         own = tokens[start:stop], work[start:stop]
         where = f"step {first_step + step}"
-        per_rank = _check_counts(own[0], dp, cap, equal_sequences, where)
-        fewest = max(-(-martello_toth(own[0][::-1].copy(), cap) // dp), 1)
-        most = (stop - start) // dp
+        _check_counts(own[0], dp, cap, equal_sequences, where)
+        fewest, most = -(-fewest_micro_batches(own[0], cap) // dp), (stop - start) // dp
         choices = range(fewest, most + 1) if micro_batches == "fewest" else (int(micro_batches),)
         if choices[0] < fewest or choices[-1] > most:
             raise DataError(
@@ -60,9 +59,7 @@ def assign_whole(
                 hint="change the number of micro-batches, the cap, or the sequences a step",
             )
         for count in choices:
-            found = _spread(*own, dp, cap, count, per_rank)
-            if found is None and not per_rank:
-                found = _spread_packed(*own, dp, cap, count)
+            found = assign_step(*own, dp, cap, count, equal_sequences=equal_sequences)
             if found is not None:
                 rank_of[start:stop], bin_of[start:stop] = found
                 counts[step] = count
@@ -78,13 +75,32 @@ def assign_whole(
     return RankAssignment(rank_of, bin_of, np.zeros_like(on_ranks), on_ranks, on_ranks.copy(), counts[:, 0] * dp)
 
 
-def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, where: str) -> int:
-    """The sequences of each rank if all have as many, or 0; raises DataError where there is no assignment at all."""
-    if tokens[0] > cap:
+def fewest_micro_batches(tokens: Int64Array, cap: int) -> int:
+    """No fewer micro-batches, on all ranks together, hold sequences of `tokens` [n], each at most `cap`."""
+    return max(int(martello_toth(np.sort(tokens), cap)), 1)
+
+
+def assign_step(
+    tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, *, equal_sequences: bool = False
+) -> tuple[Int64Array, Int64Array] | None:
+    """The rank and the micro-batch of each sequence, int64 [n] both; None where no room was found.
+
+    The sequences descend by `work`; there are `dp * count` of them at least, and a multiple of `dp` if each rank has
+    as many.
+    """
+    rank_of = _ranks(tokens, work, dp, cap, count, tokens.size // dp if equal_sequences else 0)
+    if rank_of[0] >= 0:
+        return rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count)
+    return None if equal_sequences else _assign_packed(tokens, work, dp, cap, count)
+
+
+def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, where: str) -> None:
+    """Raises DataError where there is no assignment, whatever the number of micro-batches."""
+    if tokens.max() > cap:
         raise DataError(
-            f"a sequence has {tokens[0]:,} tokens, above the cap of {cap:,}, and sequences stay whole",
+            f"a sequence has {tokens.max():,} tokens, above the cap of {cap:,}, and sequences stay whole",
             where=where,
-            hint=f"use a cap of {tokens[0]} or more, or let sequences be split",
+            hint=f"use a cap of {tokens.max()} or more, or let sequences be split",
         )
     if tokens.size < dp or (equal_sequences and tokens.size % dp):
         raise DataError(
@@ -92,15 +108,6 @@ def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, 
             where=where,
             hint=f"use a multiple of {dp} sequences a step" if equal_sequences else f"use {tokens.size} ranks or fewer",
         )
-    return tokens.size // dp if equal_sequences else 0
-
-
-def _spread(
-    tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int, per_rank: int
-) -> tuple[Int64Array, Int64Array] | None:
-    """The rank and the micro-batch of each sequence, where each rank's are packed; None where no room was found."""
-    rank_of = _ranks(tokens, work, dp, cap, count, per_rank)
-    return None if rank_of[0] < 0 else (rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count))
 
 
 @compiled
@@ -230,7 +237,7 @@ def _open_bins(bins: Int64Array, num_bins: int, wanted: int) -> None:
         sizes[opened] = 1
 
 
-def _spread_packed(
+def _assign_packed(
     tokens: Int64Array, work: Int64Array, dp: int, cap: int, count: int
 ) -> tuple[Int64Array, Int64Array] | None:
     """The rank and the micro-batch of each sequence, where all are packed first; None where they are too many."""

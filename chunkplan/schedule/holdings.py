@@ -103,12 +103,12 @@ def peak_retained(chunks: Chunks, actions: Actions) -> Int64Array:
 
 @compiled
 def peak_snapshots(chunks: Chunks, actions: Actions, memory_rates: MemoryRates) -> Int64Array:
-    """Tokens that each stage of many ranks holds when they take most bytes: int64 [num_ranks, pp, 8].
+    """Tokens that each stage of many ranks holds at its peak in bytes: int64 [num_ranks, pp, 8].
 
-    The backward of the last chunk of a group makes the gradients of all its keys and values, layer by layer, and gives
-    back the activations of that chunk as it goes. Its begin and its end are two moments: all of both are never there.
+    The backward of the last chunk of a group allocates the gradients of all its keys and values, layer by layer, and
+    frees the activations of that chunk meanwhile. So its start and its end are two candidates for the peak.
 
-    `memory_rates`: what each stage holds, by tokens of each kind.
+    `memory_rates`: bytes of each stage by tokens of each kind.
     """
     num_ranks, pp = chunks.rank_chunks.size - 1, memory_rates.tokens.shape[0]
     kv = kv_tokens(chunks)

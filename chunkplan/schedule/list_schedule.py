@@ -1,11 +1,11 @@
-"""A list scheduler for pipelines: of all that could be done next, do what can start first.
+"""A list scheduler for pipelines: of all actions that could be next, the one that can start first is run.
 
-The order of forwards and that of backwards are given, the same for all stages of a rank. How they interleave on each
-stage is decided here, under limits on how far forwards run ahead of backwards and on the tokens whose activations a
-stage retains. With limits between `least_forwards` and `most_forwards`, stages never deadlock.
+The orders of forwards and of backwards are given, the same for all stages of a rank. Their interleaving on each stage
+is decided here, under limits on how far forwards run ahead of backwards and on the tokens whose activations a stage
+retains. With limits between `least_forwards` and `most_forwards`, stages never deadlock.
 
-Ranks that share chunks are scheduled together: what they do with a shared chunk they begin at the same time, when all
-can. Shared chunks come first in both orders, as on all ranks that have them, so that these have done equally many.
+Ranks that share chunks are scheduled together: they start an action with a shared chunk at the same time, when all can.
+Shared chunks come first in both orders, on all ranks that have them, so that these have done equally many.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def list_schedule(
     """Fill `actions` and return the end of all; -1 where a stage idles beyond its limit (`actions` is then half
     filled).
 
-    What can start first is done first; with tails, of a forward and a backward what lets both tails end sooner. A chunk
-    that kept nothing is recomputed directly before its backward, so that it is done when the gradient arrives. Weight
-    halves, unless `overrun` is `WHOLE`, fill what would be waiting: one starts where it delays the next forward or
-    backward, as far as that one is known, by at most `overrun` per cent of its own time, and wherever room is needed.
-    Groups have no more holders than they keep.
+    The action that can start first is run first; with tails, the order of a forward and a backward in which both tails
+    end sooner. A chunk that kept nothing is recomputed directly before its backward, so that it is done when the
+    gradient arrives. Weight halves, unless `overrun` is `WHOLE`, fill bubbles: one starts where it delays the next
+    known forward or backward by at most `overrun` per cent of its own time, and wherever room is needed. Groups have no
+    more holders than they keep.
 
     `chunks` are those of the ranks of a step, or of one rank; `order` has the chunks of one after another.
     """

@@ -161,7 +161,7 @@ def run_greedy(step: StepGraph, state: SimulationState, pp: int, slots: Int64Arr
 def _next_event(state: SimulationState, pp: int, slots: Int64Array, start: Int64Array) -> tuple[int, int, int]:
     """The next event: its time, stage, and row if it needs no slot (else -1); `_NEVER` if nothing can begin.
 
-    Of what begins at one time, what meets no slot: it may be what a slot would then have more ranks for.
+    At one time, actions without a slot come first: after them a slot may have more ranks.
     """
     at, at_stage, at_row = np.int64(_NEVER), -1, -1
     for stage in range(pp):

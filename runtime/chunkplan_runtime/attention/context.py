@@ -82,14 +82,14 @@ class TokenRange:
 
 @dataclass
 class CurrentChunk:
-    """The chunk that a model is at work on, forward or backward: every module of the model has this as `chunkplan`.
+    """State of the chunk that a model runs, forward or backward: every module of the model has this as `chunkplan`.
 
-    A stage of several begins with `inputs` [1, num_tokens, hidden_size] from the one before, and leaves in `output`
-    what the next one gets. Where layers keep states, `cache` has those of the segment, and `borders` what all segments
-    of the chunk leave. `router_loss`: the one of several that it is run with. `expanded`: what the layer at work has
-    just made of its latents. `marks`: of what is at work in the layer. `host_inputs`: of the layers whose inputs lie in
-    host memory, those with the indices `offloaded`. `kept`: what attention gives of the chunk, for its recompute;
-    `attended`: what it gave in the layer at work, for when that runs again. `compiles`: whether the model is compiled.
+    A later stage starts with `inputs` [1, num_tokens, hidden_size] from the previous one, and leaves its result for the
+    next one in `output`. If layers keep states, `cache` has those of the segment, and `borders` those at the ends of
+    all segments of the chunk. `router_loss`: the router loss of this run. `expanded`: expanded latents of the current
+    layer. `marks`: of the current module of the layer. `host_inputs`: inputs of layers in host memory, those with the
+    indices `offloaded`. `kept`: outputs of attention for the chunk's recompute; `attended`: that of the current layer,
+    for when it runs again. `compiles`: true if the model is compiled.
     """
 
     context: ChunkContext | None = None

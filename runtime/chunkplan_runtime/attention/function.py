@@ -25,12 +25,12 @@ from chunkplan_runtime.layout import Run
 
 
 class LayerAttention(NamedTuple):
-    """Attention as one layer of a model does it.
+    """Attention of one layer of a model.
 
-    `window`: how many tokens a token sees, itself included. `tile`: it sees those before it in its own tile, of which a
-    sequence has one every so many tokens (Llama 4). `layer`: whose pages it attends to. If it `borrows` them, their own
-    layer writes them, and hands out the gradients of a part's own tokens. `expand`: how keys and values are made of
-    what is in them, if that is something else. `kept`: what keeps its results, or has them.
+    `window`: number of tokens that a token sees, itself included. `tile`: it sees the tokens before it in its own tile
+    of this many tokens (Llama 4). `layer`: index of the layer whose pages it attends to. If it `borrows` them, their
+    own layer writes them, and returns the gradients of a part's own tokens. `expand`: makes keys and values of latents
+    in pages. `kept`: keeps its results, or has them.
     """
 
     kernel: AttentionKernel

@@ -1,10 +1,10 @@
 """A stage's links to others: hidden states go down the pipeline, their gradients come up.
 
-What comes in which order is known from the plan. A receive is posted when it is waited for, and nobody waits for a send
-before the links are closed, so that a valid plan, whose actions form no cycle, cannot deadlock. Each
-link has a group of its two processes for each direction, as on a GPU what a group does runs in the order in which it
-was issued. No receive is posted ahead: on a GPU it would be a kernel that waits there, and whatever waits for the
-device would wait for this process's own next action. That is refused while links are open (`devices.py`).
+The order of messages is known from the plan. A receive is posted when it is waited for, and no send is waited for
+before the links are closed, so that a valid plan, whose actions form no cycle, cannot deadlock. Each link has a group
+of its two processes for each direction, as operations of a group run on a GPU in the order in which they were issued.
+No receive is posted ahead: on a GPU it would be a waiting kernel, and a synchronization with the device would wait for
+this process's own next action. That is refused while links are open (`devices.py`).
 """
 
 from __future__ import annotations

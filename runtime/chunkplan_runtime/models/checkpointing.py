@@ -1,8 +1,8 @@
-"""Activation checkpointing: what of a layer a chunk in flight holds, and what its backward runs again.
+"""Activation checkpointing: what is held of a layer for a chunk in flight, and what its backward recomputes.
 
-Every layer of a chunk is a checkpoint of torch; of products torch's selective checkpoints hold what the level says, of
-attention `KeptResults`. Three products are run again at every level: those that expand latents; the second ones of
-adapters; and what a dense MLP or a shared expert adds to the hidden states as it is, which no backward reads.
+Every layer of a chunk is a checkpoint of torch; torch's selective checkpoints hold the products of its level, and
+`KeptResults` the output of attention. Three products are recomputed at every level: those that expand latents; the
+second ones of adapters; and the output of a dense MLP or a shared expert, which no backward reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks of a model's config: what chunked execution supports, and what is refused before anything is built.
+"""Checks of a model's config: refuses models that chunked execution does not support, before anything is built.
 
-Whether gradients are exact is measured (`proof`). Refused here is what no small model would show: what depends on the
-data, on how long a sequence is, or on what else is asked of a training.
+Exactness of gradients is measured (`proof`). The refusals here are of problems that no small model would show: those
+that depend on the data, on the length of sequences, or on other settings of a training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fused kernels in place of what a model computes by several: norms, and activation and product of gated MLPs.
+"""Fused kernels that replace several kernels of a model: norms, and activation and product of gated MLPs.
 
 Those of Liger (Hsu et al., arXiv 2410.10989) are put in by its own patcher. Those of torch are norms: each module that
-may be one is tried in float64 against what the kernel is to compute. Kernels round less often than what they stand for.
+may be one is compared in float64 with the kernel's formula. Fused kernels round less often than those they replace.
 """
 
 from __future__ import annotations
