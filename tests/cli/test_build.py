@@ -187,7 +187,7 @@ def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, comma
     ran = run(data, *words[:-2], "stretched.json", "--json")
     assert ran.returncode == 0 and "tokens that" not in ran.stderr
     assert '"max_positions": 16384' in ran.stdout and '"num_over": 0' in ran.stdout
-    unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ()), "--json")
+    unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ("--force",)), "--json")
     assert unnamed.returncode == 0, unnamed.stderr
     assert '"positions": null' in unnamed.stdout and "tokens that" not in unnamed.stderr
 
