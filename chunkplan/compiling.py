@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Of what plans need it is compiled last.
+#: The last function that is compiled for plans.
 _LAST = "schedule/auto.py", "auto.auto_step-*.nbi"
 
 

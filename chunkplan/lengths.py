@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from chunkplan.arrays import Int32Array, offsets_of
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.quantities import short_repr
 
 K = 1024
 
@@ -103,6 +104,8 @@ class LengthReport:
     over_8k: Tail
     longest_1_percent: Tail
     padding_share: float
+
+    __repr__ = short_repr
 
     @property
     def longest(self) -> int:

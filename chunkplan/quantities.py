@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chunkplan.config.plan import PlanConfig
@@ -13,6 +15,18 @@ if TYPE_CHECKING:
 def counted(number: int, noun: str) -> str:
     """Print how many there are: "1 step", "1,030 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short_repr(result: Any) -> str:
+    """The `repr` of a dataclass: its numbers, names and paths; of what holds several the number, of others the type."""
+
+    def shown(value: Any) -> str:
+        if value is None or isinstance(value, (bool, int, float, str, Path)):
+            return repr(str(value) if isinstance(value, Path) else value)
+        return f"<{len(value)}>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"
+
+    entries = (f"{one.name}={shown(getattr(result, one.name))}" for one in fields(result) if one.repr)
+    return f"{type(result).__name__}({', '.join(entries)})"
 
 
 def percent(share: float) -> str:

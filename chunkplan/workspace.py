@@ -11,11 +11,11 @@ from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.domains import Domain
-from chunkplan.options import Options, option, read_toml, same
+from chunkplan.options import Options, option, read_settings, same
 
 _SETTINGS = "workspace.toml"
 
-#: What names a tokenizer rather than where it lies.
+#: Prefixes and forms of tokenizer names that are no paths.
 _NAME = re.compile(r"tiktoken:.+|[\w-][\w.-]*/[\w.-]+")
 
 
@@ -81,7 +81,7 @@ class Workspace:
         Raises:
             UsageError: the file is not TOML, or an entry is unknown or not what it may be.
         """
-        return read_toml(self.file, WorkspaceSettings) if self.file.is_file() else {}
+        return read_settings(self.file, WorkspaceSettings) if self.file.is_file() else {}
 
     def tokenizer(self) -> str | None:
         """The tokenizer that its settings name, or None; a path is made one from the current folder.

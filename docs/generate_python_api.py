@@ -21,29 +21,49 @@ from chunkplan.options import Options
 
 HEAD = """# The Python API
 
-Signatures of the functions that are also commands, of their options and of what they return. Lengths are in tokens,
-times in microseconds (`_us`). This analyzes the sample data, builds two plans and compares them, in the folder of the
-repository:
+Five recipes, then signatures of the functions that are also commands, of their options and of what they return. Lengths
+are in tokens, times in microseconds (`_us`) or nanoseconds (`_ns`). The first three run in the folder of the repository
+and need no GPU and no torch; the last two are [with the runtime](#a-training-loop-of-your-own).
+
+### What a plan would gain
 
 ```python
 import chunkplan
 
 analysis = chunkplan.analyze(["sample_data"], "out/analysis", tokenizer="sample_data/tokenizer")
-print(analysis.num_sequences, chunkplan.length_report(analysis).longest)
+options = chunkplan.TuneOptions(shape="Qwen/Qwen2.5-7B", gpus="8xH100", chunk_sizes=(8192, 16384))
+tuning = chunkplan.tune(analysis, options)
+for way in tuning.baselines:
+    print(way.name, way.step_ns / 1e9, way.fits, way.lost)
+print("chunkplan", tuning.best.step_ns / 1e9, tuning.gain)
+```
 
-plan = chunkplan.build(analysis, "out/plan", chunkplan.PlanConfig(chunk_size=8192, k=4, dp=2))
-assert chunkplan.validate(plan.path).ok
+### Make a plan
+
+```python
+best = chunkplan.build(analysis, "out/best", tuning.best.config, cost=tuning.best.cost)
+config = chunkplan.PlanConfig(chunk_size=8192, k=2, global_batch=128)
+small = chunkplan.CostModel(shape="sample_data/model", hardware="l4")
+plan = chunkplan.build(analysis, "out/plan", config, cost=small)
+assert chunkplan.validate(best.path).ok and chunkplan.validate(plan.path).ok
+```
+
+### Read a plan
+
+```python
+plan = chunkplan.load_plan("out/plan")
 for step in plan.iter_steps():
-    print(step.step, step.num_sequences, step.num_chunks, step.predicted_us / 1e6)
-
-other = chunkplan.build(analysis, "out/other", chunkplan.PlanConfig(chunk_size=8192, k=1, dp=2))
-for number in chunkplan.diff(plan.path, other.path).numbers:
+    for rank, chunks in step.chunks.items():
+        longest = max(chunk.prefix_tokens + chunk.num_tokens for chunk in chunks)
+        print(step.step, rank, len(chunks), longest, step.predicted_us / 1e6)
+print(chunkplan.per_step(plan))
+for number in chunkplan.diff("out/plan", "out/best").numbers:
     print(number.name, number.before, number.after)
 ```
 
 `import chunkplan` imports what a name needs when you first use it, and torch never. `make docs` writes this page from
-signatures and docstrings (`docs/generate_python_api.py`); `help(NAME)` shows types and the full docstring. A default of
-`...` is long, or depends on other fields.
+signatures and docstrings (`docs/generate_python_api.py`); `help(NAME)` shows types, the full docstring and an example.
+A default of `...` is long, or depends on other fields.
 """
 
 #: Command -> the functions that do what it does.
@@ -133,6 +153,27 @@ One process does the work of all ranks. A plan of several stages, or in which ra
 command that builds one like it. `from_model` takes [types](runtime.md#models) that gradients are exact for, also with
 LoRA adapters by peft. `step` adds to `.grad` in the dtype of the weights: keep these in float32, under autocast. Dtype,
 device, optimizer, learning rates and `model.train()` are yours. `examples/own_loop.py` goes on where it stopped.
+
+### Weights of your own
+
+```python
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from chunkplan_runtime import Executor
+
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("path/to/model"), dtype=torch.float32)
+model.load_state_dict(torch.load("weights.pt"))
+for name, weight in model.named_parameters():
+    weight.requires_grad = ".self_attn." in name
+executor = Executor.from_model(model.train())
+for work in executor.stream("chunkplan-out/plan"):
+    print(work.step.step, executor.step(work))
+    trained = {name: weight.grad.norm() for name, weight in model.named_parameters() if weight.grad is not None}
+```
+
+Weights may come from anywhere and be frozen in any part, as of a model within your own module. Here gradients of all
+steps are added up, as nothing sets them to zero.
 
 ```python
 Executor.from_model(model, *, checkpointing="none", kv_offload=False, router_loss=None, seed=0)

@@ -22,7 +22,7 @@ SCHEMAS = (
 #: Those whose records are conversations of any number of turns.
 CONVERSATIONS = ("messages", "conversations")
 
-#: What of a conversation is trained.
+#: The trained turns of a conversation.
 Turns = Literal["rendered", "last", "each"]
 
 #: What is read of one record at most. Encoding takes up to 130 times as much memory where it is encoded whole.
@@ -204,7 +204,7 @@ RECORD_BYTES = Domain(
 _TOKENS, _DATA = "Records and tokens", "What is read and what is kept"
 
 #: Options that a manifest has only where they are given.
-_UNSAID = {"chat_template_kwargs": {}, "text_split": None, "text_end": "auto"}
+_UNSAID: dict[str, object] = {"chat_template_kwargs": {}, "text_split": None, "text_end": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)

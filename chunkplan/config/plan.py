@@ -27,7 +27,7 @@ MAX_WEIGHT = 1_000_000
 SCHEDULES = tuple(FAMILIES)
 PACKERS = ("auto", "bfd", "mbs", "column-generation", "exact")
 
-#: What `--schedule` may be.
+#: Values of `--schedule`.
 SCHEDULE = replace(one_of(*SCHEDULES), expected=f"algorithm2 (on one stage) or {' or '.join(SCHEDULES[1:])}")
 
 #: Schedules in which ranks that share chunks meet in one order: first that of one stage, then those of pipelines.
@@ -376,8 +376,7 @@ class PlanConfig(Options):
             object.__setattr__(self, "cp", "off")  # nobody to share with
         elif self.split == "none":
             raise UsageError(
-                "nothing may be split, and cp splits sequences among ranks",
-                hint="leave no-split out, or leave cp out",
+                "nothing may be split, and cp splits sequences among ranks", hint="leave no-split out, or leave cp out"
             )
         if self.balance == "search":
             raise UsageError(
@@ -436,6 +435,5 @@ class PlanConfig(Options):
                 stages += f" of {self.virtual_stages} virtual stages"
                 lower += " or virtual-stages" if self.schedule == "interleaved" else ", or choose another schedule"
             raise UsageError(
-                f"{name} has {num_layers} layers, too few for {stages}",
-                hint=f"lower {lower}; --model names the model",
+                f"{name} has {num_layers} layers, too few for {stages}", hint=f"lower {lower}; --model names the model"
             )

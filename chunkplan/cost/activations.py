@@ -18,7 +18,7 @@ from chunkplan.cost.shape import Layer
 #: Norms and the log-sum-exp of attention are in float32.
 _FLOAT32 = 4
 
-#: Of a token id, and of a position.
+#: Bytes of a token id and of a position.
 _ID_BYTES = 4
 
 #: Of each expert that a token goes to: its place, weight and order among the tokens of that expert, in 32 and 64 bits.

@@ -32,7 +32,7 @@ from chunkplan.files.writing import whole_file
 from chunkplan.operations import OPS
 from chunkplan.version import __version__
 
-# What is measured on a device to calibrate the cost model: times of chunks, and what the device does on its own.
+# Measurements that calibrate the cost model: times of chunks, and rates of the device itself.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class DeviceRates:
 # A calibration as a hardware profile in TOML, which says where each number is from, and as a document for JSON.
 
 
-#: How a file begins that may be replaced.
+#: Beginning of a file that may be replaced.
 _BEGINNING = "# Measured by chunkplan calibrate"
 
 

@@ -96,6 +96,9 @@ class Hardware:
     launch_ns: float = 0.0
     attention: tuple[AttentionRates, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
     def to_dict(self) -> dict[str, object]:
         """The entries of a profile, which JSON can hold; without those that it may leave out where it has none."""
         entries = asdict(self) | {"attention": [asdict(rates) for rates in self.attention]}

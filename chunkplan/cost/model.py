@@ -113,17 +113,20 @@ MODEL = Domain(
     lambda value: isinstance(value, ModelShape),
     "a model's name, its config.json or the folder of it",
     read=read_model_config,
+    load=lambda value: read_model_config(value) if isinstance(value, str | Path) else value,
     metavar="NAME|FILE",
     example=f"Qwen/{QWEN2_5_7B.name}",
     is_written_too=True,
 )
-MODEL_SOURCE = replace(MODEL, holds=lambda value: isinstance(value, str | Path), read=str)
+MODEL_SOURCE = replace(MODEL, holds=lambda value: isinstance(value, str | Path), read=str, load=lambda value: value)
 HARDWARE = Domain(
     lambda value: isinstance(value, Hardware),
     "a hardware profile",
     read=load_hardware,
+    load=lambda value: load_hardware(value) if isinstance(value, str | Path) else value,
     metavar="NAME|FILE",
     completed=SHIPPED,
+    is_written_too=True,
 )
 MACHINE = "Model and GPUs"
 
@@ -156,7 +159,7 @@ class CostModel(Options):
         group=MACHINE,
         default=QWEN2_5_7B,
         default_words=QWEN2_5_7B.name,
-        flag="--model",
+        called="model",
     )
     hardware: Hardware = option(
         HARDWARE,

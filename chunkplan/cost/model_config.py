@@ -42,7 +42,7 @@ _NAMES = Domain(
     lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of names"
 )
 
-#: What the configs of all families may say besides.
+#: Entries that configs of all families may have.
 _FOR_ALL: dict[str, Expected] = {
     "tie_word_embeddings?": FLAG,
     "max_position_embeddings?": or_null(_SIZE),

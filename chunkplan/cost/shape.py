@@ -23,7 +23,7 @@ class AttentionPattern(NamedTuple):
     share: float = 1.0
 
 
-#: Of a model that attends to everything in all of its attention layers.
+#: Patterns of a model with full attention in all of its attention layers.
 FULL = (AttentionPattern(),)
 
 
@@ -125,6 +125,9 @@ class ModelShape:
     order: tuple[int, ...]
     tied_embeddings: bool = False
     max_positions: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
 
     @property
     def num_layers(self) -> int:

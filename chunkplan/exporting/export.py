@@ -22,6 +22,7 @@ from chunkplan.files.folder import EXPORT, refuse_other_content, replace_folder
 from chunkplan.files.json_file import write_json
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_same_analysis
+from chunkplan.quantities import short_repr
 from chunkplan.version import __version__
 
 
@@ -152,6 +153,8 @@ class Export:
     left_out: WholeSequences | None
     cut: SplitSequences | None
     files: list[str]
+
+    __repr__ = short_repr
 
     @property
     def token_fill(self) -> float:

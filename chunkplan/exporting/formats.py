@@ -19,7 +19,7 @@ from chunkplan.files.json_file import write_json
 # A dataset of Hugging Face `datasets`, as its `save_to_disk` lays it out; columns as TRL's SFTTrainer names them.
 
 
-#: What trainers of that world leave out of the loss.
+#: The label that these trainers leave out of the loss.
 _IGNORED = -100
 
 

@@ -17,7 +17,7 @@ from chunkplan.files.writing import changing, filling, hold, undone, writing
 
 MANIFEST = "manifest.json"
 
-#: What is known of an export, beside files of other people's formats.
+#: Our file in the folder of an export, beside those of its format.
 EXPORT = "export.json"
 
 #: Says that a folder is a cache, to whatever reads or backs up folders (https://bford.info/cachedir/).
@@ -41,7 +41,7 @@ _MARKS = {
     "export": (EXPORT, r'"format":\s*"[\w-]+",\s*"tool_version":'),
 }
 
-#: Where a mark is looked for: it is among the first of what is written.
+#: Bytes in which a mark is looked for: it is among the first that are written.
 _MARK_CHARACTERS = 1 << 20
 
 _NAMES = {"analysis": "an analysis", "plan": "a plan", "shard": "a shard of an analysis", "export": "an export"}

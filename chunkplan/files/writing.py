@@ -39,7 +39,7 @@ _OTHER_HINTS = {
 #: The most characters of a command that a lock shows.
 _MOST_CHARACTERS = 200
 
-#: What the system says of a link, of a folder, and of a socket or a device without a driver.
+#: Errors of the system for a link, a folder, and a socket or a device without a driver.
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 
 _undoings: dict[object, Callable[[], None]] = {}

@@ -51,7 +51,7 @@ def first_look(request: IntakeRequest, output: Path, scratch: Path) -> tuple[Ana
     options = replace(request.options, tokens=False, max_length=None)
     by_bytes = replace(request, tokenizer=None, chat_template=None, options=options, cache=scratch / "bytes-cache")
     everything = write_analysis(by_bytes, scratch / "bytes")
-    total = int(everything.num_tokens.sum(dtype=np.int64))
+    total, request = int(everything.num_tokens.sum(dtype=np.int64)), replace(request, notes=None)
     if everything.is_exact or total <= 2 * COUNTED:
         return write_analysis(request, output), None
     sampled = replace(request, options=replace(options, sample=COUNTED / total), cache=scratch / "sample-cache")

@@ -23,7 +23,7 @@ from chunkplan.intake.sources import LINK, SourceFile, find_sources
 from chunkplan.planfile.analysis import record_place
 from chunkplan.quantities import counted
 
-#: Of a line that is no record, so many bytes are kept.
+#: Bytes to keep of a line that is no record.
 _SHOWN_BYTES = 1 << 16
 
 _LINE = re.compile(r"(?P<path>.+):(?P<number>[0-9]{1,18}):?", re.DOTALL)
@@ -114,13 +114,13 @@ def _row(place: TypedPlace, source: Source) -> int:
     """The row that is meant, from 0; raises UsageError where records of this source are not named that way."""
     first = record_place(source.name, source.format, 0)
     match source.format, place.kind:
-        case "text", "file" if source.file.text_split is None:
+        case "text", "file":
             return 0
-        case "text", _ if source.file.text_split is None:
+        case "text", _:
             raise UsageError(f"{source.name} is one record, its whole text", hint=f"give '{first}'")
         case "jsonl", "line" if place.number:
             return place.number - 1
-        case "npy" | "parquet" | "arrow" | "json" | "csv" | "tsv" | "text", "record":
+        case "npy" | "parquet" | "arrow" | "json" | "csv" | "tsv" | "texts", "record":
             return place.number
     counted_from = "lines are counted from 1" if source.format == "jsonl" else "its records are counted from 0"
     hint = f"{counted_from}: '{first}' is the first"

@@ -94,7 +94,7 @@ class Batch:
     unread: Mapping[str, int | None] = field(default_factory=dict)
 
 
-#: What a chat template may leave out of a conversation, or change: the names in manifests, and what they mean.
+#: Parts of a conversation that a chat template may leave out or change: names in manifests, and meanings.
 LEFT_OUT = {
     "system": "what the system message says",
     "user": "what the user says",

@@ -28,6 +28,7 @@ from chunkplan.intake.files import STDIN, is_url
 from chunkplan.intake.probe import cut_with_layout, probe
 from chunkplan.intake.process import IntakeSettings, find, piece_key
 from chunkplan.intake.readers import is_stream
+from chunkplan.intake.recipes import declared
 from chunkplan.intake.records import RecordError, Rejected
 from chunkplan.intake.runners import Outcomes, Report, Task, Workers, run_here, run_in_processes, run_on_ray
 from chunkplan.intake.schemas import RecordLayout
@@ -55,8 +56,8 @@ Paths = str | Path | Sequence[str | Path]
 class IntakeRequest:
     """The sources to read and the options to read them with; `analyze` documents the fields.
 
-    `beside` is called with the files in folders and patterns that are no data; `unused` with the places of per-source
-    options that match no source here, where that is no error.
+    `beside` is called with the files in folders and patterns that are no data; `notes` with what a user should know of
+    the request: per-source options that match no source here, where that is no error, and what else a recipe says.
     """
 
     paths: Paths | Mapping[str, Paths]
@@ -69,7 +70,7 @@ class IntakeRequest:
     ray: str | None = None
     progress: Progress | None = None
     beside: Callable[[list[str]], None] | None = None
-    unused: Callable[[list[str]], None] | None = None
+    notes: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,19 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     if request.workers is not None and request.workers < 1:
         raise UsageError(f"{request.workers} processes", hint="give 1 or more --workers")
     beside: list[str] = []
-    train, evaluation = _by_part(request.paths)
+    train, evaluation = map(declared, _by_part(request.paths))
+    request = replace(request, options=evaluation.options(train.options(request.options)))
     suffixes, split = suffixes_of(request.options.formats), request.options.text_split
-    files = find_sources(train, beside, suffixes, evaluation=evaluation, text_split=split)
+    to_evaluate = [*evaluation.paths, *train.evaluation]
+    files = find_sources(train.paths, beside, suffixes, evaluation=to_evaluate, text_split=split)
     if request.beside is not None:
         request.beside(beside)
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
     request = replace(request, options=options)
-    if request.unused is not None and unused:
-        request.unused(unused)
+    found = [f"ignored, as there is no such source: {', '.join(unused)}"] if unused else []
+    if request.notes is not None:
+        for note in (*train.notes, *evaluation.notes, *found):
+            request.notes(note)
     if shard is not None:
         _check_can_be_dealt(files)
     store = Store(request.cache, is_trusted=request.use_cache)
@@ -253,7 +258,7 @@ def _runner(request: IntakeRequest, files: Sequence[SourceFile], store: Store, s
 #: Does tasks and yields their results, in any order; after one that failed it begins no other.
 Runner = Callable[[Iterator[Task], IntakeSettings, Report], Outcomes]
 
-#: How many URLs are looked at at once.
+#: URLs that are looked at at once.
 _LOOKS = 16
 
 

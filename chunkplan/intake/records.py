@@ -155,7 +155,7 @@ REASONS = {
 }
 
 
-#: What to do where all records are left out for one reason.
+#: Hints if all records are left out for one reason.
 HINTS_OF_ALL = {
     "empty": "give files with at least one record that is not blank",
     "undesirable": "give records with good answers too, or remove `label` if it means another thing",

@@ -37,7 +37,7 @@ from chunkplan.intake.store import ROOM_HINT
 #: room. On a cluster it is as many for each CPU.
 _WAITING = 2
 
-#: How often progress is looked for.
+#: Seconds between looks at the progress.
 _SECONDS = 0.1
 
 _SECONDS_TO_CONNECT = 5.0
@@ -45,7 +45,7 @@ _SECONDS_TO_CONNECT = 5.0
 #: Signals that end a program are sent to all its processes; only the program acts on them.
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
-#: What `--ray` says for a cluster that is started on this machine.
+#: Value of `--ray` for a cluster that is started on this machine.
 LOCAL = "local"
 
 

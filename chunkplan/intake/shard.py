@@ -34,7 +34,7 @@ from chunkplan.planfile.schema import SCHEMA_VERSION
 from chunkplan.version import __version__
 
 _AGAIN = "copy the shard here again, or analyze it again"
-#: How much of the beginning and of the end of sources is compared.
+#: Bytes at the beginning and the end of sources that are compared.
 _END_BYTES = 1 << 20
 
 _HINT = "give the folders that `chunkplan analyze --shard I/N` wrote, all N of one run"

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from chunkplan.intake.files import is_url, name_of, open_file, reading
 
-#: How many bytes tell.
+#: Bytes of the beginning of a file that are looked at.
 HEAD_BYTES = 16
 
 #: How compressed files begin. No text begins so: bzip2 has a number behind its letters, zstd may begin with frames that
@@ -28,29 +28,29 @@ _COMPRESSED = {
     "bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
 }
 
-#: How tables and arrays begin.
+#: First bytes of tables and arrays.
 _TABLES = {"parquet": re.compile(rb"PAR1\x15"), "arrow": re.compile(rb"ARROW1\0\0"), "npy": re.compile(rb"\x93NUMPY")}
 
-#: How much of a file is looked at: as it is stored, of its content, and of the members of an archive.
+#: Bytes of a file to look at: as stored, of its content, and members of an archive.
 _STORED_BYTES, _BYTES, _MEMBERS = 1 << 20, 1 << 18, 100
 
 #: The suffix of what is compressed, by the name that Arrow has for it.
 _PACKINGS = {"gzip": "gz", "zstd": "zst", "bz2": "bz2"}
 
-#: How other files begin: the Python that writes Parquet, with the file and the new one in it.
+#: First bytes of other files: the Python that writes Parquet, with the file and the new one in it.
 _TO_PARQUET = {
     b"ORC": "import pyarrow.orc as o, pyarrow.parquet as p; p.write_table(o.read_table(%s), %s)",
     b"Obj\x01": "import polars; polars.read_avro(%s).write_parquet(%s)",
 }
 
-#: What unpacks a file of one other, and what such files begin with.
+#: Code that unpacks a file of one other, and the first bytes of such files.
 _UNPACK = "import {0}, shutil; shutil.copyfileobj({0}.open(%s), open(%s, 'xb'))"
 _MODULES = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
 
-#: How the names of texts end of which the whole is no text to be trained.
+#: Suffixes of text files whose whole is no text to train on.
 _STRUCTURED = {".psv", ".tab", ".yaml", ".yml", ".toml", ".xml", ".ini", ".sql", ".ipynb", ".svg"}
 
-#: What is in every file of an office, which is an archive by its bytes.
+#: Members of every office file, which is an archive by its bytes.
 _OFFICE = {"[Content_Types].xml", "mimetype"}
 
 _WRITE = "write its records as JSON lines (.jsonl, an object each) or as Parquet, with all that is to be trained"

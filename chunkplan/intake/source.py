@@ -85,7 +85,9 @@ class Source:
 
     @property
     def format(self) -> str:
-        """The format that was read: its kind, or jsonl where a name says JSON and there are lines."""
+        """The format that was read: its kind, jsonl where a name says JSON and there are lines, or texts."""
+        if self.file.text_split is not None:
+            return "texts"
         readers = {self.reader, *(piece.reader for piece in self.results.values())}
         return "jsonl" if "lines" in readers else self.file.kind
 

@@ -27,11 +27,12 @@ from pathlib import Path
 from chunkplan.config.intake import SCHEMAS, SourceOverrides
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.folder import CACHE_TAG, EXPORT, MANIFEST
+from chunkplan.intake import hub
 from chunkplan.intake.files import STDIN, Files, files_of, is_url, join, name_of, open_file, reading
 from chunkplan.intake.signatures import by_bytes, what_to_do
 from chunkplan.intake.source_columns import is_named
 
-#: What may stand behind the suffix of a kind that is text.
+#: Suffixes that may follow that of a kind of text.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 _KINDS = {
@@ -68,10 +69,10 @@ _SPLIT = re.compile(r"(?:^|[^a-z])(train(?:ing)?|valid(?:ation)?|val|dev|test(?:
 #: The kind of a link to a folder.
 LINK = "link"
 
-#: How the manifest of a folder of ours begins.
+#: Beginning of the manifest of a folder of ours.
 _OURS = re.compile(rb'\s*\{\s*"kind":\s*"(analysis|plan|shard)"')
 
-#: How the file begins that says what an export has in it, with its own path first.
+#: Beginning of the description of an export, with its own path first.
 _EXPORTED = re.compile(rb'\s*\{\s*"path":.*\s*"format":\s*"([\w-]+)",\s*"tool_version":')
 _LONGEST_PATH = 1 << 16
 
@@ -155,11 +156,11 @@ def find_sources(
     SOURCE -> suffix, for files that `is_named` so.
 
     A path is a file, a folder (all data in and below it), a pattern with `*`, `?`, `[...]` and `**` (the data and the
-    folders that it matches; `**` matches no folders), "-" for JSONL from the standard input, or a URL of any of these.
-    A folder of Hugging Face `save_to_disk` stands for the files its `state.json` lists, a folder of splits for all of
-    these, in the order written there. Raises UsageError: there is no such path, nothing in a folder or of a pattern, a
-    suffix is not known, no access, or the standard input is given another format than JSON lines; DataError: a folder
-    of `save_to_disk` does not list its files.
+    folders that it matches; `**` matches no folders), "-" for JSONL from the standard input, a URL of any of these, or
+    the name of a dataset on the Hugging Face Hub (`hub`). A folder of Hugging Face `save_to_disk` stands for the files
+    its `state.json` lists, a folder of splits for all of these, in the order written there. Raises UsageError: there is
+    no such path, nothing in a folder or of a pattern, a suffix is not known, no access, or the standard input is given
+    another format than JSON lines; DataError: a folder of `save_to_disk` does not list its files.
     """
     search = _Search([] if beside is None else beside, suffixes or {}, text_split)
     for name, suffix in search.suffixes.items():
@@ -196,11 +197,14 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
         files = files_of(path)
         if files.is_folder(path):
             found = [_found(files, each, search) for each in _below(files, path, search)]
-            return _by_split(_check_any(found, f"{path} has no data in it or below", search.beside), len(path))
+            found = _check_any(found, f"{path} has no data in it or below", search.beside)
+            return _by_split(found, [one.path[len(path) :] for one in found])
         if files.exists(path):
             return [_source(files, path, search)]
         if any(sign in path for sign in "*?["):
             return _of_pattern(files, path, search)
+    if hub.is_name(path) and ("." not in name_of(path) or describe(path) is None):
+        return _of_dataset(path, search)
     raise UsageError(f"there is no file {path}", hint="give files, folders, patterns or URLs of data")
 
 
@@ -241,16 +245,22 @@ def _check_any(found: list[SourceFile], message: str, beside: list[str]) -> list
     return found
 
 
-def _by_split(found: list[SourceFile], start: int) -> list[SourceFile]:
-    """`found` in a folder, of which what is called an evaluation split beside one to train on is evaluated on.
+def _by_split(found: list[SourceFile], names: list[str]) -> list[SourceFile]:
+    """`found`, of which the evaluation splits beside one to train on, as `names` call them, are evaluated on."""
+    splits = [(name, match) for name in names for match in _SPLIT.finditer(name)]
+    trained = {name[: match.start(1)] for name, match in splits if match[1].lower().startswith("train")}
+    others = ((name, match) for name, match in splits if not match[1].lower().startswith("train"))
+    evaluated = {name for name, match in others if name[: match.start(1)] in trained}
+    return [replace(one, is_evaluation=name in evaluated) for one, name in zip(found, names, strict=True)]
 
-    The names are looked at from letter `start` of the paths on.
-    """
-    splits = [(one.path, match) for one in found for match in _SPLIT.finditer(one.path, start)]
-    trained = {path[: match.start(1)] for path, match in splits if match[1].lower().startswith("train")}
-    others = ((path, match) for path, match in splits if not match[1].lower().startswith("train"))
-    evaluated = {path for path, match in others if path[: match.start(1)] in trained}
-    return [replace(one, is_evaluation=one.path in evaluated) for one in found]
+
+def _of_dataset(path: str, search: _Search) -> list[SourceFile]:
+    """The files of a dataset on the Hub, whose splits are called as it says, or as its files are."""
+    ends = [f"{suffix}{packed}" for suffix in _KINDS for packed in ("", *COMPRESSIONS)]
+    found = [(str(file), split) for file, split in hub.fetch_dataset(path, ends) if search.is_data(str(file))]
+    names = [split or file.partition("/snapshots/")[2].partition("/")[2] for file, split in found]
+    sources = [_source(files_of(file), file, search) for file, _ in found]
+    return _by_split(_check_any(sources, f"the dataset {path} has no data in it", search.beside), names)
 
 
 def _of_pattern(files: Files, pattern: str, search: _Search) -> list[SourceFile]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from chunkplan.intake.records import JsonObject, RecordError
 from chunkplan.intake.template_render import Rendered, Span
 
-#: What tools a conversation has.
+#: Tools of a conversation.
 Tools = list[JsonObject] | None
 
 #: (messages, tools, with the generation prompt) -> their rendering. Raises RecordError where the template raises.
@@ -37,13 +37,13 @@ TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 #: So many shapes are remembered; data has some hundreds.
 MOST_SHAPES = 1 << 12
 
-#: What a message says: its texts and its calls, and who says it.
+#: The fields of a message: its texts and its calls, and its role.
 _SAID = {"role", "tool_calls", *TEXTS}
 
 #: Every word of `_word`, also where one overlaps another.
 _WORDS = re.compile("(?=(qz[a-p]+zq))")
 
-#: What a generation prompt may have beyond the header of a message that others follow: the beginning of a thought.
+#: Beginnings of reasoning that a generation prompt may have beyond the header of a message that others follow.
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 
 #: Texts of neighbours that are shorter may stand anywhere by chance.

@@ -25,6 +25,7 @@ from chunkplan.planfile.manifest import TokenFileEntry
 from chunkplan.planfile.notebook import analysis_html
 from chunkplan.planfile.schema import SEQUENCES, TOKENS, to_numpy
 from chunkplan.planfile.tables import conform, read_columns
+from chunkplan.quantities import short_repr
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Analysis:
     num_target_tokens: Int32Array
     content_hash: str
     manifest: dict[str, Any] = field(repr=False)
+
+    __repr__ = short_repr
 
     @cached_property
     def source(self) -> Int32Array:
@@ -172,7 +175,7 @@ def record_place(path: str, kind: str, record: int) -> str:
     return f"{path}:{record + 1}" if kind == "jsonl" else f"{path}, record {record}"
 
 
-#: What pyarrow raises for a file that is torn or overwritten.
+#: Errors of pyarrow for a file that is truncated or overwritten.
 _DAMAGED = (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
 
 

@@ -222,7 +222,7 @@ def times_of(chunks: Chunks, cost: CostModel | None, config: PlanConfig, *, with
     return chunk_times(chunks.num_tokens, chunks.attention_pairs, rates, layers, exchange, chunks.kept_attention)
 
 
-#: What a plan says that nobody knows is none, which `validate` refuses.
+#: Code by word; unknown words of a file get none, which `validate` refuses.
 _KEPT = {word: code for code, word in enumerate(KEPT_ATTENTION)}
 
 _COUNTS = ("group_index", "group_size", "num_tokens", "num_target_tokens", "prefix_tokens")

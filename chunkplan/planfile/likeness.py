@@ -17,14 +17,14 @@ from chunkplan.planfile.load import evaluation_folder
 from chunkplan.planfile.manifest import config_of, how_to_build_beside
 from chunkplan.planfile.plan import Plan
 
-#: What decides, beside the analysis, which samples a step has.
+#: Options that decide, beside the analysis, which samples a step has.
 _SAMPLING = ("global_batch", "last_batch", "seed", "epochs", "holdout", "part", "mix")
 
 #: What may not go with other ranks, stages or layers, and is then left to its default; where one of two has to, the
 #: first.
 _TIED = ("cp", "stage_layers", "virtual_stages", "schedule")
 
-#: How many epochs a plan has: with more, the same steps come first.
+#: The number of epochs: with more, the same steps come first.
 EPOCHS = "plan.epochs"
 
 

@@ -118,7 +118,7 @@ def _array(column: pa.Array) -> _Array:
     return values
 
 
-#: What to try where rows of a plan are not what they should be.
+#: Hint for a plan with damaged rows.
 VALIDATE_HINT = "`chunkplan validate` says what is wrong with the plan"
 
 

@@ -20,7 +20,7 @@ from chunkplan.planfile.schema import to_numpy
 
 _HINT = "the file is damaged or not ours: write it again with `chunkplan analyze` or `chunkplan build`"
 
-#: What numbers take at least, in memory.
+#: Bytes of the smallest numbers in memory.
 _VALUE_BYTES = 4
 
 

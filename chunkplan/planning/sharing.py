@@ -29,7 +29,7 @@ _LEAST_PART, _LEAST_PART_OF_SHORT = 16, 4
 #: Sharing is looked for where the slowest rank takes longer than the bound by more than one part in _GAP_PARTS of it.
 _GAP_PARTS = 256
 
-#: What a sequence takes that may not be shared by so many.
+#: Time of a sequence on a number of ranks that may not share it.
 _NEVER = np.int64(1) << 53
 
 #: See `_near_enough`.

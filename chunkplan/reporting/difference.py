@@ -16,11 +16,12 @@ from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_plan_or_analysis
 from chunkplan.planfile.manifest import SourceEntry
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import short_repr
 from chunkplan.reporting.per_step import plan_chunks
 from chunkplan.reporting.plan_memory import plan_memory
 from chunkplan.summary import summary_of
 
-# Which sources of an analysis another one has, too: by their paths, and moved ones by what is in them.
+# Match the sources of two analyses: by path, and moved ones by content.
 
 
 class ComparedSource(TypedDict):
@@ -179,6 +180,8 @@ class Difference:
     same_steps: SameSteps | None = None
     sources: tuple[SourceChange, ...] = ()
     rejected: tuple[Number, ...] = ()
+
+    __repr__ = short_repr
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, for one JSON document."""

@@ -9,7 +9,7 @@ from chunkplan.planfile.plan import Chunk
 from chunkplan.schedule.timeline import Simulation
 from chunkplan.schedule.trace import LETTERS
 
-#: What ops are called, in the order of `OPS`.
+#: Words for ops, in the order of `OPS`.
 OP_WORDS = ("forward", "forward, KV only", "recompute", "backward", "backward of inputs", "of weights")
 
 

@@ -13,6 +13,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.errors import DataError
 from chunkplan.planfile.load import load_plan
 from chunkplan.planfile.plan import KINDS, Plan
+from chunkplan.quantities import short_repr
 from chunkplan.reporting.per_step import PlanChunks, per_step, plan_chunks
 from chunkplan.reporting.plan_memory import PlanMemory, plan_memory
 from chunkplan.reporting.shared_sequences import SharedRow, exchange_us, shared_rows
@@ -85,6 +86,8 @@ class PlanReport:
     ranks: tuple[RankRow, ...]
     times: StepTimeSummary
     memory: PlanMemory | None
+
+    __repr__ = short_repr
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, for one JSON document."""

@@ -22,6 +22,7 @@ from chunkplan.intake.records import Conversation, Exchange, LengthRecord, Recor
 from chunkplan.intake.schemas import SCHEMAS, count_unread
 from chunkplan.intake.tokenizer import Encoded, RecordTokenizer, by_turns, turns_of, without_padded
 from chunkplan.planfile.analysis import Analysis
+from chunkplan.quantities import short_repr
 from chunkplan.reporting.token_text import SequenceText, decode_sequence
 
 
@@ -119,6 +120,8 @@ class RecordView:
     stored: str | None
     num_stored_left_out: int
     rejected: RecordRejection | None
+
+    __repr__ = short_repr
 
 
 def view_record(

@@ -59,7 +59,7 @@ from chunkplan.schedule.orders import (
 from chunkplan.schedule.simulate import simulate
 from chunkplan.schedule.templates import TEMPLATES, follow_template
 
-# How long it takes from a job to the end of all, whatever stages do: what makes one job more urgent than another.
+# Tails: the least time from a job to the end of all, by which one job is more urgent than another.
 
 
 @compiled
@@ -194,7 +194,7 @@ def _identical_rank(chunks: Chunks, times: ChunkTimes, rank: int, others: Int64A
     return -1
 
 
-#: That of state-aware 1F1B.
+#: The template of state-aware 1F1B.
 _AHEAD = TEMPLATES["1f1b"]
 
 #: No more memory than state-aware 1F1B takes.
@@ -212,7 +212,7 @@ _FIRST_ACTIONS = 60_000
 #: By how much of its own time, in per cent, a weight half may delay what comes next: what is tried.
 OVERRUNS = np.array([50, 100])
 
-#: What is as near to the lower bound is good target: one part in so many.
+#: A result this close to the lower bound, one part in so many, ends the search.
 _GAP = 200
 
 

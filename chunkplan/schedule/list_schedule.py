@@ -37,10 +37,10 @@ WHOLE = -1
 #: Later than any time, and far enough from the largest integer to be added to.
 _NEVER = 2**62
 
-#: Whether a chunk's activations come (1) or go (-1) with each op, int64 [num_ops].
+#: Sign by which a chunk's activations change with each op, int64 [num_ops]: 1, 0 or -1.
 ADDED = CHANGES[:, :, ACTIVATIONS].sum(axis=1)
 
-#: What a stage can do next; of two that can start at the same time, the first one goes first.
+#: Possible next actions of a stage; of two that can start at the same time, the first one goes first.
 _BACKWARD, _FORWARD, _WEIGHT = range(3)
 
 

@@ -183,7 +183,7 @@ _ACTIONS = 2_000_000
 #: deterministic seconds at most, so that few chunks may take longer than many.
 _PAIRS, _FEWER_ACTIONS, _EFFORT = 40, 200_000, 1.0
 
-#: What is as near to the lower bound is good enough.
+#: A result this close to the lower bound is good enough.
 _GAP = 0.005
 
 

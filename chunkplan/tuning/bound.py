@@ -118,7 +118,7 @@ def fewest_bytes(longest: int, config: PlanConfig, cost: CostModel) -> int:
             cost, dp=config.dp, layers=layers, held=all_alike, chunk_size=chunk_size, placement=placement
         )
 
-    # Where the end of a step is the fullest, gradients take what activations have given back.
+    # If the peak is at the end of a step, gradients take the memory that activations have freed.
     now, at_end, never = (
         stages(ResidentTokens(kept, kv=kv)),
         stages(ResidentTokens()),

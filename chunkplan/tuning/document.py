@@ -21,7 +21,7 @@ from chunkplan.version import __version__
 
 _STATED = tuple(name for name in PLAN_ENTRIES if name not in OPTIONAL_ENTRIES)
 
-#: What a tuning was found for.
+#: Settings that a tuning was found for.
 _OPTIONS = (
     *("gpus", "dp", "tp", "pp", "gpu_memory", "precision", "sharding", "lora_rank", "load_in_4bit", "optimizer"),
     *("fused_kernels", "global_batch", "seed", "chunk_sizes", "ks", "schedules", "cp", "keep_attention"),

@@ -142,7 +142,7 @@ _RATIO = Domain(lambda value: type(value) in (int, float) and math.isfinite(valu
 #: No step takes no time, and what is nowhere near a step cannot be drawn beside one.
 _SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "seconds, from 1e-9 to 1e12")
 
-#: Of a choice, and of a baseline.
+#: Entries of a choice, and of a baseline.
 _OUTCOME: dict[str, Expected] = {
     "step_seconds": _SECONDS,
     "memory": {"total": whole(1)},
@@ -166,7 +166,7 @@ _CHOICE = {
     "plan_only": or_null(TEXT),
 }
 
-#: What `CostModel.from_dict` checks is not said again.
+#: `CostModel.from_dict` checks the rest.
 EXPECTED: Expected = {
     "kind": one_of("tuning"),
     "schema_version": whole(1, 1),

@@ -16,7 +16,7 @@ from chunkplan.cost.optimizers import Optimizer
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, MOST, Domain, number, one_of, several, tokens, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Advanced, Options, option, same
+from chunkplan.options import Advanced, Options, option, options_of, same
 
 CHUNK_SIZES = (
     *(1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 20480, 24576, 32768, 40960, 49152),
@@ -85,7 +85,7 @@ def _read_gpus(typed: str) -> dict[str, int | Hardware]:
 
 _LAYOUT, _TRIED = "Layout of the GPUs", "What is tried"
 
-#: What a cost model has of the options as it is.
+#: Options that are fields of a cost model too.
 _OF_COST_MODEL = ("shape", "precision", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile")
 
 
@@ -97,6 +97,8 @@ class TuneOptions(Options):
     are all of `chunk_sizes` x `ks` x `schedules` (None: "algorithm2" on one stage, on more "auto", "zero-bubble" and,
     where stages have two layers, "zero-bubble-v"), with and without shared sequences (`cp`) if the schedule allows
     them. `sharding` "auto" shards gradients and weights where that makes room for a faster choice.
+
+    In Python the model and the hardware may be named, and `gpus` may be as they are typed: "8xH100".
 
     Raises:
         UsageError: a value is out of range.
@@ -183,6 +185,13 @@ class TuneOptions(Options):
         group=_TRIED,
         default=False,
     )
+
+    def __post_init__(self) -> None:
+        typed: object = self.gpus
+        if isinstance(typed, str):
+            for name, value in options_of(TuneOptions)["gpus"].read(typed).items():
+                object.__setattr__(self, name, value)
+        super().__post_init__()
 
     def check_together(self) -> None:
         """Refuse GPUs beside a layout, schedules without a pipeline, and more stages than layers."""

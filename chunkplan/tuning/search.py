@@ -13,7 +13,7 @@ from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.trial import Outcome, try_out
 
-#: What is slower than the best by less than this on a few steps may be as fast on all.
+#: A choice within this factor of the best on a few steps may be as fast on all.
 CLOSE = 1.01
 
 

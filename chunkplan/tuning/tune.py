@@ -21,7 +21,7 @@ from chunkplan.errors import UsageError
 from chunkplan.lengths import Positions
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.load import load_analysis
-from chunkplan.quantities import ZERO
+from chunkplan.quantities import ZERO, short_repr
 from chunkplan.tuning.baselines import Baseline, baselines
 from chunkplan.tuning.grid import Choice, Progress, evaluate, mixed_again, try_grid
 from chunkplan.tuning.options import LADDER, GpuLayout, TuneOptions
@@ -42,7 +42,7 @@ _COARSE_CHUNK_SIZES, _COARSE_KS, _LAYOUTS = (4096, 16384, 65536), (1, 8), 2
 #: Times this close are the same: of these the choice is the one that takes least memory.
 _SAME = 1.005
 
-#: What is no slower than this many times the best is tried on more steps, of the fastest so many.
+#: Choices within this factor of the best are tried on more steps, at most so many of the fastest.
 _CLOSE, _CLOSEST = 1.03, 8
 
 #: Choices slower than the best by more than this factor are no trade for less memory.
@@ -89,6 +89,8 @@ class Tuning:
     tokens_per_step: float
     token_histogram: dict[int, float]
     positions: Positions | None
+
+    __repr__ = short_repr
 
     @property
     def best(self) -> Choice:

@@ -19,7 +19,7 @@ from chunkplan.layers import model_stage_of, stage_of
 from chunkplan.operations import BACKWARDS, FORWARDS, OPS
 from chunkplan.validation.chunk_columns import ChunkColumns, Violation
 
-#: What ranks do together, by op: forward, recompute and backward.
+#: Ops that ranks do together: forward, recompute and backward.
 _KIND = np.array([0 if op in FORWARDS else 2 if op in BACKWARDS else 1 for op in OPS])
 
 #: Actions and chunks of a block: enough for numpy to be fast, few enough to stay near the processor.

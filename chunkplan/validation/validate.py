@@ -16,6 +16,7 @@ from chunkplan.planfile.hashing import combine_hashes
 from chunkplan.planfile.load import is_analysis, load_analysis, load_plan, load_plan_analysis
 from chunkplan.planfile.plan import Plan
 from chunkplan.planfile.plan_writer import hash_plan
+from chunkplan.quantities import short_repr
 from chunkplan.validation.checks_analysis import ANALYSIS_INVARIANTS, check_analysis
 from chunkplan.validation.checks_chunks import CHUNK_CHECKS, STRUCTURAL, WITHOUT_ANALYSIS, first_violation
 from chunkplan.validation.checks_schedule import SCHEDULE_CHECKS, peak_retained
@@ -42,6 +43,8 @@ class Validation:
     violations: tuple[Violation, ...]
     unchecked: tuple[str, ...]
     is_own_analysis: bool = True
+
+    __repr__ = short_repr
 
     @property
     def ok(self) -> bool:

@@ -170,7 +170,7 @@ def _warn_of_lost(sources: list[SourceEntry]) -> None:
         note(f"hint: to have {counted(len(lines), 'source')} of them read, {TRY}{' '.join(lines)}")
 
 
-#: What of conversations is trained, by `--train-turns`.
+#: Words for the trained turns, by `--train-turns`.
 _TURNS = {
     "rendered": ("all that the assistant wrote, as rendered", "(others: --train-turns last, --train-turns each)"),
     "last": ("the last turn", "(--train-turns last)"),

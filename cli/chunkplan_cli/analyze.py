@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Advanced, Options, option, options_of, read_toml, same, toml_name
+from chunkplan.options import Advanced, Options, option, options_of, read_settings, same, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.plan_report import warn_of_positions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TOKENS, _DATA, _WORK = "Records and tokens", "What is read and what is kept", "How the work is done"
 
-#: What leaves out sources that cannot be read; a longer command is not repeated with it.
+#: Option that leaves out unreadable sources; a command longer than this is not repeated with it.
 _SKIP = ("--on-error", "skip")
 _LONGEST_COMMAND = 400
 
@@ -109,7 +109,7 @@ class FileOptions(Options):
     """The file that options come from beside the command line."""
 
     config: Path | None = option(
-        path("FILE.toml"),
+        path("FILE"),
         'A file with these options, such as `train-turns = "last"`; the command line wins.',
         group=Advanced(OPTIONS),
         default=None,
@@ -120,7 +120,11 @@ class FileOptions(Options):
 def analyze(
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA", help="Files, folders, patterns or URLs; - is JSONL from the standard input."),
+        typer.Argument(
+            metavar="DATA",
+            help="Files, folders, patterns or URLs; owner/name[:SPLIT] on the Hugging Face Hub; dataset_info.json or "
+            "axolotl's YAML; - is JSONL from the standard input.",
+        ),
     ],
     *,
     work: CliValues,
@@ -195,7 +199,7 @@ def reading_of(
                 use_cache=how.use_cache,
                 progress=progress,
                 beside=beside.extend,
-                unused=lambda places: note(f"ignored, as there is no such source: {', '.join(places)}"),
+                notes=note,
             )
     except UnreadableSourcesError as error:
         command = shlex.join(["chunkplan", *sys.argv[1:], *_SKIP])
@@ -232,7 +236,10 @@ def with_files(
     """
     called = {name: one.called for kind in (AnalyzeOptions, IntakeOptions) for name, one in options_of(kind).items()}
     joined = dict(with_length_column({**work, **intake}))
-    files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
+    files: list[tuple[Path, CliValues]] = []
+    if config is not None:
+        in_config = read_settings(config, AnalyzeOptions, IntakeOptions, section="analyze")
+        files.append((config, with_length_column(in_config)))
     settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
     files += [(place.file, CliValues(settings))] if settings else []
     for file, in_file in files:

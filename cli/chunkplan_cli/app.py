@@ -36,7 +36,7 @@ from chunkplan_cli.validate import validate
 
 _SYSTEM_HINT = "check that the path can be read or written, and that the disk has room"
 
-#: What the system says of a path that was given wrong, rather than of a machine in trouble.
+#: Errors of the system for a wrong path, rather than for a machine in trouble.
 _USERS_TO_FIX = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS}
 
 app = typer.Typer(

@@ -83,7 +83,7 @@ def build(
     options = BuildOptions(**how)
     if "checkpointing" in how and (auto or options.checkpointing != AUTO):
         machine["checkpointing"] = options.checkpointing
-    values = resolve(plan, options.config)
+    values, machine = resolve(plan, machine, options.config)
     place = Workspace.find(workspace)
     target = output or place.plan
     replaced = describe_old(target)
@@ -201,7 +201,7 @@ def _can_be_trained(manifest: dict[str, Any], config: PlanConfig, cost: CostMode
     return described["exact"] and described["sample"] is None and why_plan_only(config, cost) is None
 
 
-#: What `tune` is asked for a plan that does not fit.
+#: Options of the `tune` command suggested for a plan that does not fit.
 _OF_TUNE = ("shape", "hardware", "gpus", "gpu_memory", "precision", "sharding", *_TRAINED, "global_batch", "cp")
 
 

@@ -21,7 +21,7 @@ from chunkplan.options import Advanced, Config, Option, Options, options_of
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.workspace import Workspace
 
-# What a shell completes where an option takes one of some names, or a step or rank of a plan.
+# Shell completion for options that take one of some names, or a step or rank of a plan.
 
 
 #: Of more steps or ranks the first ones are offered.
@@ -76,7 +76,7 @@ def _numbers_below(context: typer.Context, *entry: str) -> list[str]:
         return []
 
 
-# What the options of a model and of GPUs mean together.
+# Combined meaning of the options of a model and of GPUs.
 
 
 def tune_options(asked: CliValues) -> TuneOptions:
@@ -224,7 +224,7 @@ def _variable(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-#: What many commands take.
+#: Arguments and options of many commands.
 AnalysisArgument = Annotated[
     Path | None,
     typer.Argument(

@@ -48,7 +48,7 @@ _SHOWN = 16
 
 _STYLES = {"identical": "bold green", "different": "bold yellow"}
 
-#: What a number is called where its name is not words enough.
+#: Words for numbers whose names do not explain themselves.
 _NAMES = {
     "token_fill": "token fill",
     "heaviest_over_mean": "heaviest rank over mean",

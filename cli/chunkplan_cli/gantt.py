@@ -16,7 +16,7 @@ from chunkplan.schedule.trace import LETTERS
 #: By op, in the order of `OPS`.
 _COLOURS = ("bright_blue", "cyan", "yellow", "green", "green", "magenta")
 
-#: What a column of characters shows where it is no bar.
+#: Character of a column without a bar.
 _IDLE, _WAITS_FOR_RANKS = ".", ":"
 
 #: Long schedules of few stages are shown in several bands, one below the other, of so many lines in all.

@@ -148,7 +148,7 @@ def inspect(
         _show_chunk(plan, step, _one_rank(plan, rank), chunk, options, decodes=text, as_json=as_json)
 
 
-#: What an option is of no use without.
+#: Option -> the one that it needs.
 _NEEDS = {"rank": "step", "actions": "step", "chunk": "step", "text": "chunk", "tokenizer": "text", "analysis": "chunk"}
 
 

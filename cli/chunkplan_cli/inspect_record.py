@@ -29,16 +29,18 @@ if TYPE_CHECKING:
     from chunkplan.reporting.record_view import RecordView, SequenceView
 
 #: Options of `analyze` that say how a record is read and what of it is trained.
-READING = ("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes", "text_split")
-READING += ("chat_template_kwargs", "text_end")
+READING = (
+    *("schema", "columns", "ignore_columns", "turns", "max_length", "long", "max_record_bytes"),
+    *("text_split", "text_end", "chat_template_kwargs"),
+)
 
 #: Options that say together how records are laid out.
 LAYOUT = ("schema", "formats", "columns", "ignore_columns")
 
-#: Those that name files and columns.
+#: Options that name files and columns.
 FILES = ("chat_template", "length_column")
 
-#: Of a longer sequence the two ends are shown: about two screens.
+#: Tokens to show of a sequence, at its two ends if it is longer: about two screens.
 MOST_TOKENS = 800
 
 

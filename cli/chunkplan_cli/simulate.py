@@ -248,7 +248,7 @@ def show_run(run: Path, trace: Path | None, *, alone: bool = True, as_json: bool
 #: What-ifs with more chunks than these say what they are with --json.
 _MAX_CHUNKS = 12
 
-#: Of the ranks that a critical path is on, how many are named.
+#: Number of ranks of a critical path that are named.
 _MAX_RANKS = 3
 
 _UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))

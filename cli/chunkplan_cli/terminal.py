@@ -18,7 +18,7 @@ from chunkplan.errors import visible as without_controls
 if TYPE_CHECKING:
     from chunkplan.reporting import tables as reporting
 
-#: Of a table, in characters.
+#: Most characters of a bar in a table.
 _MAX_BAR = 20
 
 

@@ -12,7 +12,7 @@ import typer
 
 from chunkplan.domains import MOST, path, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Options, option, options_of, read_toml, same
+from chunkplan.options import Options, option, options_of, read_settings, same
 from chunkplan.quantities import counted
 from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, find_plan, takes
 from chunkplan_cli.simulate import MEASURED, TIMELINE, show_run
@@ -30,8 +30,8 @@ class StartOptions(Options):
     plan: Path | None = same(TrainConfig, "plan", group=OPTIONS, default=None, default_words="WORKSPACE/plan")
     output: Path | None = same(TrainConfig, "output", group=OPTIONS, default=None, default_words="WORKSPACE/run")
     config: Path | None = option(
-        path("FILE.toml"),
-        "A file with these options, such as `lr = 1e-5`; the command line wins.",
+        path("FILE"),
+        "A TOML or YAML file with these options, such as recipes/qwen2.5-7b.yaml; the command line wins.",
         group=OPTIONS,
         default=None,
     )
@@ -44,7 +44,7 @@ class StartOptions(Options):
     )
 
 
-#: What the flags of a run are, beside those with a default here.
+#: Options of a run, beside those with a default here.
 _FLAGS = tuple(name for name in options_of(TrainConfig) if name not in ("plan", "output"))
 
 
@@ -64,7 +64,7 @@ def train(*, run: CliValues, how: CliValues, workspace: WorkspaceOption = None) 
     from chunkplan_runtime.train import main, start
 
     options, place = StartOptions(**how), Workspace.find(workspace)
-    values = {**(read_toml(options.config, TrainConfig) if options.config else {}), **run}
+    values = {**(read_settings(options.config, TrainConfig, section="train") if options.config else {}), **run}
     plan = find_plan(options.plan or values.get("plan"), place, "--plan")
     output = options.output or values.get("output") or place.run
     config = TrainConfig(**{**values, "plan": plan, "output": output})

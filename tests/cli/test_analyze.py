@@ -74,6 +74,9 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--no-tokens",), {"tokens": False}),
         (("--sample", "0.25"), {"sample": 0.25}),
         (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
+        (("--template-kwargs", "thinking=false"), {"chat_template_kwargs": {"thinking": False}}),
+        (("--text-split", "line"), {"text_split": "line"}),
+        (("--text-end", "eos"), {"text_end": "eos"}),
         ((), {}),
     ],
 )
@@ -91,7 +94,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
     named = {"schema", "formats", "columns", "ignore_columns", "turns", "max_length", "long", "on_error", "undesirable"}
-    named |= {"tokens", "sample", "max_record_bytes"}
+    named |= {"tokens", "sample", "max_record_bytes", "chat_template_kwargs", "text_split", "text_end"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
 

@@ -28,14 +28,17 @@ def test_a_generated_page_is_what_its_program_writes_now(
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_python_api_runs_as_written(
+def test_the_recipes_of_the_planner_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (DOCS / "python-api.md").read_text(encoding="utf-8")
-    example = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    recipes = re.findall(r"```python\n(.*?)```", page, re.S)[:3]
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     monkeypatch.chdir(tmp_path)
-    exec(example, {})
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "1030 145542"
-    assert any(line.startswith("total_us ") for line in others)
+    variables: dict[str, object] = {}
+    for recipe in recipes:
+        exec(recipe, variables)
+    printed = capsys.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"chunkplan [\d.]+ [\d.]+", line) for line in printed)
+    assert sum(line.startswith("0 0 ") for line in printed) == 1
+    assert any(line.startswith("total_us ") for line in printed)

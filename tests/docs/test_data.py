@@ -47,7 +47,7 @@ def test_the_screens_are_what_the_commands_print(here: Path, needing: str) -> No
     """Commands in order, in one folder, those of a few subjects, or all; a line `...` stands for any lines."""
     screens = "".join(re.findall(r"```console\n(.*?)```", DATA, re.S))
     commands = re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", screens, re.M)
-    assert len(commands) == 7
+    assert len(commands) == 6
     environment = {"PATH": f"{SCRIPTS}:/bin:/usr/bin", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", "HOME": str(here)}
     for command, screen in commands:
         if not re.search(needing, command):

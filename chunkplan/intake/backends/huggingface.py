@@ -21,6 +21,7 @@ from chunkplan.intake.backends.chat_templates import (
     read_object,
 )
 from chunkplan.intake.backends.fast import FastTokenizer
+from chunkplan.intake.hub import silent_hub
 from chunkplan.intake.records import JsonObject
 from chunkplan.intake.tokenizer import RecordTokenizer
 from chunkplan.planfile.tokenizer_hash import tokenizer_hash
@@ -30,9 +31,6 @@ _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 #: What transformers shows to chat templates, where it is set, beside all else that a configuration calls a token.
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-#: How long the hub has to answer before what was fetched from it earlier is all there is.
-_SECONDS_TO_ANSWER = 5.0
 
 
 def is_path(name: str) -> bool:
@@ -97,13 +95,13 @@ def load_from_hub(name: str, choice: TemplateChoice) -> RecordTokenizer:
     except ImportError as error:
         message = f"there is no tokenizer at {name}, and a name on the hub needs transformers"
         raise UsageError(message, hint=pip_install("hub")) from error
-    silent = _silent_hub()
+    silent = silent_hub()
     try:
         loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=silent is not None)
     except Exception as error:  # it raises whatever came of the network, the cache and the files
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if silent is not None:
-            reason = f"{silent} does not answer, and it was not fetched before"
+            reason = f"{silent}, and it was not fetched before"
         raise UsageError(
             f"there is no tokenizer at {name}, and transformers cannot load one of that name: {reason}",
             hint="check the name, the network and HF_HOME, or give a tokenizer.json or a folder with one",
@@ -121,19 +119,6 @@ def load_from_hub(name: str, choice: TemplateChoice) -> RecordTokenizer:
     template = choose_template(loaded.chat_template, name)
     library = FastTokenizer(description, content)
     return _loaded(name, library, content_hash, loaded.special_tokens_map, adds, choice, template)
-
-
-def _silent_hub() -> str | None:
-    """Return the address of a hub that does not answer, which transformers would retry for a minute; else None."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER)
-    except Exception:  # of whichever library makes the connection
-        return str(constants.ENDPOINT)
-    return None
 
 
 def _loaded(

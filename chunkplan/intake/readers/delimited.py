@@ -27,7 +27,7 @@ _NUMBERS = SCHEMAS["length"].required["length"]
 _LABELS = SCHEMAS["instruction"].optional["label"]
 _TRUTHS = {"true": True, "false": False}
 
-#: What JSON writes in another way within a text.
+#: Characters that JSON escapes within a text.
 _ESCAPED = re.compile(rb'[\x00-\x1f"\\]')
 
 

@@ -20,10 +20,10 @@ from chunkplan.intake.readers.streams import check_head, fetch
 from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.sources import SourceFile
 
-#: What files of numpy begin with.
+#: First bytes of numpy files.
 _MAGIC = b"\x93NUMPY"
 
-#: What a record of such a file is called.
+#: Key of the lengths in such a file.
 KEY = "length"
 
 

@@ -29,7 +29,7 @@ from chunkplan.intake.signatures import HEAD_BYTES, compression_of
 from chunkplan.intake.sources import SourceFile
 from chunkplan.intake.store import check_room
 
-#: What git leaves in place of a file that Git LFS has not fetched.
+#: First bytes of the pointer that git leaves in place of a file that Git LFS has not fetched.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 _NOT_UTF8 = b"\xff"
@@ -39,13 +39,13 @@ _SPACES = b" \t\r\n"
 #: A raw line end within a string is an error, and as CR it stays one; anywhere else both are spaces.
 _LINE_END = bytes.maketrans(b"\n", b"\r")
 
-#: How far a .json is read to see what it holds.
+#: Bytes of a .json that are read to see its content.
 _START_BYTES = 1 << 20
 
 _QUOTE, _COMMA = ord('"'), ord(",")
 _OPENING = b"[{"
 
-#: How much deeper each byte leads, and which bytes say where elements end.
+#: Change of depth by each byte, and bytes that end elements.
 _STEP = np.zeros(256, np.int64)
 _STEP[list(_OPENING)], _STEP[list(b"]}")] = 1, -1
 _IS_MARK = _STEP != 0

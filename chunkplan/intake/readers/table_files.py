@@ -19,7 +19,7 @@ from chunkplan.intake.readers.rows import unreadable
 from chunkplan.intake.readers.streams import check_head
 from chunkplan.intake.records import RecordError
 
-#: What Arrow IPC files begin with; streams, which `save_to_disk` of Hugging Face datasets writes, do not.
+#: First bytes of Arrow IPC files; streams, as Hugging Face `save_to_disk` writes, do not have them.
 _ARROW_FILE = b"ARROW1"
 
 _HEAD_BYTES = 64

@@ -18,10 +18,10 @@ T = TypeVar("T", bool, str, list[Any], JsonObject)
 
 HINT = "fix this record, or leave it out"
 
-#: What stands in a hint before flags to be pasted, and before flags one of which is to be chosen.
+#: Words of a hint before flags to paste, and before flags to choose one of.
 TRY, CHOOSE = "try this: ", "say which: "
 
-#: How a key of the objects in a list is named, in screens and by the user: messages[].weight.
+#: Pattern of a key of the objects in a list, as users and screens write it: messages[].weight.
 OF_EACH = "[]."
 
 #: The most keys that a message lists, and the most characters of each.

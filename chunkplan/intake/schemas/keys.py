@@ -45,7 +45,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(word for one in text.split() for word in words_of(one))
 
 
-#: What a key is whose name ends in one of these.
+#: Meaning of a key whose name ends in one of these.
 _ABOUT = words(
     "id uid uuid guid hash md5 sha checksum source origin provenance url uri link doi isbn domain site website host "
     "path file filename filepath folder repo repository commit dataset corpus subset split config task type kind "
@@ -68,7 +68,7 @@ _MARKS = words("mask masked masking unmasked loss lossmask weight train training
 #: A key with one of these in its name is a system text.
 SYSTEM = words("system sys")
 
-#: What a key is that has one of these in its name; the first that fits.
+#: Meaning of a key that has one of these in its name; the first that fits.
 _KINDS: tuple[tuple[Kind, frozenset[str]], ...] = (
     ("mark", _MARKS),
     ("variable", words("kwargs enable")),

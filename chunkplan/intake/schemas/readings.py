@@ -21,7 +21,7 @@ from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, has_al
 from chunkplan.intake.schemas.unread import check_unread, count_unread
 from chunkplan.quantities import counted
 
-#: How the user may say how records are laid out.
+#: Hint to give the layout of records.
 SAY = "say which with --format NAME, or name the keys with --column ROLE=KEY"
 _SAY_LISTED = f"{SAY}; `chunkplan analyze --help` lists the schemas"
 
@@ -51,7 +51,7 @@ _ABOUT = words(
 )
 _BARRED = {**dict.fromkeys(("ask", "answer", "instruction", "input"), _ABOUT), "text": _ABOUT | _ASKS | _ANSWERS}
 
-#: Of two answers, what is compared with the other has one of these in its name.
+#: Name parts of keys of which two answers are to be compared.
 _COMPARED = words("expected final gold reference correct true")
 
 #: Longer keys are not suggested: nobody pastes them.
@@ -321,7 +321,7 @@ def _is_utterance(value: Any) -> bool:
     return _is_text(value) or _are_messages(value)
 
 
-#: Which keys may have what is needed: words in their names, and what their values are.
+#: Candidate keys for a role: words in their names, and types of their values.
 _KINDS: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {
     "messages": (frozenset(), _are_messages),
     "ask": (_ASKS, _is_utterance),

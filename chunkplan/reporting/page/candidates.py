@@ -31,7 +31,7 @@ _DIGIT, _LINE = 7, 12
 #: A point in the plot, both from 0 to 1.
 Place = tuple[float, float]
 
-#: Where a number can stand beside its point, by plotly's names: to which side.
+#: Sides of a point that a label can be on, by plotly's names.
 _SIDES = {"middle right": (1, 0), "middle left": (-1, 0), "bottom center": (0, -1), "top center": (0, 1)}
 
 

@@ -49,7 +49,7 @@ from chunkplan.tuning.tune import A_GAIN
 # Sections as one HTML file that fetches nothing: styles, scripts and plotly.js are in it.
 
 
-#: What a script block of JSON must not hold as it is.
+#: Characters that a script block of JSON must escape.
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -101,7 +101,7 @@ def _resource(name: str) -> str:
     return (files("chunkplan.reporting.page") / name).read_text(encoding="utf-8")
 
 
-# What stands at the top of a page of a plan beside its settings: what it gains, its data, and how to train with it.
+# Top of the page of a plan, beside its settings: its gain, its data, and how to train with it.
 
 
 #: Sources that are named.

@@ -19,7 +19,7 @@ from chunkplan.reporting.tables import Table
 from chunkplan.schedule.timeline import Simulation
 from chunkplan.simulation import simulate_ranks
 
-# Which steps of a plan a page draws, and which of their ranks: enough to see what there is, few enough to look at.
+# Choice of the steps and ranks that a page draws: enough for an overview, few enough to look at.
 
 
 #: Stages of ranks of a step; its actions: one rank is there even if it has more, of which the first are drawn.

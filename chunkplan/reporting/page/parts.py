@@ -20,13 +20,13 @@ PlotlyEntries = dict[str, Any]
 #: People who see fewer colours can distinguish them, on light and dark grounds alike; white text on them can be read.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#1f74b5", "#b45309", "#0f7b5a", "#8e56a8", "#6b7684"
 
-#: Of what is lost.
+#: Colour of lost time.
 RED = "#c02626"
 
-#: Of what all else waits for.
+#: Colour of the critical path.
 PINK = "#d6338a"
 
-#: Of text in charts, in pixels.
+#: Pixels of text in charts.
 FONT_SIZE = 12
 
 

@@ -38,7 +38,7 @@ from chunkplan.reporting.tables import Table, plan_tables
 from chunkplan.reporting.token_text import SequenceText, TextPiece, TextSource, decode_sequence
 from chunkplan.tuning.document_entries import TuningDocument
 
-#: How a page shows what is trained, in words.
+#: Words for how a page marks targets.
 HOW_MARKED = "What counts in the loss has a background, special tokens are bold."
 
 #: The symbol of a line end, and one that more fonts have.
@@ -59,7 +59,7 @@ def _run(piece: TextPiece) -> tuple[str, str]:
     return visible(piece.text).replace(*_LINE_END), " ".join(kinds)
 
 
-# What the chunks of drawn steps hold: where each segment is from, its positions and, where it is decoded, its text.
+# Contents of the chunks of drawn steps: source and positions of each segment and, if decoded, its text.
 
 
 #: Chunks of all steps together, segments of a chunk, and tokens of a segment that a page has: it stays small.

@@ -45,7 +45,7 @@ _KNOWN = (
     *("bidirectional_mask_function", "padding_mask_function"),
 )
 
-#: Whether this thread is in a block of `borders_from_plan`.
+#: True while this thread is in a block of `borders_from_plan`.
 _KNOWS_BORDERS: ContextVar[bool] = ContextVar("_KNOWS_BORDERS", default=False)
 
 _FIND = masking_utils.find_packed_sequence_indices

@@ -42,7 +42,7 @@ T = TypeVar("T")
 #: The label of a position that predicts nothing.
 NO_TARGET = -100
 
-#: What comes after the last item that is read ahead.
+#: Marks the end of the items that are read ahead.
 _END: Any = object()
 
 

@@ -45,7 +45,7 @@ class Fused(NamedTuple):
         return said + (f"; as they are: {left}" if left else "")
 
 
-#: What kernels of torch compute.
+#: Formulas of torch's kernels.
 _FORMULAS: tuple[_Formula, ...] = (
     lambda norm, x: F.rms_norm(x, x.shape[-1:], norm.weight, _eps(norm)),
     lambda norm, x: F.layer_norm(x, x.shape[-1:], norm.weight, getattr(norm, "bias", None), _eps(norm) or 0.0),

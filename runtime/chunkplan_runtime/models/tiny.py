@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from chunkplan_runtime.models.checks import EXPERTS_PER_TOKEN, MODEL_TYPES, NUM_EXPERTS
 from chunkplan_runtime.models.parts import AUTO_MODEL, layers_of
 
-#: What a config says, by name.
+#: Entries of a config, by name.
 Entries = dict[str, Any]
 
 #: Layers are kept until every kind of them has occurred, but never more than these.

@@ -77,10 +77,20 @@ def test_a_run_in_two_halves_is_the_run_in_one(workspace, monkeypatch, capsys):
 
 def test_the_loop_of_the_page_trains(workspace, capsys):
     page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
-    [loop] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
+    [loop, _] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
     assert len(loop.splitlines()) <= 20
     exec(loop, {})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("path/to/model", "trained"))
     changed = [not torch.equal(*pair) for pair in zip(before.parameters(), after.parameters(), strict=True)]
     assert all(changed)
+
+
+def test_the_weights_of_the_page_are_trained_where_they_are_not_frozen(workspace, capsys):
+    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    [_, recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "import Executor" in block]
+    torch.save(AutoModelForCausalLM.from_pretrained("path/to/model").state_dict(), "weights.pt")
+    variables = {}
+    exec(recipe, variables)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
+    assert variables["trained"] and all(".self_attn." in name for name in variables["trained"])
