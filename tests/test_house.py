@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_035,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_320,
-    ("",): 57_725,
+    ("",): 57_745,
 }
 MOST_FILES = 296
 
