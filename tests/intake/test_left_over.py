@@ -60,7 +60,6 @@ _WITH_INPUT = ANSWERED.replace("Hi!", "Hi!⏎Be brief.")
         ("sys", "Be brief."),
         ("anything", "Be brief."),
         ("提示", "先画图"),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("loss_weights", [0.5, 1.0]),
     ],
 )
