@@ -91,7 +91,7 @@ def test_every_option_of_the_intake_is_one_of_the_command_line(
     run("analyze", "dataset.jsonl", *options)
     assert asked == [IntakeOptions(**expected)]
     named = {"schema", "formats", "columns", "ignore_columns", "turns", "max_length", "long", "on_error", "undesirable"}
-    named |= {"tokens", "sample", "max_record_bytes"}
+    named |= {"tokens", "sample", "max_record_bytes", "chat_template_kwargs", "text_split", "text_end"}
     assert {field.name for field in fields(IntakeOptions)} == named
 
 
