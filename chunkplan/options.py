@@ -213,25 +213,55 @@ def entries_of(config: type[Options]) -> dict[str, Domain]:
     }
 
 
-def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
-    """Values by field, of a file whose entries are called as the options of configurations are.
-
-    What no flag says is no entry either; where a flag says several fields, each of these is one.
+def read_entries(path: Path, section: str = "", example: str = "name = value") -> Mapping[str, Any]:
+    """The entries of a TOML file, or of a YAML file by its name; where it has a `section` those in it.
 
     Raises:
-        UsageError: the file cannot be read or is not TOML, or an entry is unknown or not what it may be.
+        UsageError: the file cannot be read or is neither; `example` is a line that it may have.
+    """
+    kind = "YAML" if _is_yaml(path) else "TOML"
+    try:
+        text = path.read_text(encoding="utf-8")
+        entries = _load_yaml(text) if kind == "YAML" else tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint=f"give a {kind} file") from error
+    except ValueError as error:
+        hint = f"lines such as {example.replace(' =', ':') if kind == 'YAML' else example}"
+        raise UsageError(f"not {kind}: {error}", where=str(path), hint=hint) from error
+    found = entries.get(section)
+    return found if isinstance(found, Mapping) else entries
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _load_yaml(text: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        entries = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(entries, dict):
+        raise ValueError("there are no names with values")
+    return {str(name): value for name, value in entries.items()}
+
+
+def read_settings(path: Path, *configs: type[Options], section: str = "") -> dict[str, Any]:
+    """Values by field, of a file (see `read_entries`) whose entries are called as the options of configurations are.
+
+    What no flag says is no entry either; where a flag says several fields, each of these is one. In YAML, where 1e-5
+    and 8K are text and off is false, a value may be as it is typed.
+
+    Raises:
+        UsageError: the file cannot be read, or an entry is unknown or not what it may be.
     """
     options = [one for config in configs for one in options_of(config).values()]
     typed = {name for one in options if one.flag for name in one.fills or (one.name,)}
     declared = {one.called: one for one in options if one.name in typed}
-    try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint="give a TOML file") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"not TOML: {error}", where=str(path), hint=f"lines such as {_example(declared)}") from error
     values = {}
-    for entry, value in entries.items():
+    for entry, value in read_entries(path, section, _example(declared)).items():
         name = entry.replace("_", "-")
         if name not in declared:
             hint = f"it is one of {', '.join(declared)}; what else there is is given in the command, not in a file"
@@ -242,9 +272,10 @@ def read_toml(path: Path, *configs: type[Options]) -> dict[str, Any]:
             raise UsageError(f"unknown entry `{entry}`", where=str(path), hint=hint)
         domain = declared[name].domain
         loaded = domain.load(value)
-        if domain.is_written_too and isinstance(value, str):
+        words = ("off", "on")[value] if isinstance(value, bool) else value
+        if isinstance(words, str) and (domain.is_written_too or (_is_yaml(path) and not domain.holds(loaded))):
             with suppress(UsageError):
-                loaded = declared[name].read(value)
+                loaded = declared[name].read(words)
         if not domain.holds(loaded):
             entry, wrong = _wrong_entry(domain, entry, value)
             shown = shorten(json.dumps(wrong, default=str, ensure_ascii=False), _MAX_SHOWN, placeholder=" ...")

@@ -11,7 +11,7 @@ from typing import Any
 
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.domains import Domain
-from chunkplan.options import Options, option, read_toml, same
+from chunkplan.options import Options, option, read_settings, same
 
 _SETTINGS = "workspace.toml"
 
@@ -81,7 +81,7 @@ class Workspace:
         Raises:
             UsageError: the file is not TOML, or an entry is unknown or not what it may be.
         """
-        return read_toml(self.file, WorkspaceSettings) if self.file.is_file() else {}
+        return read_settings(self.file, WorkspaceSettings) if self.file.is_file() else {}
 
     def tokenizer(self) -> str | None:
         """The tokenizer that its settings name, or None; a path is made one from the current folder.

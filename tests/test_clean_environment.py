@@ -94,6 +94,10 @@ def test_what_is_published_is_checked_and_runs_from_its_file(tmp_path: Path) -> 
     chunkplan = program_of(wheel, "chunkplan", tmp_path)
     data = ("--tokenizer", ROOT / "sample_data" / "tokenizer", "--workspace", tmp_path / "out")
     subprocess.run([*chunkplan, "analyze", ROOT / "sample_data" / "math.jsonl", *data], check=True)
+    asked = ("--model", "Qwen/Qwen2.5-7B", "--gpus", "8xH100", "--workspace", tmp_path / "gain", "--json")
+    gain = [*chunkplan, "gain", ROOT / "sample_data" / "math.jsonl", "--tokenizer", data[1], *asked]
+    found = json.loads(subprocess.run(gain, check=True, capture_output=True, text=True).stdout)
+    assert found["model"]["name"] == "Qwen2.5-7B" and found["baselines"]
     plan = ("--chunk-size", "512", "--k", "2", "--global-batch", "64", "--workspace", tmp_path / "out", "--json")
     built = subprocess.run([*chunkplan, "build", *plan], check=True, capture_output=True, text=True)
     assert json.loads(built.stdout)["manifest"]["totals"]["num_sequences"] == 300

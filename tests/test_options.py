@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from chunkplan import CostModel, IntakeOptions, PlanConfig, TuneOptions, load_plan
 from chunkplan.domains import find_mismatch, read_tokens
 from chunkplan.errors import UsageError
-from chunkplan.options import UNSET, entries_of, options_of, read_toml
+from chunkplan.options import UNSET, entries_of, options_of, read_settings
 from chunkplan.planfile.manifest import PLAN
 from chunkplan_cli.app import app
 from chunkplan_runtime.training.config import TrainConfig
@@ -101,12 +101,45 @@ def test_a_flag_a_file_and_python_refuse_the_same_value_in_the_same_words(name: 
     (tmp_path / "plan.toml").write_text(f'{one.called} = "no way"\n')
     in_file = one.domain.expected if name != "part" else "unknown entry `part`"
     with pytest.raises(UsageError, match=re.escape(in_file)):
-        read_toml(tmp_path / "plan.toml", PlanConfig)
+        read_settings(tmp_path / "plan.toml", PlanConfig)
     assert find_mismatch("no way", entries_of(PlanConfig)[name], name) is not None
     if one.flag and one.domain.metavar:
         ran = run("build", "lengths.npy", "--chunk-size", "8", "--k", "1", one.flag, "no way")
         assert ran.code == 2
         assert f"{one.flag} is 'no way', expected {one.domain.typed or one.domain.expected}" in ran.err
+
+
+def test_yaml_says_what_toml_says(tmp_path: Path) -> None:
+    """Also what it takes for text or for true and false, such as 1e-5, 8K and off; and in sections of commands."""
+    in_toml = 'chunk-size = "8K"\nk = 1\ncp = "off"\nkeep_attention = "auto"\nholdout = 0.01\n'
+    (tmp_path / "plan.toml").write_text(in_toml)
+    in_yaml = "chunk-size: 8K\nk: 1\ncp: off\nkeep_attention: auto\nholdout: 1e-2\n"
+    (tmp_path / "plan.yaml").write_text(in_yaml)
+    sections = "train: {lr: 1e-5, report-to: tensorboard, freeze: ['*.mlp.*']}\nbuild:\n  "
+    (tmp_path / "both.yml").write_text(sections + in_yaml.replace("\n", "\n  "))
+    names = ("plan.toml", "plan.yaml", "both.yml")
+    first, *others = (read_settings(tmp_path / name, PlanConfig, section="build") for name in names)
+    assert others == [first, first] and (first["chunk_size"], first["cp"]) == (8192, "off")
+    of_run = read_settings(tmp_path / "both.yml", TrainConfig, section="train")
+    assert of_run == {"lr": 1e-5, "report_to": ("tensorboard",), "freeze": ("*.mlp.*",)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("k: [1", "not YAML: while parsing a flow sequence"),
+        ("- k", "not YAML: there are no names with values"),
+        ("", "not YAML: there are no names with values"),
+        ("k: many", '`k` is "many", expected a whole number'),
+        ("k:", "`k` is null, expected a whole number"),
+        ("chunk-sice: 8", "unknown entry `chunk-sice`"),
+    ],
+)
+def test_what_is_wrong_in_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)) as refused:
+        read_settings(tmp_path / "plan.yaml", PlanConfig)
+    assert str(tmp_path / "plan.yaml") in str(refused.value)
 
 
 def test_the_check_of_a_manifest_has_every_option_of_a_plan() -> None:

@@ -44,7 +44,7 @@ def test_a_wheel_holds_the_three_packages_whole_and_nothing_else(built: Built) -
 def test_an_sdist_holds_what_tests_docs_and_demo_need(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers()}
-    for folder in ("tests", "docs", "sample_data", "benchmarks", "examples", *SOURCES):
+    for folder in ("tests", "docs", "sample_data", "benchmarks", "examples", "recipes", *SOURCES):
         assert {path.relative_to(ROOT).as_posix() for path in files(ROOT / folder)} <= names
     assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "demo.sh", "pyproject.toml"} <= names
 

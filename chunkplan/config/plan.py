@@ -376,8 +376,7 @@ class PlanConfig(Options):
             object.__setattr__(self, "cp", "off")  # nobody to share with
         elif self.split == "none":
             raise UsageError(
-                "nothing may be split, and cp splits sequences among ranks",
-                hint="leave no-split out, or leave cp out",
+                "nothing may be split, and cp splits sequences among ranks", hint="leave no-split out, or leave cp out"
             )
         if self.balance == "search":
             raise UsageError(
@@ -436,6 +435,5 @@ class PlanConfig(Options):
                 stages += f" of {self.virtual_stages} virtual stages"
                 lower += " or virtual-stages" if self.schedule == "interleaved" else ", or choose another schedule"
             raise UsageError(
-                f"{name} has {num_layers} layers, too few for {stages}",
-                hint=f"lower {lower}; --model names the model",
+                f"{name} has {num_layers} layers, too few for {stages}", hint=f"lower {lower}; --model names the model"
             )

@@ -126,6 +126,7 @@ HARDWARE = Domain(
     load=lambda value: load_hardware(value) if isinstance(value, str | Path) else value,
     metavar="NAME|FILE",
     completed=SHIPPED,
+    is_written_too=True,
 )
 MACHINE = "Model and GPUs"
 
@@ -158,7 +159,7 @@ class CostModel(Options):
         group=MACHINE,
         default=QWEN2_5_7B,
         default_words=QWEN2_5_7B.name,
-        flag="--model",
+        called="model",
     )
     hardware: Hardware = option(
         HARDWARE,

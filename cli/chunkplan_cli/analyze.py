@@ -18,7 +18,7 @@ from chunkplan.cost.model import CostModel
 from chunkplan.cost.shape import ModelShape
 from chunkplan.domains import FLAG, Domain, path, text, whole
 from chunkplan.errors import UsageError
-from chunkplan.options import Advanced, Options, option, options_of, read_toml, same, toml_name
+from chunkplan.options import Advanced, Options, option, options_of, read_settings, same, toml_name
 from chunkplan_cli.analysis_report import describe_old, print_analysis, print_next, say_what_lies_beside
 from chunkplan_cli.declared import OPTIONS, CliValues, JsonOption, WorkspaceOption, output_option, takes
 from chunkplan_cli.plan_report import warn_of_positions
@@ -109,7 +109,7 @@ class FileOptions(Options):
     """The file that options come from beside the command line."""
 
     config: Path | None = option(
-        path("FILE.toml"),
+        path("FILE"),
         'A file with these options, such as `train-turns = "last"`; the command line wins.',
         group=Advanced(OPTIONS),
         default=None,
@@ -236,7 +236,10 @@ def with_files(
     """
     called = {name: one.called for kind in (AnalyzeOptions, IntakeOptions) for name, one in options_of(kind).items()}
     joined = dict(with_length_column({**work, **intake}))
-    files = [] if config is None else [(config, with_length_column(read_toml(config, AnalyzeOptions, IntakeOptions)))]
+    files: list[tuple[Path, CliValues]] = []
+    if config is not None:
+        in_config = read_settings(config, AnalyzeOptions, IntakeOptions, section="analyze")
+        files.append((config, with_length_column(in_config)))
     settings = {name: value for name, value in place.settings().items() if name != "tokenizer"}
     files += [(place.file, CliValues(settings))] if settings else []
     for file, in_file in files:

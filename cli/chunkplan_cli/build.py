@@ -81,7 +81,7 @@ def build(
     options = BuildOptions(**how)
     if "checkpointing" in how and (auto or options.checkpointing != AUTO):
         machine["checkpointing"] = options.checkpointing
-    values = resolve(plan, options.config)
+    values, machine = resolve(plan, machine, options.config)
     place = Workspace.find(workspace)
     target = output or place.plan
     replaced = describe_old(target)

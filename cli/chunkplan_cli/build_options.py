@@ -12,7 +12,7 @@ from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
-from chunkplan.options import Advanced, Options, in_words, option, options_of, read_toml, same
+from chunkplan.options import Advanced, Options, in_words, option, options_of, read_entries, read_settings, same
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
@@ -56,8 +56,8 @@ class BuildOptions(Options):
         default_words="WORKSPACE/tuning.json, if it is for this model and hardware",
     )
     config: Path | None = option(
-        path("FILE.toml"),
-        "A file with these options, such as `chunk-size = 8192`; the command line wins.",
+        path("FILE"),
+        "A TOML or YAML file with these options, such as recipes/qwen2.5-7b.yaml; the command line wins.",
         group=Advanced(OPTIONS),
         default=None,
     )
@@ -70,9 +70,18 @@ class BuildOptions(Options):
     )
 
 
-def resolve(given: CliValues, config: Path | None) -> CliValues:
-    """Join the options of a plan in the TOML file with those given, which win."""
-    return CliValues((read_toml(config, PlanConfig) if config is not None else {}) | given)
+def resolve(plan: CliValues, machine: CliValues, config: Path | None) -> tuple[CliValues, CliValues]:
+    """Join the options of a plan, of a model and of its GPUs in a file with those given, which win."""
+    if config is None:
+        return plan, machine
+    in_file = read_settings(config, PlanConfig, CostModel, section="build")
+    of_plan = options_of(PlanConfig).keys()
+    values = CliValues({name: value for name, value in in_file.items() if name in of_plan} | plan)
+    found = CliValues({name: value for name, value in in_file.items() if name not in of_plan} | machine)
+    written = {name.replace("_", "-"): in_words(value) for name, value in read_entries(config, "build").items()}
+    called = {name: options_of(CostModel)[name].called for name, value in found.items() if not isinstance(value, bool)}
+    found.typed = {name: written[called[name]] for name in called if called[name] in written} | machine.typed
+    return values, found
 
 
 def plan_config(values: CliValues) -> PlanConfig:

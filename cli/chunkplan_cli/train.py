@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from chunkplan.domains import MOST, path, whole
-from chunkplan.options import Options, option, options_of, read_toml, same
+from chunkplan.options import Options, option, options_of, read_settings, same
 from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, find_plan, takes
 from chunkplan_cli.simulate import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
@@ -24,8 +24,8 @@ class StartOptions(Options):
     plan: Path | None = same(TrainConfig, "plan", group=OPTIONS, default=None, default_words="WORKSPACE/plan")
     output: Path | None = same(TrainConfig, "output", group=OPTIONS, default=None, default_words="WORKSPACE/run")
     config: Path | None = option(
-        path("FILE.toml"),
-        "A file with these options, such as `lr = 1e-5`; the command line wins.",
+        path("FILE"),
+        "A TOML or YAML file with these options, such as recipes/qwen2.5-7b.yaml; the command line wins.",
         group=OPTIONS,
         default=None,
     )
@@ -58,7 +58,7 @@ def train(*, run: CliValues, how: CliValues, workspace: WorkspaceOption = None) 
     from chunkplan_runtime.train import main, start
 
     options, place = StartOptions(**how), Workspace.find(workspace)
-    values = {**(read_toml(options.config, TrainConfig) if options.config else {}), **run}
+    values = {**(read_settings(options.config, TrainConfig, section="train") if options.config else {}), **run}
     plan = find_plan(options.plan or values.get("plan"), place, "--plan")
     output = options.output or values.get("output") or place.run
     config = TrainConfig(**{**values, "plan": plan, "output": output})

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from chunkplan.errors import ChunkplanError, UsageError, one_line
-from chunkplan.options import options_of, read_toml
+from chunkplan.options import options_of, read_settings
 from chunkplan_runtime import require_torch, set_environment, world_size
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import RunFolder
@@ -26,6 +26,9 @@ _EXAMPLE = """Example: torchrun --nproc-per-node 8 -m chunkplan_runtime.train \\
 
 #: Seconds in which the main process has said what is wrong with the options.
 _PATIENCE = 10
+
+#: Seconds in which processes that are told to stop end a step and write a checkpoint, before they are killed.
+_STOPS_WITHIN = 3600
 
 
 class _Terminated(KeyboardInterrupt):
@@ -77,6 +80,7 @@ def start(arguments: list[str], num_processes: int) -> int:
     from torch.distributed.run import parse_args, run
 
     logging.disable()  # the processes say themselves what torch would say of them here
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOPS_WITHIN))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     # A name of this machine need not resolve.
     how = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
@@ -115,7 +119,7 @@ def read_options(arguments: list[str] | None) -> TrainConfig:
     """
     given = vars(make_parser().parse_args(arguments))
     file = given.pop("config", None)
-    values = {**(read_toml(file, TrainConfig) if file is not None else {}), **given}
+    values = {**(read_settings(file, TrainConfig, section="train") if file is not None else {}), **given}
     for name, one in options_of(TrainConfig).items():
         if one.is_required and name not in values:
             raise UsageError(f"{one.flag} is missing", hint="give it as a flag, or in the file of --config")
@@ -133,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    words = "A TOML file with these options, such as lr = 1e-5; the command line wins."
+    words = "A TOML or YAML file with these options, such as lr = 1e-5; the command line wins."
     parser.add_argument("--config", type=Path, metavar="FILE", help=words)
     declared = options_of(TrainConfig).values()
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(one.group for one in declared)}

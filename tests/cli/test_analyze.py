@@ -74,6 +74,9 @@ def test_json_is_one_document_with_the_report_and_all_of_the_manifest_about_what
         (("--no-tokens",), {"tokens": False}),
         (("--sample", "0.25"), {"sample": 0.25}),
         (("--max-record-mb", "0.5"), {"max_record_bytes": 500_000}),
+        (("--template-kwargs", "thinking=false"), {"chat_template_kwargs": {"thinking": False}}),
+        (("--text-split", "line"), {"text_split": "line"}),
+        (("--text-end", "eos"), {"text_end": "eos"}),
         ((), {}),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chunkplan.extras import pip_install
 from tests.support.command_line import Run
 from tests.support.places import ROOT
 
@@ -187,6 +188,18 @@ def test_a_mistake_gets_a_message_a_hint_and_its_exit_code(run: Run, tmp_path: P
     left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path not in before and path.is_file()}
     cache = Path("chunkplan-out/cache")
     assert left <= {cache / "CACHEDIR.TAG", cache / "lock"}  # an empty cache at most
+
+
+@pytest.mark.parametrize("error", ["ModuleNotFoundError('no torch')", "OSError('libtorch_cpu.so is missing')"])
+def test_parity_without_torch_names_the_extra(tmp_path: Path, error: str) -> None:
+    """A folder with a `torch` that cannot be imported, first on the path, stands for an environment without it."""
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from chunkplan_cli.main import main; main()"
+    words = ["parity", "--lengths", "9,8", "--chunk-size", "4", "--k", "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "error: torch and transformers are needed" in ran.stderr
+    assert pip_install("runtime") in ran.stderr
 
 
 def test_parity_reports_a_scalar_and_exits_with_1_above_the_tolerance(

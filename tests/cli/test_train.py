@@ -154,5 +154,7 @@ def test_every_flag_is_passed_on_as_it_is_typed() -> None:
         needed += [f"--{required}=x" for required in ("plan", "output") if required != name]
         needed += ["--lora-rank", "4"] if name.startswith("lora_") and name != "lora_rank" else []
         needed += ["--eval-every", "1"] if name in ("early_stopping", "keep_best") else []
+        needed += ["--report-to", "wandb"] if name in ("run_name", "wandb_project") else []
+        needed += {"sample_every": ["--sample-prompt", "x"], "sample_prompt": ["--sample-every", "1"]}.get(name, [])
         config = read_options([*needed, *_typed(given)])
         assert getattr(config, name) == one.domain.load(given[name]), name

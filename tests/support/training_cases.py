@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -77,6 +78,19 @@ def run_main_compiled(rank: int, **arguments: Any) -> tuple[int, str]:
 def run_main_without(rank: int, *, missing: list[str], **arguments: Any) -> tuple[int, str]:
     """`run_main` where each process is without an attention kernel."""
     with patch.object(KERNELS[missing[rank]], "why_not", lambda *_: "it is not there"):
+        return run_main(rank, **arguments)
+
+
+def run_main_interrupted(rank: int, *, who: int, step: int, **arguments: Any) -> tuple[int, str]:
+    """`run_main` where one process gets Ctrl-C when it is in a step."""
+    compute = TrainStep.compute_gradients
+
+    def interrupted(train_step: TrainStep, work: Any) -> Any:
+        if rank == who and work.step.step == step:
+            signal.raise_signal(signal.SIGINT)
+        return compute(train_step, work)
+
+    with patch.object(TrainStep, "compute_gradients", interrupted):
         return run_main(rank, **arguments)
 
 

@@ -58,10 +58,10 @@ def make_training(folder: Path, tiny_config: Callable[..., Any], random_sequence
 
 
 def options(made: Path, output: Path, *more: object, plan: str = "plan") -> list[str]:
-    """A command line that trains a new model; later options win."""
+    """A command line that trains a new model, always at the same rate; later options win."""
     return [
         *("--plan", str(made / plan), "--model-config", str(made / "config.json")),
-        *("--output", str(output), "--lr", "3e-3", *map(str, more)),
+        *("--output", str(output), "--lr", "3e-3", "--lr-schedule", "constant", "--warmup", "0", *map(str, more)),
     ]
 
 

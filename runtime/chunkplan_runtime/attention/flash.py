@@ -285,10 +285,7 @@ class FlashAttn4Kernel(PackagedKernel):
     name = "flash-attn-4"
     package = "flash-attn-4"
     module = "flash_attn.cute.interface"
-    calls = (
-        ("_flash_attn_fwd", "", "q k v return_lse"),
-        ("_flash_attn_bwd", "", "q k v out dout lse deterministic"),
-    )
+    calls = (("_flash_attn_fwd", "", "q k v return_lse"), ("_flash_attn_bwd", "", "q k v out dout lse deterministic"))
     capability = (9, 0)
 
     def _forward(self, tensors: list[Tensor], bounds: Bounds, form: Form) -> tuple[Tensor, Tensor]:

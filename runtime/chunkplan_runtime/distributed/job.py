@@ -216,6 +216,11 @@ class Job:
         if self.watchdog is not None:
             self.watchdog.at_step(step)
 
+    def defers_interrupt(self, defers: bool) -> None:
+        """Tell the watchdog if this process takes the next Ctrl-C when its step is done."""
+        if self.watchdog is not None:
+            self.watchdog.defers_interrupt = defers
+
     def reporting(
         self, activity: Callable[[], Activity], on_device: Callable[[], str | None]
     ) -> AbstractContextManager[None]:

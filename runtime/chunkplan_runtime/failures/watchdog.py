@@ -157,6 +157,7 @@ class Watchdog:
         self._signals, self._wakeup = socket.socketpair()  # numbers of signals, which Python writes also in C++
         self._signals.settimeout(self._interval)
         self._wakeup.setblocking(False)
+        self.defers_interrupt = False  # the main thread takes the next Ctrl-C when its step is done
         self._is_done = False  # this process has come to its regular end
         self._main_thread_ends = False  # it prints and exits, else the watchdog does
         self._fails_with: int | None = None  # with this exit status
@@ -264,7 +265,10 @@ class Watchdog:
         number, silent = 0, 0
         while not self._over.is_set() and silent <= _BEATS:
             with suppress(TimeoutError):
-                is_stop = self._signals.recv(1)[0] in (signal.SIGTERM, signal.SIGINT)
+                sent = self._signals.recv(1)[0]
+                is_deferred = sent == signal.SIGINT and self.defers_interrupt
+                self.defers_interrupt &= not is_deferred
+                is_stop = sent in (signal.SIGTERM, signal.SIGINT) and not is_deferred
                 if is_stop and not self._over.wait(3.0) and not self._main_thread_ends:  # in C++, without handlers
                     self.heartbeat.stops = True
                     self._wake.set()

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chunkplan.cost.checkpointing import Checkpointing, levels_of

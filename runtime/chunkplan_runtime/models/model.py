@@ -234,9 +234,9 @@ def read_config(source: Path | str, *, router_loss: bool = False) -> Any:
         return checked_text_config(AutoConfig.for_model(**document), name, router_loss=router_loss)
     except _REFUSALS as error:
         if is_file:
-            raise DataError(f"not the config of a model: {_words(error)}", where=name, hint=_CONFIG_HINT) from error
+            raise DataError(f"not the config of a model: {first_line(error)}", where=name, hint=_CONFIG_HINT) from error
         hint = "give the folder of a saved model; a name needs the Hugging Face Hub or its cache"
-        raise UsageError(f"cannot get model {name!r}: {_words(error)}", hint=hint) from error
+        raise UsageError(f"cannot get model {name!r}: {first_line(error)}", hint=hint) from error
 
 
 def planned_config(source: Path | str, *, router_loss: bool = False) -> Any:
@@ -339,7 +339,7 @@ def load_model(
         )
     except _REFUSALS as error:
         hint = "give a saved model whose weights are whole and belong to its config.json"
-        raise UsageError(f"cannot load model {name!r}: {_words(error)}", hint=hint) from error
+        raise UsageError(f"cannot load model {name!r}: {first_line(error)}", hint=hint) from error
     # To save it under names of a model of text and more cannot be done.
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
@@ -367,6 +367,6 @@ def for_chunks(model: Any, kernels: Kernels | None = None, device: torch.device 
     return found
 
 
-def _words(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The kind of an error, and the first line of what it says."""
     return f"{type(error).__name__}: {error!s}".splitlines()[0]

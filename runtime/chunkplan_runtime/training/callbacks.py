@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ def trackers(config: TrainConfig) -> dict[TrainerCallback, str]:
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
     integrations: Any = get_reporting_integration_callbacks
+    if config.wandb_project:
+        os.environ["WANDB_PROJECT"] = config.wandb_project  # where the integration looks for it
     made = {}
     for name, make in zip(config.report_to, integrations(list(config.report_to)), strict=True):
         with _named(name):
@@ -103,9 +106,9 @@ class Callbacks(CallbackHandler):
         self.model, self.optimizer = train_step.model.model, train_step.optimizer
         self._arguments = _Arguments(
             output_dir=str(config.output),
-            run_name=config.output.name,
+            run_name=config.run_name or config.output.name,
             config=as_entries(config),
-            learning_rate=config.lr,
+            learning_rate=config.highest_lr,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             max_steps=num_steps,

@@ -104,7 +104,7 @@ def write_checkpoint(
 
     Raises ChunkplanError: it cannot be written; those that were there still are.
     """
-    for lines in (folder.metrics, folder.evaluations, folder.sequences):
+    for lines in folder.lines:
         if job.is_main and lines.exists():
             sync(lines)  # a checkpoint must not outlive the lines before it
     target = folder.checkpoint(step)

@@ -40,6 +40,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Shardings of data-parallel processes, each with all before it too.
 SHARED = ("optimizer", "gradients", "weights")
 
+#: Learning rates where none is given: of all weights, and of adapters.
+FULL_LR, LORA_LR = 1e-5, 2e-4
+
 #: Learning-rate schedules: (steps done after the warm-up, how many there are) -> what is left of the way down.
 #: They are those of transformers, to the last bit: `ChunkTrainer` and the trainer give a step the same rate.
 LR_SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -142,12 +145,14 @@ class TrainConfig(Options):
         _TRAIN_ONLY, "Train only weights whose names match one of these patterns.", default=None
     )
     optimizer: str | None = same(CostModel, "optimizer", **_more_learning.keywords, **_PLANNED)
-    lr: float = _learning(_ABOVE_0, "The highest learning rate.", default=0.0001)
+    lr: float | None = _learning(
+        _ABOVE_0, "The highest learning rate.", **_unset(f"{FULL_LR:g}, of adapters {LORA_LR:g}")
+    )
     lr_schedule: str = _learning(
-        one_of(*LR_SCHEDULES), "Learning rate after the warm-up: constant, linear or cosine.", default="constant"
+        one_of(*LR_SCHEDULES), "Learning rate after the warm-up: constant, linear or cosine.", default="cosine"
     )
     warmup: float = _learning(
-        _WARMUP, "Steps in which the learning rate rises from 0; below 1: a share of all steps.", default=0.0
+        _WARMUP, "Steps in which the learning rate rises from 0; below 1: a share of all steps.", default=0.03
     )
     min_lr: float = _more_learning(_SHARE, "Learning rate at the end, as a share of --lr.", default=0.0)
     weight_decay: float = _more_learning(_FROM_0, "Weight decay, for all weights but norms and biases.", default=0.01)
@@ -175,7 +180,7 @@ class TrainConfig(Options):
         whole(1), "Stop after N evaluations in a row whose loss is not lower than the lowest before.", **_unset("never")
     )
     eval_every: int = _log(whole(), "Evaluate every N steps; 0: only at the end.", default=0)
-    save_every: int = _log(whole(), "Write a checkpoint every N steps; 0: none.", default=100)
+    save_every: int = _log(whole(), "Write a checkpoint every N steps, and on Ctrl-C; 0: none.", default=100)
     keep_last: int = _more_log(whole(1), "Keep the last N checkpoints.", default=3)
     keep_best: bool | None = _more_log(
         FLAG,
@@ -189,6 +194,11 @@ class TrainConfig(Options):
     report_to: tuple[str, ...] | None = _log(
         _TRACKERS, "Trackers that get the metrics, with commas: tensorboard, wandb, mlflow.", **_unset("none")
     )
+    run_name: str | None = _more_log(_NAME, "The run's name for the trackers.", **_unset("that of --output"))
+    wandb_project: str | None = _more_log(_NAME, "The W&B project.", **_unset("WANDB_PROJECT, then huggingface"))
+    push_to_hub: str | None = _more_log(text("USER/NAME"), "Upload final/ to this repository of the Hub.", default=None)
+    sample_every: int = _more_log(whole(), "Generate from --sample-prompt every N steps; 0: never.", default=0)
+    sample_prompt: str | None = _more_log(text("TEXT"), "A prompt, or with a chat template a message.", default=None)
     log_sequences: bool = _more_log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)
     loss_spike_factor: float = _more_log(
         _SPIKE,
@@ -215,6 +225,16 @@ class TrainConfig(Options):
             if given and not self.eval_every:
                 hint = "for example --eval-every 100"
                 raise UsageError(f"{flag} without --eval-every: there is one evaluation, at the end", hint=hint)
+
+        for name, asks, needed, there in (
+            ("--run-name", self.run_name, "--report-to wandb", self.report_to),
+            ("--wandb-project", self.wandb_project, "--report-to wandb", "wandb" in (self.report_to or ())),
+            ("--sample-every", self.sample_every, "--sample-prompt TEXT", self.sample_prompt),
+            ("--sample-prompt", self.sample_prompt, "--sample-every 100", self.sample_every),
+        ):
+            if asks and not there:
+                other = needed.partition(" ")[0]
+                raise UsageError(f"{name} without {other} would do nothing", hint=f"give {needed} too")
 
     def _check_adapters(self) -> None:
         if self.lora_rank and self.model is None:
@@ -249,11 +269,20 @@ class TrainConfig(Options):
         Over the warm-up it rises linearly from 0, which is that of the first step, to the highest, which is that of the
         first step after it. Then the schedule takes it down, to the lowest one step after the last.
         """
-        num_warmup = math.ceil(self.warmup * num_steps) if self.warmup < 1 else int(self.warmup)
+        num_warmup = self.num_warmup(num_steps)
         if step < num_warmup:
-            return self.lr * (step / num_warmup)
+            return self.highest_lr * (step / num_warmup)
         left = LR_SCHEDULES[self.lr_schedule](step - num_warmup, max(num_steps - num_warmup, 1))
-        return self.lr * (left * (1 - self.min_lr) + self.min_lr)
+        return self.highest_lr * (left * (1 - self.min_lr) + self.min_lr)
+
+    def num_warmup(self, num_steps: int) -> int:
+        """The number of warm-up steps of a run of `num_steps`."""
+        return math.ceil(self.warmup * num_steps) if self.warmup < 1 else int(self.warmup)
+
+    @property
+    def highest_lr(self) -> float:
+        """The learning rate that is given, or that of what is trained."""
+        return self.lr or (LORA_LR if self.lora_rank else FULL_LR)
 
     @property
     def keeps_best(self) -> bool:

@@ -7,6 +7,7 @@ consolidation would write every number twice, those of a weight without dimensio
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import create_repo, snapshot_download, upload_folder
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,14 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
-from chunkplan.errors import UsageError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.files.folder import let_umask_decide
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.tokenizer_hash import tokenizer_hash
 from chunkplan_runtime.devices import wide
 from chunkplan_runtime.distributed.job import Job
 from chunkplan_runtime.distributed.stages import layer_of
-from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.model import CausalLM, first_line
 from chunkplan_runtime.models.parts import has_adapters
 from chunkplan_runtime.training.config import TrainConfig
 from chunkplan_runtime.training.run_folder import shared_folder, why
@@ -74,6 +75,29 @@ def save_final(
                 let_umask_decide(path)
             for file in tokenizer:  # to the byte the one whose hash an analysis holds
                 shutil.copyfile(file, folder / file.name)
+
+
+def open_repository(name: str) -> str:
+    """The address of a repository on the Hugging Face Hub, which is made if it is not there.
+
+    Raises UsageError: it cannot be, such as without a token.
+    """
+    try:
+        return str(create_repo(name, exist_ok=True))
+    except Exception as error:  # its errors have no common base
+        raise UsageError(
+            f"--push-to-hub {name}: {first_line(error)}",
+            hint="run `hf auth login` with a token that may write; a repository is named USER/NAME",
+        ) from error
+
+
+def upload(folder: Path, name: str) -> str:
+    """Upload a folder to a repository on the Hugging Face Hub; returns the address of the commit."""
+    try:
+        return str(upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with chunkplan").commit_url)
+    except Exception as error:
+        hint = f"what was trained is there: hf upload {shlex.join([name, str(folder)])} does it again"
+        raise ChunkplanError(f"--push-to-hub {name}: {first_line(error)}", where=str(folder), hint=hint) from error
 
 
 def check_mergeable(model: Any) -> None:

@@ -67,10 +67,10 @@ def make_optimizer(weights: Mapping[str, Tensor], config: TrainConfig) -> torch.
         {"params": [each for each in weights.values() if each.ndim < 2], "weight_decay": 0.0},
     ]
     if name == "sgd":  # torch's fused one knows no parts of weights
-        return torch.optim.SGD(groups, lr=config.lr)
+        return torch.optim.SGD(groups, lr=config.highest_lr)
     if name == "adafactor":  # Shazeer and Stern, arXiv 1804.04235; the rate is a share of a weight's root mean square
-        return torch.optim.Adafactor(groups, lr=config.lr)
-    options: Any = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
+        return torch.optim.Adafactor(groups, lr=config.highest_lr)
+    options: Any = {"lr": config.highest_lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
     if name == "adamw-8bit":
         return make_adamw_8bit(torch.device(config.device), groups, **options)
     return torch.optim.AdamW(groups, **options)

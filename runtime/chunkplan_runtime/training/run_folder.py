@@ -36,7 +36,8 @@ class RunFolder:
         self.path = path
         self.config, self.measured, self.final = path / "config.json", path / "measured.json", path / "final"
         self.metrics, self.evaluations = path / "metrics.jsonl", path / "evals.jsonl"
-        self.sequences = path / "sequences.jsonl"
+        self.sequences, self.samples = path / "sequences.jsonl", path / "samples.jsonl"
+        self.lines = (self.metrics, self.evaluations, self.sequences, self.samples)  # of which a step has some
         self._lock: int | None = None
 
     def lock(self) -> None:

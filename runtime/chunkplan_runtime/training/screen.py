@@ -21,7 +21,7 @@ from chunkplan.cost.optimizers import moment_bytes
 from chunkplan.errors import DataError, UsageError, one_line
 from chunkplan.options import options_of
 from chunkplan.planfile.manifest import unread_words
-from chunkplan.quantities import ZERO, Pace, left_words, trained_words
+from chunkplan.quantities import ZERO, Pace, counted, left_words, trained_words
 from chunkplan_runtime.attention.flash import broken_packages
 from chunkplan_runtime.attention.kernels import AUTO
 from chunkplan_runtime.devices import device_name, is_profile_of, shipped_profile
@@ -193,6 +193,7 @@ def describe_run(
         f"steps, ChunkSize {plan.config.chunk_size:,}, K {plan.config.k}",
         *([f"not read  of the data: {unread}"] if unread else ()),
         *comparison.lines,
+        f"learns    {_learning_words(config, num_steps)}",
         *([f"routers   load-balancing loss over {routers}"] if routers else ()),
         *group_lines(job.groups),
         f"evaluates {evaluation or 'nothing: there is no plan of held-out sequences'}",
@@ -205,6 +206,17 @@ def describe_run(
             if other != kernels
         ),
     ]
+
+
+def _learning_words(config: TrainConfig, num_steps: int) -> str:
+    """The optimizer and its learning rate over the run, in one line."""
+    rate, warmup = config.highest_lr, config.num_warmup(num_steps)
+    words = [f"{config.optimizer}, learning rate {rate:g}"]
+    words += [f"after {counted(warmup, 'step')} of warm-up"] if warmup else []
+    words += [config.lr_schedule + ("" if config.lr_schedule == "constant" else f" to {rate * config.min_lr:g}")]
+    words += [f"weight decay {config.weight_decay:g}"]
+    words += [f"gradients clipped at {config.max_grad_norm:g}"] if config.max_grad_norm else []
+    return ", ".join(words)
 
 
 def group_lines(groups: Groups | None) -> list[str]:

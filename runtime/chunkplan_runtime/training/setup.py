@@ -28,13 +28,7 @@ from chunkplan_runtime.models import trained
 from chunkplan_runtime.models.checks import plan_stream
 from chunkplan_runtime.models.compiled import CompiledLayers
 from chunkplan_runtime.models.fused import Fused, fuse
-from chunkplan_runtime.models.model import (
-    CausalLM,
-    load_model,
-    meta_model,
-    meta_weight,
-    new_model,
-)
+from chunkplan_runtime.models.model import CausalLM, load_model, meta_model, meta_weight, new_model
 from chunkplan_runtime.models.parts import ModelStage
 from chunkplan_runtime.proof.prove import check_exact
 from chunkplan_runtime.training.config import SHARED, TrainConfig

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -23,30 +24,21 @@ from chunkplan.planfile.likeness import samples_of
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.feed.stream import StepWork
 from chunkplan_runtime.models.model import read_config
-from chunkplan_runtime.training import metrics, setup
+from chunkplan_runtime.training import checkpoint as checkpoints
+from chunkplan_runtime.training import final, metrics, setup
 from chunkplan_runtime.training.callbacks import Callbacks, trackers
-from chunkplan_runtime.training.checkpoint import (
-    BestLoss,
-    find_resume_point,
-    read_state,
-    refuse_other_run,
-    restore_random_states,
-    write_checkpoint,
-)
 from chunkplan_runtime.training.config import TrainConfig, fixed_options, shared_options
-from chunkplan_runtime.training.final import check_mergeable, check_tokenizer, find_tokenizer, save_final
-from chunkplan_runtime.training.run_folder import (
-    RunFolder,
-    append_lines,
-    cut_back,
-    lines_before,
-    remove_folder,
-)
+from chunkplan_runtime.training.interrupt import Interrupt
+from chunkplan_runtime.training.run_folder import RunFolder, append_lines, cut_back, lines_before, remove_folder
+from chunkplan_runtime.training.samples import Sampler
 from chunkplan_runtime.training.screen import Screen, compare, describe_run
 from chunkplan_runtime.training.train_step import Gradients, TrainStep
 
 #: Options that are as the plan was timed unless they are given.
 _PLANNED = ["kv_offload", "checkpointing", "lora_rank", "load_in_4bit", "optimizer", "fused_kernels", "compile"]
+
+#: Characters of a sample on the screen; samples.jsonl has all.
+_SHOWN_OF_SAMPLE = 200
 
 
 def train(config: TrainConfig, job: Job, callbacks: Sequence[TrainerCallback] = ()) -> None:
@@ -84,24 +76,26 @@ class TrainingRun:
         """Open data and model, compare them with those of the other processes, and go to the last checkpoint."""
         model_config = read_config(config.model or config.model_config or "", router_loss=True)
         self.data = data = setup.open_data(config, model_config, job.layout)
-        self.tokenizer = find_tokenizer(config)
-        check_tokenizer(self.tokenizer, data.analysis, model_config.vocab_size)
+        self.tokenizer = final.find_tokenizer(config)
+        final.check_tokenizer(self.tokenizer, data.analysis, model_config.vocab_size)
         self.config = config = _resolve(config, data, self.tokenizer, job)
         self.stream, self.num_steps = data.stream(data.plan), data.num_steps(config)
         self.fixed = {**samples_of(data.plan.manifest), **_config_identity(data), **fixed_options(config)}
         hashes = {"plan": data.plan.content_hash, "evaluation plan": data.evaluation and data.evaluation.content_hash}
         refuse_differences(job.all_gather_object({**hashes, **self.fixed, **shared_options(config)}))
-        earlier = find_resume_point(folder, config, data, job)
+        earlier = checkpoints.find_resume_point(folder, config, data, job)
         tokens_note = setup.compare_tokens(data.analysis, job)
         if data.evaluation is not None:
             data.stream(data.evaluation)  # refused now if the model does not take it
         model = setup.build_model(config, model_config, data.plan, job)
         if config.merge_adapters:
-            check_mergeable(model.whole.model)
+            final.check_mergeable(model.whole.model)
         refuse_differences(job.all_gather_object({"weights": model.identity}))
         self.fixed["frozen weights"] = setup.fingerprint(model.own, model.whole, job, only_frozen=True)
         if earlier is not None:
-            refuse_other_run(earlier, self.fixed, config, self.num_steps)
+            checkpoints.refuse_other_run(earlier, self.fixed, config, self.num_steps)
+        prompt = config.sample_prompt
+        self.sampler = None if prompt is None else Sampler(prompt, self.tokenizer, model.whole, job.layout)
         self.flops = metrics.FlopCounter(model.whole)
         self.comparison = compare(config, data, job)
         description = describe_run(config, data, model, self.num_steps, self.tokenizer, self.comparison, job)
@@ -112,11 +106,11 @@ class TrainingRun:
             self.start, losses = earlier.state["step"], earlier.state["losses"]
             self.stream.load_state_dict({**self.stream.state_dict(), "step": self.start})
             self.train_step.restore(earlier.checkpoint)
-            restore_random_states(earlier.state, self.train_step.model.device)
+            checkpoints.restore_random_states(earlier.state, self.train_step.model.device)
         before = [(row["step"] + 1, row["eval_loss"]) for row in lines_before(folder.evaluations, self.start)]
-        self.best = BestLoss(config.early_stopping, job.broadcast_object(before))
+        self.best = checkpoints.BestLoss(config.early_stopping, job.broadcast_object(before))
         self.spikes, self.largest = metrics.SpikeWatch(config.loss_spike_factor, losses), metrics.LargestStep()
-        self.whole, self.job, self.folder = model.whole, job, folder
+        self.whole, self.job, self.folder, self.interrupt = model.whole, job, folder, Interrupt(job)
         self.screen = Screen(self.start, self.num_steps, silent=not job.is_main)
         self.callbacks = Callbacks(callbacks, config, job, self.train_step, self.num_steps, self.best)
 
@@ -132,9 +126,11 @@ class TrainingRun:
             if folder.final.exists():  # of fewer steps
                 remove_folder(folder.final)
                 say(f"removed   {folder.final}: the run goes on, and writes it again")
-            for lines in (folder.metrics, folder.sequences, folder.evaluations):
+            for lines in folder.lines:
                 cut_back(lines, self.start)
-        with self.screen:
+        if self.config.push_to_hub and self.job.is_main:
+            say(f"uploads   final/ to {final.open_repository(self.config.push_to_hub)} at the end")
+        with self.screen, self.interrupt:
             self._train()
         if self.best.should_stop:
             say(f"stopped   early: {self.best.since} evaluations were no lower than {self.best.loss:.4f}")
@@ -147,7 +143,7 @@ class TrainingRun:
             checkpoint = folder.checkpoint(self.best.step)
             what = f"evaluation loss {self.best.loss:.4f} after step {self.best.step - 1}"
             if self.job.broadcast_object(checkpoint.is_dir()):
-                read_state(checkpoint)  # refused if it is damaged
+                checkpoints.read_state(checkpoint)  # refused if it is damaged
                 self.train_step.restore(checkpoint)
                 say(f"best      {checkpoint}: {what}; final/ has its weights")
             else:
@@ -155,9 +151,11 @@ class TrainingRun:
         self.callbacks.call("on_train_end")
         self.job.at_step(self.num_steps - 1)  # a job that ends leaves no model that looks whole
         merges = self.config.merge_adapters
-        save_final(self.train_step, self.whole, self.tokenizer, folder.final, self.job, merges=merges)
+        final.save_final(self.train_step, self.whole, self.tokenizer, folder.final, self.job, merges=merges)
         say(f"saved     {folder.final}")
         say(f"metrics   {folder.metrics}")
+        if self.config.push_to_hub and self.job.is_main:
+            say(f"uploaded  {final.upload(folder.final, self.config.push_to_hub)}")
 
     def _train(self) -> None:
         """Run the steps that are left until something says to stop, with what follows each of them."""
@@ -179,10 +177,17 @@ class TrainingRun:
             callbacks.state.global_step, callbacks.state.epoch = done, self.data.epochs_done(done)
             callbacks.end_step(row)
             is_best = callbacks.control.should_evaluate and self._evaluate(work.step.step)
-            if callbacks.control.should_save or (is_best and self.config.keeps_best):
+            if self.sampler is not None and done % self.config.sample_every == 0:
+                self._sample(self.sampler, work.step.step)
+            is_interrupted = any(self.job.all_gather_object(self.interrupt.is_asked))
+            if callbacks.control.should_save or (is_best and self.config.keeps_best) or is_interrupted:
                 self._save(done)
+            if is_interrupted:
+                raise KeyboardInterrupt
             if self._is_to_stop():
                 break
+            if self.config.save_every:
+                self.interrupt.defer()
             waits_since = time.perf_counter()
         if epoch > -1:
             callbacks.call("on_epoch_end")
@@ -279,13 +284,18 @@ class TrainingRun:
         self.callbacks.evaluated(row)
         return self.best.add(step + 1, loss)
 
+    def _sample(self, sampler: Sampler, step: int) -> None:
+        text = sampler.generate()
+        append_lines(self.folder.samples, [{"step": step, "prompt": self.config.sample_prompt, "text": text}])
+        self.screen.say(f"sample after step {step}: {shorten(text, _SHOWN_OF_SAMPLE, placeholder=' ...')}")
+
     def _save(self, step: int) -> None:
         """Write the checkpoint from which `step` comes next."""
         best = self.best
         kept = best.step if self.config.keeps_best and best.loss is not None else None
         stream, losses = self.stream.state_dict(), self.spikes.losses
         state = {"stream": stream, "losses": losses, "fixed": self.fixed, "num_steps": self.num_steps}
-        write_checkpoint(
+        checkpoints.write_checkpoint(
             self.folder,
             step,
             **self.train_step.tensors(),
@@ -324,6 +334,7 @@ def _resolve(config: TrainConfig, data: setup.TrainingData, tokenizer: list[Path
         found["sharding"] = "optimizer"
     found |= {"analysis": data.analysis.path, "eval_plan": data.evaluation and data.evaluation.path}
     resolved = replace(config, **found, tokenizer=str(tokenizer[0].parent) if tokenizer else None)
+    resolved = replace(resolved, lr=resolved.highest_lr)
     setup.check_layout(resolved, job.layout)
     return resolved
 

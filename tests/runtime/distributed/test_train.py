@@ -28,6 +28,7 @@ from tests.support.analyses import write_analysis
 from tests.support.training_cases import (
     all_well,
     run_main_counting_reductions,
+    run_main_interrupted,
     run_main_on_gpus,
     run_main_with_versions,
     run_main_without,
@@ -277,6 +278,23 @@ def test_processes_that_are_shown_the_same_gpu_are_refused_once(made, tmp_path, 
     [said] = [text for _, text in told if text]
     assert "processes 0 and 1 of 2 would share a GPU (GPU-a)" in said and "hint: start as many processes" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_ctrl_c_on_any_process_ends_all_after_the_same_step_and_the_run_goes_on_bit_for_bit(
+    made, tmp_path, trainers, who
+):
+    how = ("--save-every", 4, "--max-steps", 6)
+    arguments = options(made, tmp_path / "run", *how, plan="search")
+    told = together(trainers, 2, arguments, run=run_main_interrupted, who=who, step=2)
+    assert [code for code, _ in told] == [130, 130], told
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert f"stopped; the same command with --resume goes on from {checkpoint}" in told[0][1]
+    assert len(learning(tmp_path / "run")) == 3
+    assert "resumed   at step 3" in all_well(trainers, 2, [*arguments, "--resume"])
+    all_well(trainers, 2, options(made, tmp_path / "whole", *how, plan="search"))
+    assert learning(tmp_path / "run") == learning(tmp_path / "whole")
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
 
 
 @pytest.mark.soak

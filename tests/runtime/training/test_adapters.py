@@ -23,6 +23,7 @@ from tests.support.training_checks import after_step, learning, lines, same_weig
 
 pytestmark = pytest.mark.usefixtures("base")
 LORA = ("--lora-rank", 4, "--lora-dropout", 0.1, "--lora-targets", "q_proj,v_proj", "--lr", "3e-2")
+LORA += ("--lr-schedule", "constant", "--warmup", 0)
 
 
 def adapt(made, output, *more):

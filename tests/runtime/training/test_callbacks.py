@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,47 @@ def test_a_tracker_that_does_not_work_is_named_with_what_it_says(made, tmp_path,
     said = capsys.readouterr().err
     assert "error: --report-to tensorboard does not work: NotADirectoryError: " in said and "Traceback" not in said
     assert said.endswith("hint: install tensorboard and set it up as it asks for, or leave it out of --report-to\n")
+
+
+#: A `wandb` that writes what it is asked to begin into a file.
+WANDB = """
+import json, pathlib
+run = None
+class Config(dict):
+    def update(self, *given, **how):
+        pass
+config = Config()
+def init(**how):
+    global run
+    pathlib.Path(__file__).with_name("asked.json").write_text(json.dumps(how))
+    run = type("Run", (), {"name": how.get("name"), "summary": {}, "url": "", "_label": lambda *given, **how: None})()
+    return run
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *given, **how: None
+"""
+
+
+def test_runs_have_the_name_and_project_that_are_asked_for(made, tmp_path, monkeypatch, capsys):
+    (tmp_path / "site" / "wandb" / "sdk" / "lib").mkdir(parents=True)
+    (tmp_path / "site" / "wandb" / "__init__.py").write_text(WANDB)
+    (tmp_path / "site" / "wandb" / "sdk" / "lib" / "config_util.py").write_text("class ConfigError(Exception): pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("WANDB_PROJECT", "else")
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: True)
+    for name, more, expected in (
+        ("plain", (), ("plain", "else")),
+        ("named", ("--run-name", "first", "--wandb-project", "mine"), ("first", "mine")),
+    ):
+        for module in [module for module in sys.modules if module.partition(".")[0] == "wandb"]:
+            monkeypatch.delitem(sys.modules, module)  # it has one run in a process
+        arguments = options(made, tmp_path / name, "--report-to", "wandb", "--max-steps", 1, *more)
+        assert main(arguments) == 0, capsys.readouterr().err
+        asked = json.loads((tmp_path / "site" / "wandb" / "asked.json").read_text())
+        assert (asked["name"], asked["project"]) == expected
+    assert main(options(made, tmp_path / "none", "--wandb-project", "mine")) == 2
+    assert "--wandb-project without --report-to would do nothing" in capsys.readouterr().err
 
 
 def test_an_unknown_tracker_is_refused(made, tmp_path, capsys):

@@ -125,6 +125,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(killed):
 def test_a_stopped_run_says_how_to_resume_and_goes_on_bit_for_bit(
     made, tmp_path, monkeypatch, capsys, precision, number, code, checkpointing
 ):
+    """Ctrl-C ends it with the step and a checkpoint of it, SIGTERM at once."""
     more = ("--precision", precision, "--save-every", 3, "--lr-schedule", "linear", "--max-steps", 9)
     more = (*more, "--checkpointing", checkpointing)
     assert main(options(made, tmp_path / "whole", *more)) == 0
@@ -132,19 +133,38 @@ def test_a_stopped_run_says_how_to_resume_and_goes_on_bit_for_bit(
     with monkeypatch.context() as patch:
         after_step(patch, 7, lambda: signal.raise_signal(number))
         assert main(options(made, output, *more)) == code
-    checkpoint = output / "checkpoints" / "step-00000006"
+    done = 8 if number == signal.SIGINT else 6
+    checkpoint = output / "checkpoints" / f"step-{done:08d}"
     assert f"stopped; the same command with --resume goes on from {checkpoint}" in capsys.readouterr().err
     assert not (output / "final").exists()
     assert len(lines(output / "metrics.jsonl")) == 8
     assert main(options(made, output, *more, "--resume")) == 0
-    assert "resumed   at step 6" in capsys.readouterr().err
+    assert f"resumed   at step {done}" in capsys.readouterr().err
     assert learning(output) == learning(tmp_path / "whole")
     assert same_weights(output / "final", tmp_path / "whole" / "final")
 
 
+def test_a_second_ctrl_c_stops_a_run_at_once(made, tmp_path, monkeypatch, capfd):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        after_step(patch, 4, twice)
+        assert main(options(made, tmp_path, "--save-every", 3)) == 130
+    assert "stopping after this step, with a checkpoint; Ctrl-C again stops at once\n" in capfd.readouterr().err
+    assert [path.name for path in RunFolder(tmp_path).checkpoints()] == ["step-00000003"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(made, tmp_path, monkeypatch, capsys):
+    """As it is by Ctrl-C in its first step, and wherever no checkpoints are asked for."""
     with monkeypatch.context() as patch:
         after_step(patch, 1, lambda: signal.raise_signal(signal.SIGINT))
+        assert main(options(made, tmp_path / "none", "--save-every", 0, "--max-steps", 3)) == 130
+    assert len(learning(tmp_path / "none")) == 2 and RunFolder(tmp_path / "none").checkpoints() == []
+    with monkeypatch.context() as patch:
+        after_step(patch, 0, lambda: signal.raise_signal(signal.SIGINT))
         assert main(options(made, tmp_path, "--max-steps", 3)) == 130
     assert "no checkpoint yet; the same command with --resume starts from the beginning" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "lo')
@@ -168,8 +188,8 @@ def test_evaluations_are_cut_back_with_the_metrics(made, tmp_path, monkeypatch):
     more = ("--save-every", 2, "--eval-every", 1)
     assert main(options(made, tmp_path / "whole", *more, plan="held")) == 0
     with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
-        assert main(options(made, tmp_path / "run", *more, plan="held")) == 130
+        after_step(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+        assert main(options(made, tmp_path / "run", *more, plan="held")) == 143
     assert main(options(made, tmp_path / "run", *more, "--resume", plan="held")) == 0
     rows = [lines(tmp_path / name / "evals.jsonl") for name in ("run", "whole")]
     assert [row["step"] for row in rows[0]] == list(range(len(learning(tmp_path / "whole"))))
@@ -181,8 +201,8 @@ def stopped(made, tmp_path_factory):
     """A run that was stopped after step 4, with checkpoints at 2 and 4."""
     output = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGINT))
-        assert main(options(made, output, "--save-every", 2)) == 130
+        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGTERM))
+        assert main(options(made, output, "--save-every", 2)) == 143
     return output
 
 

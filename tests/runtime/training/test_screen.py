@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from chunkplan_runtime.training.final import check_tokenizer
 from chunkplan_runtime.training.metrics import SpikeWatch
 from chunkplan_runtime.training.run_folder import append_lines, cut_back
 from chunkplan_runtime.training.screen import Screen
+from tests.support.hub import hub
 from tests.support.places import ROOT
-from tests.support.training_checks import SOURCES, after_step, learning, lines, options
+from tests.support.training_cases import together
+from tests.support.training_checks import SOURCES, after_step, command, learning, lines, options
 
 SAMPLES = ROOT / "sample_data"
 
@@ -143,7 +146,7 @@ def chats(tmp_path_factory):
     few = (SAMPLES / "math.jsonl").read_text().splitlines()[:4]
     (folder / "few.jsonl").write_text("\n".join(few) + "\n")
     analyze([folder / "few.jsonl"], folder / "analysis", tokenizer=SAMPLES / "tokenizer")
-    build(folder / "analysis", folder / "plan", PlanConfig(chunk_size=512, k=1, global_batch=4))
+    build(folder / "analysis", folder / "plan", PlanConfig(chunk_size=512, k=1, global_batch=4, epochs=4))
     return folder
 
 
@@ -171,6 +174,84 @@ def test_the_tokenizer_goes_with_the_weights_to_the_byte(chats, tmp_path, capsys
     assert train_chats(chats, tmp_path / "none") == 0
     assert "none goes with the weights" in capsys.readouterr().err
     assert not (tmp_path / "none" / "final" / "tokenizer.json").exists()
+
+
+def test_samples_are_what_transformers_generates_from_the_weights_of_that_step(chats, tmp_path, capsys):
+    """And a run that samples learns as one that does not, to the bit; a resumed one goes on with its lines."""
+    how = ("--tokenizer", SAMPLES / "tokenizer", "--lr", "1e-2", "--warmup", 0, "--max-steps", 4, "--save-every", 2)
+    asks = ("--sample-every", 2, "--sample-prompt", "What is 3 + 4?")
+    assert train_chats(chats, tmp_path / "run", *how, *asks) == 0
+    rows = lines(tmp_path / "run" / "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(1, "What is 3 + 4?"), (3, "What is 3 + 4?")]
+    assert "sample after step 3: " in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tokenizer")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    end = tokenizer.eos_token_id
+    found = model.generate(**asked, max_new_tokens=128, do_sample=False, eos_token_id=end, pad_token_id=end)
+    said = tokenizer.decode(found[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert rows[1]["text"] == said
+    assert train_chats(chats, tmp_path / "plain", *how) == 0
+    assert learning(tmp_path / "run") == learning(tmp_path / "plain")
+    for folder in ("final", "checkpoints/step-00000004"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    assert train_chats(chats, tmp_path / "run", *how, *asks, "--resume") == 0
+    assert lines(tmp_path / "run" / "samples.jsonl") == rows
+
+
+def test_samples_that_cannot_be_made_are_refused(chats, made, trainers, tmp_path, capsys):
+    asks = ("--sample-every", 2, "--sample-prompt", "Hello")
+    assert train_chats(chats, tmp_path / "run", *asks) == 2
+    assert "--sample-prompt: the model has no tokenizer\nhint: give --tokenizer" in capsys.readouterr().err
+    assert train_chats(chats, tmp_path / "run", "--sample-every", 2) == 2
+    assert "--sample-every without --sample-prompt would do nothing" in capsys.readouterr().err
+    told = together(trainers, 2, options(made, tmp_path / "two", "--device", "cpu", *asks, plan="two"))
+    assert [code for code, _ in told] == [2, 2]
+    [said] = [text for _, text in told if text]
+    assert "--sample-every with 2 processes: each has a part of the model or of its optimizer" in said
+
+
+def test_what_is_pushed_to_the_hub_is_final(chats, tmp_path):
+    """Model and tokenizer to the byte; what cannot be is said before the first step, or with how to try again."""
+    with hub() as server:
+        how = ["--plan", chats / "plan", "--model-config", SAMPLES / "model" / "config.json", "--max-steps", 1]
+        how += ["--tokenizer", SAMPLES / "tokenizer", "--push-to-hub", "me/mine"]
+
+        def run(name, token):
+            home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+            words = map(str, [*how, "--output", tmp_path / name])
+            launcher = (sys.executable, "-m", "chunkplan_runtime.train")
+            return command(list(words), *launcher, HF_TOKEN=token, HF_HUB_DISABLE_XET="1", **home)
+
+        refused = run("refused", "wrong")
+        assert refused.returncode == 2 and "error: --push-to-hub me/mine: " in refused.stderr
+        assert "hint: run `hf auth login`" in refused.stderr and not (tmp_path / "refused").exists()
+        ran = run("run", "secret")
+        assert ran.returncode == 0, ran.stderr
+        assert f"uploaded  {server.url}/me/mine/commit/1\n" in ran.stderr
+        final = {path.name: path.read_bytes() for path in (tmp_path / "run" / "final").iterdir()}
+        assert {"model.safetensors", "tokenizer.json"} <= final.keys()
+        assert {name: server.files["me/mine"][name] for name in final} == final
+        server.refuses_uploads = True
+        failed = run("failed", "secret")
+        assert failed.returncode == 1 and (tmp_path / "failed" / "final" / "model.safetensors").exists()
+        assert f"hf upload me/mine {tmp_path / 'failed' / 'final'} does it again" in failed.stderr
+
+
+def test_a_run_says_at_the_start_how_it_learns(made, base, tmp_path, capsys):
+    """By default all weights with 1e-5 and adapters with 2e-4, each after 3 % of warm-up and down a cosine to 0."""
+    by_default = options(made, tmp_path, plan="plan")[:6]
+    for name, model, rate in (
+        ("all", by_default[2:4], "1e-05"),
+        ("adapters", ["--model", str(base), "--lora-rank", "2"], "0.0002"),
+    ):
+        assert main([*by_default[:2], *model, "--output", str(tmp_path / name), "--max-steps", "5"]) == 0
+        said = f"learns    adamw, learning rate {rate}, after 1 step of warm-up, cosine to 0, weight decay 0.01, "
+        assert said + "gradients clipped at 1\n" in capsys.readouterr().err
+        rates = [row["lr"] / float(rate) for row in learning(tmp_path / name)]
+        assert rates == pytest.approx([0, 1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
+        assert json.loads((tmp_path / name / "config.json").read_text())["config"]["lr"] == float(rate)
 
 
 def test_a_tokenizer_that_encodes_the_same_is_taken_however_it_was_saved(chats, tmp_path):
