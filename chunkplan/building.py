@@ -129,8 +129,12 @@ def build_plans(
     workers: int | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
+    check: Callable[[BuiltPlan], None] = lambda built: None,
 ) -> dict[Path, BuiltPlan]:
-    """`build`, with all there is to know about every plan, by folder; a dry run writes nothing."""
+    """`build`, with all there is to know about every plan, by folder; a dry run writes nothing.
+
+    What `check` raises of the plan of `output` leaves everything as it is.
+    """
     if not isinstance(analysis, Analysis):
         analysis = load_analysis(analysis)
     holds_out = config.holdout is not None or bool(analysis.is_evaluation.any())
@@ -161,6 +165,7 @@ def build_plans(
                 workers or os.cpu_count() or 1,
                 progress,
             )
+        check(built[output])
     return built
 
 

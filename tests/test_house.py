@@ -22,9 +22,9 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_035,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_332,
-    ("",): 57_964,
+    ("",): 58_340,
 }
-MOST_FILES = 296
+MOST_FILES = 299
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51

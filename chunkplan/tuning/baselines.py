@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -43,13 +44,17 @@ _LARGER = (2, 4)
 #: loses no more than this share of the tokens.
 _FIRST_CUT, _USUAL_LOSS = 1024, 0.03
 
-#: Tokens and attention_pairs of the micro-batches that the sequences of a step make, in their order; both [m].
+#: Tokens and attention_pairs of the micro-batches that a rank makes of its sequences of a step, in their order; both
+#: [m].
 MicroBatches = tuple[Int64Array, Float64Array]
 
-#: They are made of the lengths of a step's sequences, and of what the model's attention sees.
+#: They are made of the lengths of these sequences, and of what the model's attention sees.
 MakesMicroBatches = Callable[[Int64Array, Sequence[AttentionPattern]], MicroBatches]
 
-#: A rank that no micro-batch is left for runs an empty one.
+#: Those of each group of ranks of each step of a sample: of so many groups, of so many ranks.
+DealtMicroBatches = Callable[[int, int], list[MicroBatches]]
+
+#: A rank that no sequence is left for runs an empty micro-batch.
 _NOTHING: MicroBatches = (np.zeros(1, np.int64), np.zeros(1))
 
 #: Ranks that share every micro-batch: the fastest number that fits.
@@ -81,7 +86,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class _Way:
-    """A baseline on any layout: see `Baseline`. `steps`: micro-batches of each step of a sample.
+    """A baseline on any layout: see `Baseline`. `micro_batches`: those of a sample.
 
     `levels`: of activation checkpointing, of which it takes the first that fits. `sharding` is None where it may be any
     that the options allow.
@@ -89,7 +94,7 @@ class _Way:
 
     key: str
     name: str
-    steps: list[MicroBatches]
+    micro_batches: DealtMicroBatches
     lost: float = 0.0
     cp: int = 1
     levels: tuple[Checkpointing, ...] = CHECKPOINTINGS
@@ -99,8 +104,8 @@ class _Way:
 def baselines(
     sample: Sample, options: TuneOptions, layouts: Sequence[GpuLayout], progress: Progress
 ) -> Iterator[Baseline]:
-    """Time the baselines, one after the other, each on the best of `layouts`: 1F1B, micro-batches dealt out in the
-    order of the data.
+    """Time the baselines, one after the other, each on the best of `layouts`: 1F1B, sequences dealt out in the order of
+    the data, and packed or padded by each group of ranks for itself.
 
     Each runs with the first level of activation checkpointing that fits, in as few layers as possible, and with its
     fastest sharding; if nothing fits, its time is that on larger GPUs.
@@ -136,9 +141,9 @@ def _whole_ways(
 ) -> Iterator[list[tuple[_Way, GpuLayout]]]:
     """List the ways that keep whole sequences: of each row its settings, each with a layout that it can be on."""
     longest = int(sample.num_tokens.max())
-    single = [_Way("single", "one sequence a micro-batch", _steps(_padded(1), sample, options))]
+    single = [_Way("single", "one sequence a micro-batch", _dealt(_padded(1), sample, options))]
     padded = [
-        _Way("padded", f"{size} sequences padded to the longest", _steps(_padded(size), sample, options))
+        _Way("padded", f"{size} sequences padded to the longest", _dealt(_padded(size), sample, options))
         for size in _PADDED
     ]
     sizes = [longest] + [longest * times for times in _LARGER if longest * times <= max(options.chunk_sizes)]
@@ -146,7 +151,7 @@ def _whole_ways(
         _Way(
             "packed",
             f"packed to {'the longest' if size == longest else f'{size // longest} times the longest'}",
-            _steps(_packed(size), sample, options),
+            _dealt(_packed(size), sample, options),
         )
         for size in sizes
     ]
@@ -181,14 +186,29 @@ def _cut(capacity: int, sample: Sample, options: TuneOptions) -> _Way:
     tokens = sample.num_tokens.astype(np.float64)
     lost = np.add.reduceat(np.maximum(tokens - capacity, 0), sample.first_of_step[:-1])
     share = float(sample.weights @ lost) / sample.tokens_per_step
-    return _Way("cut", f"cut to {capacity:,} and packed", _steps(_packed(capacity), sample, options), lost=share)
+    return _Way("cut", f"cut to {capacity:,} and packed", _dealt(_packed(capacity), sample, options), lost=share)
 
 
-def _steps(make: MakesMicroBatches, sample: Sample, options: TuneOptions) -> list[MicroBatches]:
-    """The micro-batches of each step."""
-    edges = itertools.pairwise(sample.first_of_step)
-    patterns = options.shape.attention_patterns
-    return [make(sample.num_tokens[start:stop].astype(np.int64), patterns) for start, stop in edges]
+def _dealt(make: MakesMicroBatches, sample: Sample, options: TuneOptions) -> DealtMicroBatches:
+    """Micro-batches as data-parallel loaders deal them: each group takes its sequences in turn, and makes its own.
+
+    Ranks that share micro-batches have two slices of each sequence, early and late, as these have equal work: so
+    sequences are padded to equal slices.
+    """
+    num_tokens, patterns = sample.num_tokens.astype(np.int64), options.shape.attention_patterns
+
+    @cache
+    def deal(num_groups: int, cp: int) -> list[MicroBatches]:
+        slices = 2 * cp if cp > 1 else 1
+        padded = -(-num_tokens // slices) * slices
+        shares = [
+            padded[start + group : stop : num_groups]
+            for start, stop in itertools.pairwise(sample.first_of_step)
+            for group in range(num_groups)
+        ]
+        return [make(share, patterns) if share.size else _NOTHING for share in shares]
+
+    return deal
 
 
 def _padded(size: int) -> MakesMicroBatches:
@@ -217,14 +237,15 @@ def _run(way: _Way, sample: Sample, options: TuneOptions, layout: GpuLayout) -> 
     Each sharding has the first level of activation checkpointing that fits, mixed with the level before as far as there
     is room. If none fits, the one with least memory is taken.
     """
-    largest = max(int(tokens.max()) for tokens, _ in way.steps)
+    dealt = way.micro_batches(layout.dp // way.cp, way.cp)
+    largest = max(int(tokens.max()) for tokens, _ in dealt)
     config = options.plan_config(layout, -(-largest // way.cp), 1, "algorithm2" if layout.pp == 1 else "1f1b")
     layers = config.layers(options.shape.num_layers)
     rows: list[Baseline] = []
     moments: Int64Array | None = None  # what stages hold: 1F1B has the same order whatever actions take
 
     def run(cost: CostModel) -> tuple[Baseline, Int64Array]:
-        step_ns, moments = _simulate(way.steps, sample.weights, config, cost, way.cp)
+        step_ns, moments = _simulate(dealt, sample.weights, config, cost, way.cp)
         step_ns += reduction_ns(cost, dp=layout.dp, pp=layout.pp, layers=layers)
         needed = max(memory_of_stages(config, cost, moments), key=lambda stage: stage.total)
         row = Baseline(
@@ -283,18 +304,13 @@ def _fits(config: PlanConfig, cost: CostModel, moments: Int64Array, options: Tun
 
 
 def _simulate(
-    steps: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
+    dealt: list[MicroBatches], weights: Float64Array, config: PlanConfig, cost: CostModel, cp: int
 ) -> tuple[float, Int64Array]:
     """Return the mean time of a step in nanoseconds, and what each stage holds at its fullest moment, int64 [pp, 8].
 
     Groups of `cp` ranks share every micro-batch evenly: one rank of each is simulated.
     """
     num_groups = config.dp // cp
-    dealt = [
-        (tokens[group::num_groups], attention_pairs[group::num_groups]) if group < tokens.size else _NOTHING
-        for tokens, attention_pairs in steps
-        for group in range(num_groups)
-    ]
     tokens, attention_pairs = (np.concatenate(column) for column in zip(*dealt, strict=True))
     exchange = None
     if cp > 1:  # by heads as far as these go, else by pages

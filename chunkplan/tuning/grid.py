@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -185,6 +185,7 @@ class _Grid:
     progress: Progress
     pool: ThreadPoolExecutor
     cancelled: threading.Event
+    costs: dict[tuple[MemorySaving, Sharding], CostModel] = field(default_factory=dict)
 
     @property
     def options(self) -> TuneOptions:
@@ -252,7 +253,13 @@ class _Grid:
     def _costs(self, point: GridPoint, sharding: Sharding, *levels: int) -> list[CostModel]:
         """The cost models of the rungs of `levels` that a point may take, from the fastest on."""
         rungs = (saving for level in levels for saving in self._rungs(level, point))
-        return [self.options.cost(self.layout, saving, sharding) for saving in rungs]
+        return [self._cost(saving, sharding) for saving in rungs]
+
+    def _cost(self, saving: MemorySaving, sharding: Sharding) -> CostModel:
+        """The cost model of a rung, made once, as its rates take long to find."""
+        if (saving, sharding) not in self.costs:
+            self.costs[saving, sharding] = self.options.cost(self.layout, saving, sharding)
+        return self.costs[saving, sharding]
 
     def ladders(self, of_levels: list[Trials]) -> list[MemoryLadder]:
         """The rungs that each point may take, with the outcomes on each, from the fastest on."""
@@ -293,7 +300,7 @@ class _Grid:
 
     def _try(self, level: int, pending: KsByPoint, sharding: Sharding) -> Trials:
         """Try the pending Ks of each point with the level of this index; keys and values are on the GPU."""
-        search, cost = self.search, self.options.cost(self.layout, LADDER[2 * level], sharding)
+        search, cost = self.search, self._cost(LADDER[2 * level], sharding)
         started: dict[GridPoint, list[Future[Outcome]]] = {}
         for point, ks in pending.items():
             # Trials without any level and sharding tell what stages hold, whatever fits.
@@ -316,7 +323,7 @@ class _Grid:
     def _rungs(self, level: int, point: GridPoint) -> list[MemorySaving]:
         """The rungs of the level of this index, without those whose transfers take longer than what hides them."""
         rungs = LADDER[2 * level : 2 * level + 2]
-        least = self.options.cost(self.layout, LADDER[0]).offload_chunk_size
+        least = self._cost(LADDER[0], "optimizer").offload_chunk_size
         return [rung for rung in rungs if not rung.kv_offload or point.chunk_size >= least]
 
     def _fits(self, outcome: Outcome, level: int, point: GridPoint, sharding: Sharding) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,9 @@ import typer
 
 from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.model import CostModel
-from chunkplan.errors import UsageError
+from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import options_of
+from chunkplan.quantities import gibibytes
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.build_options import (
     AUTO,
@@ -110,9 +112,10 @@ def build(
             _warn_of_plan_only(machine, cost, settings)
         if not (auto and "shape" in machine):
             warn_of_positions(loaded, cost.shape)
-        with planning_progress() as report_progress:
+        with planning_progress() as bar:
+            keep = partial(_refuse_misfit, None if options.force or dry_run else target, settings, cost)
             plans = build_plans(
-                loaded, target, settings, cost=cost, workers=options.workers, progress=report_progress, dry_run=dry_run
+                loaded, target, settings, cost=cost, workers=options.workers, progress=bar, dry_run=dry_run, check=keep
             )
     positions = Positions.of(loaded.num_tokens, cost.shape.max_positions)
     built = plans[target]
@@ -134,6 +137,28 @@ def _say_next(output: Path | None, workspace: Path | None, *, can_be_trained: bo
     if can_be_trained:
         flags = ["--plan", *flags] if output else flags
         note(f"to train: {shlex.join(['chunkplan', 'train', *flags, '--model', 'NAME'])}")
+
+
+def _refuse_misfit(target: Path | None, config: PlanConfig, cost: CostModel, built: BuiltPlan) -> None:
+    """Refuse to replace the plan in `target`, if it fits its GPU, by one that does not."""
+    from chunkplan.planfile.load import load_plan
+    from chunkplan.reporting.per_step import plan_chunks
+    from chunkplan.reporting.plan_memory import memory_at, plan_memory
+
+    memory = memory_at(built.peaks, built.ranks, config, cost)
+    if memory.fits or target is None or not (target / "manifest.json").is_file():
+        return
+    try:
+        old = load_plan(target)
+        before = plan_memory(old, plan_chunks(old).table)
+    except ChunkplanError:
+        return
+    if before is not None and before.fits:
+        raise UsageError(
+            f"the new plan takes {gibibytes(memory.memory.total)} of the {gibibytes(memory.gpu_bytes)} of a GPU, and "
+            f"{target} is a plan that fits: it was not replaced",
+            hint="--dry-run shows where the memory goes; write it elsewhere with --output, or replace it with --force",
+        )
 
 
 def _settings(values: CliValues, cost: CostModel) -> PlanConfig:

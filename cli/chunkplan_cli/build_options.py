@@ -10,7 +10,7 @@ from chunkplan.config.plan import PlanConfig
 from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
-from chunkplan.domains import or_word, path, whole
+from chunkplan.domains import FLAG, or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Advanced, Options, in_words, option, options_of, read_entries, read_settings, same
 from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
@@ -60,6 +60,9 @@ class BuildOptions(Options):
         "A TOML or YAML file with these options, such as recipes/qwen2.5-7b.yaml; the command line wins.",
         group=Advanced(OPTIONS),
         default=None,
+    )
+    force: bool = option(
+        FLAG, "Replace a plan that fits its GPU by one that does not.", group=Advanced(OPTIONS), default=False
     )
     workers: int | None = option(
         whole(1),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chunkplan.config.intake import IntakeOptions
+from chunkplan.cost.hardware import ERRORS, source_of
 from chunkplan.errors import DataError, UsageError
 from chunkplan.quantities import percent
 from chunkplan.tuning.options import TuneOptions
@@ -94,7 +95,8 @@ def gain(
         )
     if as_json:
         sampled = None if estimate is None else asdict(estimate)
-        print_json(tuning_document(tuning) | {"kind": "gain", "estimated": sampled})
+        error = ERRORS[source_of(options.hardware)]
+        print_json(tuning_document(tuning) | {"kind": "gain", "estimated": sampled, "time_error": error})
     else:
         print_way(console, tuning.best, options, analysis.num_sequences)
         console.print()

@@ -6,15 +6,21 @@ import shlex
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from chunkplan.domains import MOST, path, whole
+from chunkplan.errors import UsageError
 from chunkplan.options import Options, option, options_of, read_settings, same
+from chunkplan.quantities import counted
 from chunkplan_cli.declared import OPTIONS, CliValues, WorkspaceOption, find_plan, takes
 from chunkplan_cli.simulate import MEASURED, TIMELINE, show_run
 from chunkplan_cli.terminal import note
 from chunkplan_runtime.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from chunkplan.planfile.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +69,13 @@ def train(*, run: CliValues, how: CliValues, workspace: WorkspaceOption = None) 
     output = options.output or values.get("output") or place.run
     config = TrainConfig(**{**values, "plan": plan, "output": output})
     require_torch()
+    from torch import cuda
+
     loaded = load_plan(plan)
     count = options.nproc or loaded.config.dp * loaded.config.pp
     choose_layout(loaded, count, 0)  # refused now if it cannot be
+    if config.device != "cpu":
+        refuse_few_gpus(loaded, count, cuda.device_count())
     if count == 1:
         raise typer.Exit(main(config=config))
     in_file = ["--config", str(options.config)] if options.config else []
@@ -78,6 +88,24 @@ def train(*, run: CliValues, how: CliValues, workspace: WorkspaceOption = None) 
     if code == 0 and find_spec("numba") and (output / MEASURED).exists():  # a run trains without it
         show_run(output, output / TIMELINE)
     raise typer.Exit(code)
+
+
+def refuse_few_gpus(plan: Plan, num_processes: int, available: int) -> None:
+    """Raise UsageError where so many processes have fewer GPUs; a machine without any trains on its CPU."""
+    from chunkplan_runtime.layout import choose_layout
+
+    if not 0 < available < num_processes:
+        return
+    hint = f"`chunkplan train --nproc {available}` runs the plan's ranks in turn"
+    try:
+        choose_layout(plan, available, 0)
+    except UsageError as error:
+        hint = error.hint
+    raise UsageError(
+        f"{num_processes} processes take a GPU each, this machine has {counted(available, 'GPU')}",
+        where=str(plan.path),
+        hint=f"{hint}; on several machines run `torchrun -m chunkplan_runtime.train` with its --nnodes",
+    )
 
 
 def _typed(run: CliValues) -> list[str]:

@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 
 from chunkplan.cost.checkpointing import checkpointing_words, shown_levels
 from chunkplan.cost.fused import fused_words
+from chunkplan.cost.hardware import ERRORS, source_of
 from chunkplan.quantities import ZERO, gibibytes, k_words, percent, seconds, trained_words
 from chunkplan.reporting.tables import Table
 from chunkplan.tuning.options import TuneOptions
@@ -256,6 +257,9 @@ def _gain_words(tuning: Tuning) -> str:
         return f"nothing to gain: {best.name} takes {time} on {layout}"
     today = f"{best.name} ({time} on {layout})"
     today += "" if tuning.options.baseline else ", the fastest baseline that fits and loses no token"
+    error = ERRORS[source_of(tuning.options.hardware)]
+    if tuning.gain is not None and tuning.gain < 1 + error:
+        today += f"; that is within the {error:.0%} that times may be off by: measure both"
     return f"{tuning.gain:.2f}x as fast as {today}"
 
 

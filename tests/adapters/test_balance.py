@@ -83,6 +83,11 @@ THEIRS = {
     "slime": (["."], ["tests/test_dp_schedule.py"], ""),
     "nemo_rl": (["."], ["tests/unit/data/packing/test_algorithms.py"], ""),
     "verl": (["."], ["tests/utils/test_seqlen_balancing.py"], "not distributed_params"),  # asks for two GPUs
+    "megatron": (
+        ["."],
+        ["tests/unit_tests/test_sequence_packing.py"],
+        "not wrap_dataloader and not get_batch_on_this_rank and not distributed and not dcp_compatible",
+    ),
     # Left out: a test of which bins prime-rl splits; ours have less in the heaviest one.
     "prime_rl": (
         ["src", "packages/prime-rl-configs/src"],

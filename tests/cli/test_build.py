@@ -136,6 +136,20 @@ def test_the_memory_that_is_tuned_for_is_that_a_plan_has_to_fit(data: Path) -> N
     assert built(data, "--auto", "--from", "tune.json")[0]["memory"] == document["memory"]
 
 
+def test_a_plan_that_fits_is_not_replaced_by_one_that_does_not_without_force(data: Path, tmp_path: Path) -> None:
+    words = ("build", str(data / "lengths.npy"), "--model", str(data), "--hardware", "l4", "--k", "1")
+    assert run(tmp_path, *words, "--chunk-size", "512").returncode == 0
+    kept = (tmp_path / "chunkplan-out" / "plan" / "manifest.json").read_bytes()
+    larger = (*words, "--chunk-size", "16384")
+    ran = run(tmp_path, *larger)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "is a plan that fits: it was not replaced\nhint: --dry-run shows where the memory goes" in ran.stderr
+    assert (tmp_path / "chunkplan-out" / "plan" / "manifest.json").read_bytes() == kept
+    assert run(tmp_path, *larger, "--dry-run").returncode == 0
+    assert run(tmp_path, *larger, "--force").returncode == 0
+    assert run(tmp_path, *larger).returncode == 0, "neither fits"
+
+
 def test_a_chunk_size_that_splits_nothing_is_said(data: Path) -> None:
     options = ("--model", ".", "--k", "4")
     _, said = built(data, *options, "--chunk-size", "1048576")
@@ -173,7 +187,7 @@ def test_sequences_over_the_positions_of_the_model_are_counted(data: Path, comma
     ran = run(data, *words[:-2], "stretched.json", "--json")
     assert ran.returncode == 0 and "tokens that" not in ran.stderr
     assert '"max_positions": 16384' in ran.stdout and '"num_over": 0' in ran.stdout
-    unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ()), "--json")
+    unnamed = run(data, name, "lengths.npy", *options, *(("--gpus", "8") if name == "tune" else ("--force",)), "--json")
     assert unnamed.returncode == 0, unnamed.stderr
     assert '"positions": null' in unnamed.stdout and "tokens that" not in unnamed.stderr
 

@@ -12,8 +12,9 @@ import pytest
 
 from chunkplan.errors import UsageError
 from chunkplan.options import Option, options_of
+from chunkplan.planfile.load import load_plan
 from chunkplan_cli.declared import CliValues
-from chunkplan_cli.train import _typed
+from chunkplan_cli.train import _typed, refuse_few_gpus
 from chunkplan_runtime.train import read_options
 from chunkplan_runtime.training.config import TrainConfig
 from tests.support.command_line import Run
@@ -62,6 +63,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ran = run(folder, *words)
         assert ran.returncode == 0, ran.stderr
     return folder
+
+
+def test_fewer_gpus_than_processes_are_refused_with_what_to_type(planned: Path) -> None:
+    plan = load_plan(planned / "chunkplan-out" / "plan")
+    for num_processes, available in ((2, 2), (2, 8), (2, 0)):  # without a GPU it trains on the CPU
+        refuse_few_gpus(plan, num_processes, available)
+    with pytest.raises(UsageError, match=r"2 processes take a GPU each, this machine has 1 GPU\s") as refused:
+        refuse_few_gpus(plan, 2, 1)
+    assert refused.value.hint.startswith("`chunkplan train --nproc 1` runs the plan's ranks in turn; on several")
 
 
 @pytest.mark.soak

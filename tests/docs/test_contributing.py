@@ -30,6 +30,7 @@ EXCEPTIONS = {
     ("chunkplan_runtime.parity", "chunkplan.building"),
     ("chunkplan_runtime.training.chunk_trainer", "chunkplan.building"),
     ("chunkplan.intake.backends.huggingface", "transformers"),
+    ("chunkplan.adapters.verl", "torch"),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     """A line `...` stands for any lines; of training and parity numbers may be others."""
     enter(tmp_path, monkeypatch)
     shown = list(commands_of(PAGE))
-    assert len(shown) == 15
+    assert len(shown) == 13
     norms = []
     for command, screen in shown:
         if not command.startswith("chunkplan "):
@@ -36,6 +38,21 @@ def test_the_commands_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "small" / "run" / "final" / "model.safetensors").exists()
     assert (tmp_path / "small" / "run" / "metrics.jsonl").read_text().count("\n") == 3
     assert (tmp_path / "plan.html").stat().st_size > 1_000_000
+
+
+@pytest.mark.soak
+def test_gains_are_those_that_gain_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    """Every row of the table, to the digits that it has."""
+    enter(tmp_path, monkeypatch)
+    rows = re.findall(r"^\| `(--gpus .*?)` \| (.*?): (.*?) s \| (.*?) s \| (.*?) \|$", PAGE, re.M)
+    found_rows = []
+    for options, *_ in rows:
+        given = f"sample_data --tokenizer sample_data/tokenizer --json {options}"
+        found = json.loads(command("gain", *shlex.split(given)).out)
+        [best] = [row["step_seconds"] for row in found["baselines"] if row["name"] == found["speedup_over"]]
+        seconds, gain = found["chosen"]["step_seconds"], found["speedup_over_best"]
+        found_rows.append((options, found["speedup_over"], f"{best:.2f}", f"{seconds:.2f}", f"{gain:.2f}"))
+    assert rows == found_rows and len(rows) == 5
 
 
 @pytest.mark.docs

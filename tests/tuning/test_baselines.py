@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chunkplan.cost.checkpointing import CHECKPOINTINGS, levels_of, shown_levels
-from chunkplan.tuning.baselines import Baseline, _packed, _padded, baselines
+from chunkplan.tuning.baselines import Baseline, _dealt, _packed, _padded, baselines
 from chunkplan.tuning.options import BASELINES, LADDER, TuneOptions
 from chunkplan.tuning.sampling import sample_steps
 from chunkplan.tuning.tune import tune
@@ -42,6 +42,22 @@ def test_micro_batches_are_what_a_hand_makes_of_four_sequences() -> None:
     cut, cut_pairs = _packed(250)(tokens, WHOLE)
     assert sorted(cut.tolist()) == [100, 200, 250, 250]
     assert cut_pairs.sum() == pairs(250, 250, 200, 100)
+
+
+def test_each_group_of_ranks_packs_its_own_share_as_loaders_deal_it() -> None:
+    """Every second sequence is one group's; where two ranks share them, to be cut into four slices, which are equal."""
+    options = options_with(tp=1, pp=1, dp=4, schedules=None, global_batch=5)
+    [layout] = options.layouts()
+    config, cost = options.plan_config(layout, 8192, 1, "algorithm2"), options.cost(layout, LADDER[0])
+    sample = sample_steps(np.array([301, 502, 203, 104, 55], np.int32), config, cost, 1)
+    order = sample.num_tokens.tolist()
+    deal = _dealt(_packed(2048), sample, options)
+    alone, shared = deal(4, 1), deal(2, 2)
+    assert [tokens.tolist() for tokens, _ in alone] == [[sum(order[group::4])] for group in range(4)]
+    padded = [-(-each // 4) * 4 for each in order]
+    assert [tokens.tolist() for tokens, _ in shared] == [[sum(padded[group::2])] for group in range(2)]
+    assert [each.tolist() for _, each in shared] == [[pairs(*padded[group::2])] for group in range(2)]
+    assert deal(8, 1)[5][0].tolist() == [0], "there are fewer sequences than ranks"
 
 
 def test_what_is_cut_off_is_lost_and_not_counted_among_the_tokens_a_second() -> None:
