@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_035,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_332,
-    ("",): 58_320,
+    ("",): 58_340,
 }
 MOST_FILES = 299
 

@@ -41,7 +41,7 @@ _OF_LINES = ("lines", "elements")
 _NO_RECORD = RecordLayout("text", {"text": "text"}, "no record")
 
 #: Reasons for which the first records may be left out of a source that can be read.
-_OF_RECORDS = ("empty", "undesirable")
+_OF_RECORDS = ("empty", "untrained", "undesirable")
 
 
 def probe(source: Source, index: int, options: IntakeOptions, spool: Path) -> RecordLayout | None:

@@ -35,7 +35,7 @@ from chunkplan.intake.tokenizer import RecordTokenizer, by_turns, without_padded
 from chunkplan.planfile.manifest import add_unread, most_unread
 
 #: Goes into every key: a change of the results of pieces needs a new number.
-_VERSION = 9
+_VERSION = 10
 
 _LONGEST = np.iinfo(np.int32).max
 
@@ -105,7 +105,7 @@ def find(settings: IntakeSettings, store: Store, key: str) -> PieceResult | None
 
 def _may_be_rejected(options: IntakeOptions, reasons: set[str]) -> bool:
     """True if none of the reasons stops a run under `on_error="stop"`: empty records, or drops the user asked for."""
-    allowed = {"empty"}
+    allowed = {"empty", "untrained"}
     allowed |= {"too-long"} if options.long == "drop" else set()
     allowed |= {"undesirable"} if options.undesirable == "drop" else set()
     return reasons <= allowed

@@ -207,12 +207,14 @@ def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
                 schema, columns = _said_by(entry)
                 suffix = _SUFFIXES.get(str(values.get("ds_type")))
                 _add(found, entry, data, schema, columns, suffix=suffix, paths=paths)
-    also = {"sequence_len": "--max-length {} --overlong drop", "val_set_size": "build --holdout {}"}
+    also = {"sequence_len": "analyze --max-length {} --overlong drop", "val_set_size": "build --holdout {}"}
     flags = [flag.format(config[key]) for key, flag in also.items() if config.get(key)]
     if any(values.get("type") == "alpaca" for values in config["datasets"]):
         found.notes.append(f"{path}: of `type: alpaca` the keys are read; the text around them is the chat template's")
     if flags:
-        found.notes.append(f"{path}: only `datasets` and `test_datasets` are read; its lengths are {', '.join(flags)}")
+        found.notes.append(
+            f"{path}: only `datasets` and `test_datasets` are read; instead of others: {', '.join(flags)}"
+        )
 
 
 def _places_of(config: Path, entry: _Entry) -> Iterator[str]:

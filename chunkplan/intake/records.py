@@ -147,7 +147,8 @@ REASONS = {
     "schema": "keys or types that are not those of the source's schema",
     "unsupported": "what is not planned: preference pairs, images, weights other than 0 and 1",
     "undesirable": "an answer labelled as a bad one (`label`: false)",
-    "empty": "nothing to train on: no text, nothing but whitespace, or a flag of 0",
+    "empty": "nothing to train on: no text, or nothing but whitespace",
+    "untrained": "a flag says that nothing of it counts in the loss",
     "too-large": "more bytes than a record may have",
     "template": "the chat template cannot render it",
     "too-long": "more tokens than --max-length",
@@ -158,6 +159,7 @@ REASONS = {
 #: Hints if all records are left out for one reason.
 HINTS_OF_ALL = {
     "empty": "give files with at least one record that is not blank",
+    "untrained": "give files with at least one record that counts, or ignore the flag with --ignore-column",
     "undesirable": "give records with good answers too, or remove `label` if it means another thing",
     "too-long": "raise --max-length, or say --overlong truncate",
 }

@@ -117,6 +117,8 @@ def forms_of(messages: list[JsonObject], tools: Tools, takes: str | None) -> Ite
             yield [_with_arguments(message, change) for message in messages], others
         if not has_calls:
             yield messages, others
+    if any("content" not in message for message in messages):  # null beside calls, which few templates ask about
+        yield from forms_of([{"content": "", **message} for message in messages], tools, takes)
 
 
 def _with_arguments(message: JsonObject, change: Callable[[Any], Any]) -> JsonObject:

@@ -133,7 +133,7 @@ def _say_what_was_read(analysis: Analysis, beside: Sequence[str]) -> None:
 
 
 #: Reasons to reject records that can be read.
-_OF_WHAT_IS_READ = frozenset(("empty", "undesirable", "template", "too-long"))
+_OF_WHAT_IS_READ = frozenset(("empty", "untrained", "undesirable", "template", "too-long"))
 
 
 def _is_lost(source: SourceEntry) -> bool:

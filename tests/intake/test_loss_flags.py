@@ -119,7 +119,7 @@ def test_a_record_that_does_not_count_is_left_out_and_counted(tmp_path: Path, sc
         records = records[:2] if name == "x.parquet" else records
         found = analyze(write_records(tmp_path / name, records), tmp_path / "out", tokenizer=TOKENIZER)
         [source] = found.manifest["sources"]
-        assert (found.num_sequences, source["reasons"]) == (len(records) // 2, {"empty": len(records) // 2})
+        assert (found.num_sequences, source["reasons"]) == (len(records) // 2, {"untrained": len(records) // 2})
         assert source["unread_keys"] == {}
     with pytest.raises(RecordError, match=f"`{key}` is 0.5, expected 0 or 1") as caught:
         parse_as(schema, _RECORDS[schema] | {key: 0.5})
@@ -157,7 +157,7 @@ def test_a_list_beside_a_question_and_its_answer_has_two_and_beside_a_text_none(
     assert parse_as("instruction", record | {"loss_mask": [0, 1]}) == parse_as("instruction", record)
     with pytest.raises(RecordError, match="nothing of the record counts") as caught:
         parse_as("instruction", record | {"loss_mask": [1, 0]})
-    assert caught.value.reason == "empty"
+    assert caught.value.reason == "untrained"
     with pytest.raises(RecordError, match="the record has no messages"):
         parse_as("text", {"text": "Hi!", "loss_mask": [1]})
     earlier = parse_as("instruction", record | {"history": [["a", "b"]], "loss_mask": [0, 0, 0, 1]})

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from chunkplan import analyze
+from chunkplan.errors import DataError
 from chunkplan.intake.records import RecordError
-from tests.support.intake_checks import chat, parse_as
+from tests.support.intake_checks import chat, parse_as, write_lines
 
 
 def _user(content: Any, **others: Any) -> dict[str, Any]:
@@ -148,3 +153,19 @@ def test_a_call_nested_too_deeply_to_be_written_is_rejected() -> None:
     with pytest.raises(RecordError) as caught:
         parse_as("conversations", {"conversations": [{"from": "function_call", "value": value}]})
     assert caught.value.reason == "too-deep"
+
+
+def test_texts_in_turn_and_a_rejected_answer_get_what_to_type(tmp_path: Path) -> None:
+    lima = write_lines(tmp_path / "lima.jsonl", [{"conversations": ["Hi?", "Yes."]}])
+    with pytest.raises(DataError, match="expected an object that says who speaks") as caught:
+        analyze(lima, tmp_path / "out")
+    assert "jq -c" in caught.value.hint
+    pair = {"prompt": "Hi!", "response": "Hello there.", "rejected": "Go away."}
+    paths = [write_lines(tmp_path / "pair.jsonl", [pair]), tmp_path / "pair.parquet"]
+    pq.write_table(pa.Table.from_pylist([pair]), paths[1])
+    for path in paths:
+        with pytest.raises(DataError, match="a preference pair") as caught:
+            analyze(path, tmp_path / "out")
+        assert "--ignore-column rejected" in caught.value.hint
+    rated = write_lines(tmp_path / "rated.jsonl", [{**pair, "rejected": False}])
+    assert len(analyze(rated, tmp_path / "out").num_tokens) == 1

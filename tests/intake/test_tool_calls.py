@@ -289,3 +289,15 @@ def test_calls_that_are_no_list_are_not_lost(calls: Any) -> None:
 def test_no_calls_are_none_however_they_are_written(calls: Any) -> None:
     [message] = parse_messages([{"role": "assistant", "content": "Hello.", "tool_calls": calls}], "messages")
     assert "tool_calls" not in message.fields
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_null_beside_calls_is_rendered_as_an_empty_text_where_the_template_needs_one(name: str) -> None:
+    """As transformers renders both, where it renders null at all."""
+    texts = []
+    for content in (None, ""):
+        messages = [{**one, "content": content} if "tool_calls" in one else one for one in _messages(_call("move", {}))]
+        conversation = parse_as("messages", {"messages": messages, "tools": [TOOL]})
+        assert isinstance(conversation, Conversation)
+        texts.append(template(name).render(conversation)[0])
+    assert texts[0] == texts[1]

@@ -22,7 +22,7 @@ from chunkplan.intake.readers.table_files import TableFile, UnreadableRows, open
 from chunkplan.intake.records import RecordError
 from chunkplan.intake.schemas import SCHEMAS, RecordLayout
 from chunkplan.intake.schemas.keys import may_say
-from chunkplan.intake.schemas.messages import SUSPECT
+from chunkplan.intake.schemas.messages import MEDIA, SUSPECT
 from chunkplan.intake.schemas.tokens import HARMLESS
 from chunkplan.intake.schemas.unread import is_looked_at, named
 from chunkplan.intake.sources import SourceFile
@@ -108,7 +108,7 @@ def rows(
             unread = {named(field.name): None for field in others if not pa.types.is_null(field.type)}
             for found in table.batches(piece.start, piece.stop, wanted, max_rows):
                 if isinstance(found, pa.RecordBatch):
-                    for name in SUSPECT.intersection(found.schema.names).difference(keys):
+                    for name in set(MEDIA).intersection(found.schema.names).difference(keys):
                         index = found.schema.get_field_index(name)
                         found = found.set_column(index, name, _mark(found.column(index)))
                 yield block(found)

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from chunkplan.intake.records import REASONING, Conversation, Exchange, JsonObject, Message, Record
+from chunkplan.intake.records import REASONING, Conversation, Exchange, JsonObject, Message, Record, RecordError
 from chunkplan.intake.schemas.fields import (
     column_flags,
     empty,
@@ -102,11 +102,13 @@ def refuse(record: JsonObject) -> None:
                 hint=f"keep the {better.partition('_')[0]} answer as a record with `messages` or `prompt` and "
                 "`completion`; the other is not trained then",
             )
-    for key in _WORSE:
-        if record.get(key):
+    for key in (*_WORSE, "rejected"):
+        value = record.get(key)
+        is_answer = isinstance(value, list) or (isinstance(value, str) and len(value.split()) > 1)
+        if value and (key in _WORSE or is_answer):
             unsupported(
                 f"a preference pair (`{key}` beside the better one); one record has to be one sequence",
-                hint=f"remove `{key}`, which is not trained then: what is left is a record of its own",
+                hint=f"what is left without it is a record of its own: {ignoring(key)}",
             )
     _refuse_media(record)
 
@@ -133,6 +135,12 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
                 messages.append(Message(_SPEAKERS[role], content))
                 continue
         inside = f"{path}[{index}]"
+        if type(value) is str:
+            wrong(
+                f"`{inside}` is a string, expected an object that says who speaks",
+                hint=f"{_AS_MESSAGES}; where both take turns, `jq -c '{{messages: [.{path} | to_entries[] | {{role: "
+                '(["user", "assistant"][.key % 2]), content: .value}]}\' FILE > NEW.jsonl` does so',
+            )
         value = typed(value, dict, inside, _AS_MESSAGES)
         if "role" not in value and "from" not in value and (exchange := exchange_of(value)):
             loss = _stated_loss(value, inside)
@@ -414,7 +422,7 @@ def with_flags_of_record(parsed: Record, record: JsonObject, read: Collection[st
             flags = [_flag(one, f"{key}[{index}]", key) == counts for index, one in enumerate(value)]
             parsed = _by_message(parsed, flags, key)
         elif _flag(value, key, key) != counts:
-            empty(f"`{key}` is {str(value).lower()}: nothing of the record counts in the loss")
+            _untrained(f"`{key}` is {str(value).lower()}")
     speaker = record.get("mask")
     if speaker is not None and "mask" not in read and ROLES.get(str(speaker).lower()) != "user":
         _refuse_mask("mask")
@@ -431,9 +439,15 @@ def _by_message(parsed: Record, counts: list[bool], key: str) -> Record:
     if len(counts) != len(messages):
         wrong(f"`{key}` has {len(counts)} entries, and there are {len(messages)} messages", hint=_unless(key))
     if isinstance(parsed, Exchange):
-        return parsed if counts[-1] else empty(f"`{key}` ends with 0: nothing of the record counts in the loss")
+        return parsed if counts[-1] else _untrained(f"`{key}` ends with 0")
     pairs = zip(messages, counts, strict=True)
     return replace(parsed, messages=tuple(one if is_in else one._replace(loss=False) for one, is_in in pairs))
+
+
+def _untrained(flag: str) -> NoReturn:
+    raise RecordError(
+        f"{flag}: nothing of the record counts in the loss", reason="untrained", hint="leave this record out"
+    )
 
 
 def _flag(value: Any, path: str, key: str) -> bool:
