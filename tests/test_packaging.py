@@ -23,7 +23,12 @@ for package in map(importlib.import_module, ("chunkplan", "chunkplan_runtime", "
     for name in getattr(package, "__all__", []):
         getattr(package, name)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:  # a module for another framework imports that
+            own = module.name.startswith("chunkplan.adapters.") and module.name.rpartition(".")[2] == error.name
+            if not own:
+                raise
         names += 1
 print(names)
 """

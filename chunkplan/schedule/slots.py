@@ -117,7 +117,7 @@ def _best_of_rules(step: StepGraph, slots: Int64Array, slot_ops: Int8Array, pp: 
     return best
 
 
-@compiled_part
+@compiled
 def _same_slots(step: StepGraph, slots: Int64Array) -> bool:
     """True if all ranks of the only stage have the same slots as far as they go, and wait for nothing else.
 
@@ -131,7 +131,7 @@ def _same_slots(step: StepGraph, slots: Int64Array) -> bool:
     return not (np.any(step.depends_on != -1) or np.any(step.rendezvous >= 0))
 
 
-@compiled_part
+@compiled
 def run_greedy(step: StepGraph, state: SimulationState, pp: int, slots: Int64Array, rule: int, patience: int) -> None:
     """Run a step from its beginning, event by event, by one rule.
 

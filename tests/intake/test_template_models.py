@@ -129,7 +129,8 @@ ANY_ORDER = st.lists(st.one_of(USER, ASSISTANT, TOOL, _with_role("assistant", CA
 def _renderings(name: str, record: dict[str, Any]) -> set[str]:
     """What transformers makes of a record, with lists of parts as they are or joined, for every role either way.
 
-    Arguments of calls are parsed; where a template raises at that, they are JSON.
+    Arguments of calls are parsed; where a template raises at that, they are JSON. Content that is missing beside calls is
+    an empty text where a template raises without.
     """
     messages = record["messages"]
     with_parts = {message["role"] for message in messages if isinstance(message.get("content"), list)}
@@ -152,6 +153,9 @@ def _renderings(name: str, record: dict[str, Any]) -> set[str]:
             found.add(_transformers(name, with_arguments(shown, is_json=True), record["tools"]))
         except Exception as error:
             assert error
+    if not found and any(message.get("content") is None for message in messages):
+        filled = [message if message.get("content") is not None else message | {"content": ""} for message in messages]
+        return _renderings(name, record | {"messages": filled})
     return found
 
 

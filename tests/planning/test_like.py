@@ -135,7 +135,7 @@ def test_the_command_refuses_what_would_change_samples_and_takes_what_is_the_sam
     assert ran.code == 0, ran.err
     ran = command("build", "--like", "whole", "--holdout", 2, "--output", "new")
     assert ran.code == 2 and "error: --holdout is 2, for the plan it was not given: --like keeps" in ran.err
-    for entry in ("like", "output", "model"):
+    for entry in ("like", "output", "workers"):
         (tmp_path / "entry.toml").write_text(f'{entry} = "plan"\n')
         ran = command("build", "--config", "entry.toml")
         assert ran.code == 2 and f"unknown entry `{entry}`\nhint: it is one of " in ran.err

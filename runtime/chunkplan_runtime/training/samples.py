@@ -30,7 +30,7 @@ class Sampler:
         if not tokenizer:
             raise UsageError("--sample-prompt: the model has no tokenizer", hint="give --tokenizer")
         self._model = model
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer[0].parent)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer[0].parent, trust_remote_code=False)
         how: Any = {"return_tensors": "pt", "return_dict": True}
         if self._tokenizer.chat_template:
             asked = [{"role": "user", "content": prompt}]
