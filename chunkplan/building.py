@@ -288,7 +288,8 @@ def _check_sizes(
         raise DataError(
             f"sequence {sequence} has {analysis.num_tokens[sequence]:,} tokens, and nothing may be split",
             where=analysis.place(sequence),
-            hint=f"use a --chunk-size of {longest} or more, or split it: --split full in place of none",
+            hint=f"use a --chunk-size of {longest} or more"
+            + (", or split it: --split full in place of none" if config.micro_batches is None else ""),
         )
     return num_steps, num_occurrences, longest
 

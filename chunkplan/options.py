@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -265,6 +266,8 @@ def read_settings(path: Path, *configs: type[Options], section: str = "") -> dic
         name = entry.replace("_", "-")
         if name not in declared:
             hint = f"it is one of {', '.join(declared)}; what else there is is given in the command, not in a file"
+            if close := get_close_matches(name, declared, 1):
+                hint = f"is {close[0]} meant? `--help-all` lists all that a file may have"
             for one in options:
                 if one.flag == f"--{name}":  # which stands for other fields
                     named = " or ".join(one.fills or (one.name,)).replace("_", "-")

@@ -52,7 +52,7 @@ _MOST_TOKENS = 2**31 - 1
 @dataclass(frozen=True, kw_only=True)
 class LongestSequence:
     """`num_tokens`: of the longest sequence that fits where `num_ranks` ranks share it, 0 where none does, and None
-    where no sequence is too long."""
+    where no sequence is too long. None is longer than the model has positions."""
 
     num_ranks: int
     num_tokens: int | None
@@ -91,9 +91,9 @@ def longest_sequences(
 
     found = []
     for num_ranks in (1 << power for power in range(dp.bit_length()) if dp % (1 << power) == 0):
-        low, high = 0, _MOST_TOKENS  # the longest is from `low` on, and below `high`
+        low, high = 0, cost.shape.max_positions or _MOST_TOKENS  # the longest is from `low` on, and below `high`
         if fits(high, num_ranks):
-            found.append(LongestSequence(num_ranks=num_ranks, num_tokens=None))
+            found.append(LongestSequence(num_ranks=num_ranks, num_tokens=cost.shape.max_positions))
             continue
         while high - low > 1:
             middle = (low + high) // 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -99,11 +99,15 @@ def _options_entry(options: TuneOptions) -> dict[str, object]:
     return entry | lists | ({"compile": True} if options.compile else {})
 
 
-def answers(document: TuningDocument, options: TuneOptions) -> bool:
-    """True if a document is the result of `tune` with these options, for whatever data."""
+def answers(document: TuningDocument, options: TuneOptions, given: Collection[str]) -> bool:
+    """True if a document is the result of `tune` with those of these options that were `given`, for whatever data."""
     cost = CostModel.from_dict(document["cost_model"], where="")
-    same = (cost.shape, cost.hardware) == (options.shape, options.gpu)
-    return same and document["options"] == _options_entry(options)
+    entry = _options_entry(options)
+    return (
+        (cost.shape == options.shape or "shape" not in given)
+        and (cost.hardware == options.gpu or not {"hardware", "gpu_memory"}.intersection(given))
+        and all(document["options"].get(name) == entry[name] for name in entry if name in given)
+    )
 
 
 def _choice_entry(choice: Choice) -> dict[str, object]:

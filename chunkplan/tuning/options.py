@@ -199,6 +199,13 @@ class TuneOptions(Options):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         if self.gpus is not None and (self.dp, self.pp) != (1, 1):
             raise UsageError("gpus and dp, pp exclude each other", hint="give --gpus without them, or the others")
+        if (
+            self.baseline in ("context-parallel", "zero-3", "megatron")
+            and (self.gpus or self.dp * self.tp * self.pp) < 2
+        ):
+            raise UsageError(
+                f"{self.baseline} takes 2 GPUs or more", hint="give more with --gpus, or another --baseline"
+            )
         if self.schedules and all(layout.pp == 1 for layout in self.layouts()):
             raise UsageError("schedules are for pipelines, pp is 1", hint="leave --schedules out, or give --pp")
         shares = [layout for layout in self.layouts() if len(self.ways_of(layout)) > len(self.schedules_of(layout))]

@@ -231,8 +231,8 @@ def _is_tuned_for(saved: Path, values: CliValues, machine: CliValues) -> bool:
         return True
     if not values.keys().isdisjoint(_TRIED):
         return False
-    options = tune_options(CliValues(machine | {name: values[name] for name in _SHARED if name in values}))
-    if answers(read_tuning_document(saved), options):
+    given = CliValues(machine | {name: values[name] for name in _SHARED if name in values})
+    if answers(read_tuning_document(saved), tune_options(given), given):
         return True
     note(f"{saved} was found with other options than these: tuning again")
     return False

@@ -14,7 +14,7 @@ import typer
 from chunkplan.config.intake import IntakeOptions
 from chunkplan.cost.hardware import ERRORS, source_of
 from chunkplan.errors import DataError, UsageError
-from chunkplan.quantities import percent
+from chunkplan.quantities import counted, percent
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.analyze import AnalyzeOptions, reading_of, with_files
 from chunkplan_cli.declared import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 #: Options of how records are read; `analyze` has more.
 _READING = ("schema", "columns", "turns", "max_length", "long", "on_error")
+_CUTTING = ("max_length", "long")
 _FILES = ("tokenizer", "chat_template", "length_column")
 
 
@@ -77,9 +78,16 @@ def gain(
     from chunkplan.workspace import Workspace
 
     options = tune_options(CliValues({"gpus": 8} | asked if asked.keys().isdisjoint(("gpus", "dp", "pp")) else asked))
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UsageError(f"{output.parent} is not a folder", hint=f"make it first: mkdir -p {output.parent}")
     place = Workspace.find(workspace)
-    analysis, estimate = _lengths(data, place, reading, files)
+    most = options.shape.max_positions
+    cut = CliValues({"max_length": most, "long": "truncate"} if most and reading.keys().isdisjoint(_CUTTING) else {})
+    analysis, estimate = _lengths(data, place, CliValues(reading | cut), files)
     warn_of_positions(analysis, options.shape)
+    if cut and (data and not _is_measured(data)) and (num_cut := int((analysis.num_tokens == most).sum())):
+        warn(f"{counted(num_cut, 'sequence')} cut to the {most:,} tokens that {options.shape.name} takes")
+        note("hint: `--overlong drop` leaves them out; a model with more positions, or rope scaling, takes them whole")
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens
@@ -104,7 +112,7 @@ def gain(
     place.root.mkdir(parents=True, exist_ok=True)
     write_tuning(tuning, place.tuning)
     _write_page(output, place, analysis, tuning, opens=opens)
-    _print_next(data, workspace, estimate, files)
+    _print_next(data, workspace, estimate, files, cut)
 
 
 def _lengths(
@@ -166,12 +174,13 @@ def _write_page(output: Path | None, place: Workspace, analysis: Analysis, tunin
 
 
 def _print_next(
-    data: list[str] | None, workspace: Path | None, estimate: LengthEstimate | None, files: CliValues
+    data: list[str] | None, workspace: Path | None, estimate: LengthEstimate | None, files: CliValues, cut: CliValues
 ) -> None:
     """Print the commands that build what is recommended, which work as they are."""
     where = ["--workspace", str(workspace)] if workspace else []
     if estimate is not None and data:
         given = [(f"--{name.replace('_', '-')}", files.typed[name]) for name in _FILES if name in files]
+        given += [("--max-length", str(cut["max_length"])), ("--overlong", cut["long"])] if cut else []
         note("next: " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *where]))
     measured = data if data and _is_measured(data) else []
     first = "next: " if estimate is None else "      "

@@ -273,7 +273,8 @@ def _against(tuning: Tuning) -> list[tuple[str, str]]:
         for row in fitting
         if row is not tuning.best_baseline
     ]
-    if fitting and all(row.step_ns < A_GAIN * step_ns for row in fitting):
+    whole = [row for row in fitting if not row.lost]
+    if whole and all(row.step_ns < A_GAIN * step_ns for row in whole):
         lines.append("faster than none of these: keep what you have")
     return [("against others", "\n".join(lines))] if lines else []
 

@@ -95,6 +95,30 @@ def test_data_are_read_as_analyze_reads_them(tmp_path: Path) -> None:
         assert run(tmp_path, "gain", *words).returncode == code
 
 
+def test_records_too_long_for_the_model_are_cut_and_the_plan_is_built_for_the_same_model(tmp_path: Path) -> None:
+    lines = (json.dumps({"text": "word " * count}) for count in (10, 20_000, 300, 40))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL | {"max_position_embeddings": 4096}))
+    ran = run(tmp_path, "gain", "data.jsonl", *SMALL)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 sequence cut to the 4,096 tokens that" in ran.stderr and "refuses" not in ran.stderr
+    assert "the longest 4,096" in " ".join(ran.stdout.split())
+    ran = run(tmp_path, "build", "--auto", "--model", ".", "--dry-run")
+    assert ran.returncode == 0 and "chosen as in chunkplan-out/tuning.json" in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpus", "1", "--baseline", "zero-3"), "zero-3 takes 2 GPUs or more"),
+        (("--output", "none/page.html"), "none is not a folder"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_first(folder: Path, words: tuple[str, ...], message: str) -> None:
+    ran = run(folder, "gain", "lengths.npy", *SMALL, *words)
+    assert ran.returncode == 2 and f"error: {message}\nhint: " in ran.stderr and not ran.stdout
+
+
 def test_lengths_of_much_data_are_estimated_from_a_sample_and_none_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,8 +129,8 @@ ANY_ORDER = st.lists(st.one_of(USER, ASSISTANT, TOOL, _with_role("assistant", CA
 def _renderings(name: str, record: dict[str, Any]) -> set[str]:
     """What transformers makes of a record, with lists of parts as they are or joined, for every role either way.
 
-    Arguments of calls are parsed; where a template raises at that, they are JSON. Content that is missing beside calls is
-    an empty text where a template raises without.
+    Arguments of calls are parsed; where a template raises at that, they are JSON. Content that is missing beside calls
+    is an empty text where a template raises without.
     """
     messages = record["messages"]
     with_parts = {message["role"] for message in messages if isinstance(message.get("content"), list)}

@@ -30,6 +30,11 @@ DEVICE = Domain(
     metavar="NAME",
     completed=("auto", "cpu", "cuda"),
 )
+REPOSITORY = Domain(
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", value) is not None,
+    expected="USER/NAME",
+    metavar="USER/NAME",
+)
 KERNEL = text("KERNEL", expected="the name of an attention kernel", completed=ATTENTION)
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-pure")
@@ -196,7 +201,7 @@ class TrainConfig(Options):
     )
     run_name: str | None = _more_log(_NAME, "The run's name for the trackers.", **_unset("that of --output"))
     wandb_project: str | None = _more_log(_NAME, "The W&B project.", **_unset("WANDB_PROJECT, then huggingface"))
-    push_to_hub: str | None = _more_log(text("USER/NAME"), "Upload final/ to this repository of the Hub.", default=None)
+    push_to_hub: str | None = _more_log(REPOSITORY, "Upload final/ to this repository of the Hub.", default=None)
     sample_every: int = _more_log(whole(), "Generate from --sample-prompt every N steps; 0: never.", default=0)
     sample_prompt: str | None = _more_log(text("TEXT"), "A prompt, or with a chat template a message.", default=None)
     log_sequences: bool = _more_log(FLAG, "Write the loss of each sequence to sequences.jsonl.", default=False)

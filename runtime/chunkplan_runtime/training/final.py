@@ -87,7 +87,8 @@ def open_repository(name: str) -> str:
     except Exception as error:  # its errors have no common base
         raise UsageError(
             f"--push-to-hub {name}: {first_line(error)}",
-            hint="run `hf auth login` with a token that may write; a repository is named USER/NAME",
+            hint="look at the network, run `hf auth login` with a token that may write, or upload when it is trained: "
+            "`hf upload USER/NAME RUN/final`",
         ) from error
 
 
