@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_045,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
-    ("",): 58_340,
+    ("",): 58_560,
 }
 MOST_FILES = 299
 
