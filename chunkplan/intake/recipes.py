@@ -46,7 +46,7 @@ _FIELDS = {f"field_{role}": role for role in ("instruction", "input", "output", 
 
 #: Keys that ask for what is not done here -> another way, and what is trained without the key.
 _PAIRS = "preference pairs are not trained here; without the key the `response` is trained as it is"
-_MARKED = 'without the key the assistant alone is trained, or messages that say `"loss": true` in the data'
+_MARKED = 'no option does it, but `"loss": true` in a message of the data; without that the assistant alone is trained'
 _PROMPT = "give a template that writes it with --chat-template FILE; without the key the prompt is the chat template's"
 _PART = "without the key all records are read, of which `chunkplan build --mix FILE=0.1` takes a tenth in each epoch"
 _WAYS = {

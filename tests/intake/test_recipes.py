@@ -169,7 +169,7 @@ def test_what_llama_factory_is_asked_for_and_is_not_done_here_is_named(
             {"type": "chat_template", "message_field_training": "learn"},
             {},
             "`message_field_training` is",
-            'messages that say `"loss": true`',
+            '`"loss": true` in a message of the data',
         ),
         (
             {"type": "chat_template", "message_property_mappings": {"name": "n"}},
@@ -186,7 +186,7 @@ def test_what_llama_factory_is_asked_for_and_is_not_done_here_is_named(
             "without the key the prompt is the chat template's",
         ),
         ({}, {"rl": "dpo"}, "`rl` is", "only supervised training is planned"),
-        ({}, {"train_on_inputs": True}, "`train_on_inputs` is true", "without the key the assistant alone is trained"),
+        ({}, {"train_on_inputs": True}, "`train_on_inputs` is true", "without that the assistant alone is trained"),
         ({}, {"pretraining_dataset": "b"}, "`pretraining_dataset` is", "without the key it is not trained"),
         ({}, {"pretraining_dataset": "b", "datasets": None}, "`pretraining_dataset` is", "name it in `datasets`"),
     ],
