@@ -35,7 +35,7 @@ from chunkplan.intake.schemas import RecordLayout
 from chunkplan.intake.schemas.fields import LayoutError
 from chunkplan.intake.source import Source, hint_for, unreadable_sources
 from chunkplan.intake.source_columns import overrides_of_sources, suffixes_of, without_unused
-from chunkplan.intake.sources import LINK, SourceFile, find_sources
+from chunkplan.intake.sources import LINK, SourceFile, find_sources, named_again
 from chunkplan.intake.store import LEAST, ROOM_HINT, FileState, KnownFile, Store, check_room
 from chunkplan.intake.tokenizer import TokenizerEntry
 from chunkplan.planfile.analysis import Analysis
@@ -56,8 +56,8 @@ Paths = str | Path | Sequence[str | Path]
 class IntakeRequest:
     """The sources to read and the options to read them with; `analyze` documents the fields.
 
-    `beside` is called with the files in folders and patterns that are no data; `notes` with what a user should know of
-    the request: per-source options that match no source here, where that is no error, and what else a recipe says.
+    `beside` is called with the files in folders and patterns that are no data; `notes` with what a user should know:
+    per-source options that match no source here, where that is no error, files named twice, and what recipes say.
     """
 
     paths: Paths | Mapping[str, Paths]
@@ -169,6 +169,9 @@ def read_all(request: IntakeRequest, output: Path, *, shard: tuple[int, int] | N
     options, unused = without_unused(request.options, [file.path for file in files if file.kind != LINK])
     request = replace(request, options=options)
     found = [f"ignored, as there is no such source: {', '.join(unused)}"] if unused else []
+    found += [f"read each time that it is given: {', '.join(again)}"] if (again := named_again(files)) else []
+    if split and not any(file.text_split for file in files):
+        raise UsageError("--text-split, and no source is a text (.txt)", hint="leave it out, or say --format FILE=txt")
     if request.notes is not None:
         for note in (*train.notes, *evaluation.notes, *found):
             request.notes(note)
@@ -221,8 +224,11 @@ def _check_can_be_dealt(files: Sequence[SourceFile]) -> None:
 def _settings_of(request: IntakeRequest) -> tuple[IntakeSettings, TokenizerEntry | None]:
     """Build the settings of all tasks, and the tokenizer's entry in the manifest."""
     tokenizer, template = (None if path is None else str(path) for path in (request.tokenizer, request.chat_template))
-    if tokenizer is None and template is not None:
-        raise UsageError("a chat template without a tokenizer", hint="give --tokenizer too")
+    options = request.options
+    needs: dict[str, object] = {"a chat template": template, "--template-kwargs": options.chat_template_kwargs}
+    needs["--text-end eos"] = options.text_end == "eos"
+    if given := next((what for what, value in needs.items() if tokenizer is None and value), None):
+        raise UsageError(f"{given} without a tokenizer", hint="give --tokenizer too")
     today = date.today().isoformat()
     encoder = load_tokenizer(tokenizer, template, today=today).as_asked(request.options) if tokenizer else None
     settings = IntakeSettings(

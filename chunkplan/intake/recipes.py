@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chunkplan.config.intake import IntakeOptions, SourceOverrides
-from chunkplan.errors import DataError, UsageError
+from chunkplan.errors import ChunkplanError, DataError, UsageError
 from chunkplan.intake.files import is_url
 from chunkplan.intake.hub import is_name
 from chunkplan.intake.records import JsonObject
@@ -41,11 +42,25 @@ _AXOLOTL = {
     "alpaca": ("instruction", {}),
     "completion": ("text", {"field": "text"}),
 }
-_FIELDS = {
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
+_FIELDS = {f"field_{role}": role for role in ("instruction", "input", "output", "system")}
+
+#: Keys that ask for what is not done here -> another way, and what is trained without the key.
+_PAIRS = "preference pairs are not trained here; without the key the `response` is trained as it is"
+_MARKED = 'no option does it, but `"loss": true` in a message of the data; without that the assistant alone is trained'
+_PROMPT = "give a template that writes it with --chat-template FILE; without the key the prompt is the chat template's"
+_PART = "without the key all records are read, of which `chunkplan build --mix FILE=0.1` takes a tenth in each epoch"
+_WAYS = {
+    **dict.fromkeys(("ranking", "chosen", "rejected"), _PAIRS),
+    **dict.fromkeys(("images", "videos", "audios"), "only text is planned; without the key the text is trained alone"),
+    **dict.fromkeys(("num_samples", "shards", "split", "folder"), _PART),
+    **dict.fromkeys(("format", "no_input_format", "system_prompt", "system_format", "chat_template"), _PROMPT),
+    **dict.fromkeys(("train_on_inputs", "roles_to_train", "message_field_training"), _MARKED),
+    "rl": "only supervised training is planned; without the key the data are trained so, and preference pairs refused",
+    "tools": "write the records as sharegpt; without the key the prompts have no tools",
+    "pretraining_dataset": "name it in `datasets`, with `type: completion`; without the key it is not trained",
+    "type": f"it may be {', '.join(_AXOLOTL)} or fields; without the key the layout of the records is detected",
+    "train_on_eos": "as with `turn`, and so without the key, every trained answer counts with its end",
+    "message_property_mappings": "rename the key in the data; without this the chat template is not given what it has",
 }
 _SUFFIXES = {"json": "json", "csv": "csv", "parquet": "parquet", "arrow": "arrow", "text": "txt"}
 
@@ -79,7 +94,7 @@ class _Entry:
 
     place: str
     values: JsonObject
-    rest: str = "leave the key out"
+    rest: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, dict):
@@ -87,12 +102,13 @@ class _Entry:
 
     def refuse(self, key: str, value: Any) -> NoReturn:
         shown = json.dumps(value, ensure_ascii=False, default=str)
-        raise UsageError(f"{self.place}: `{key}` is {shown}, which is not done here", hint=self.rest)
+        way = _WAYS.get(key.partition(".")[0], "take the key out if the same is to be trained without it")
+        raise UsageError(f"{self.place}: `{key}` is {shown}, which is not done here", hint=way + self.rest)
 
     def only(self, *known: str, **values: tuple[Any, ...]) -> None:
         """Refuse a key that says something and is none of `known`, unless it has one of its `values`."""
         for key, value in self.values.items():
-            if value not in (None, False, {}, []) and key not in known and value not in values.get(key, ()):
+            if value not in (None, False, {}, [], "") and key not in known and value not in values.get(key, ()):
                 self.refuse(key, value)
 
 
@@ -111,7 +127,7 @@ def declared(paths: Sequence[str | Path]) -> Declared:
         entries = content if isinstance(content, dict) else {}
         if any(isinstance(entry, dict) and not entry.keys().isdisjoint(_PLACES) for entry in entries.values()):
             _add_llama_factory(found, file, entries, match and match["names"])
-        elif isinstance(entries.get("datasets"), list):
+        elif isinstance(entries.get("datasets"), list) or entries.get("pretraining_dataset"):
             _add_axolotl(found, file, entries)
         else:
             found.paths.append(path)
@@ -156,29 +172,48 @@ def _add_llama_factory(found: Declared, path: Path, entries: dict[str, JsonObjec
     chosen = names.split(",") if names else list(entries)
     if missing := next((name for name in chosen if name not in entries), None):
         raise UsageError(f"{path} has no dataset {missing}", hint=f"it has {', '.join(entries)}")
+    taken: list[tuple[_Entry, str, str, dict[str, str]]] = []
+    here, refused = list[str](), list[ChunkplanError]()
     for name in chosen:
-        entry = _Entry(f"{path}: {name}", entries[name], f"leave the key out, or name the others: {path}:NAME,NAME")
-        entry.only(*_PLACES, "formatting", "columns", "tags", "subset", "split")
-        values = entry.values
-        kind, columns, tags = values.get("formatting", "alpaca"), values.get("columns") or {}, values.get("tags") or {}
-        place = next((key for key in _PLACES if values.get(key)), "file_name")
-        if place not in ("hf_hub_url", "file_name"):
-            entry.refuse(place, values[place])
-        if kind not in ("alpaca", "sharegpt", "openai"):
-            entry.refuse("formatting", kind)
-        roles = {**(_ALPACA if kind == "alpaca" else _SHAREGPT), "kto_tag": "label"}
-        _Entry(f"{entry.place}: columns", columns, entry.rest).only(*roles)
-        _Entry(f"{entry.place}: tags", tags, entry.rest).only(*_TAGS)
-        said = {roles[key]: column for key, column in columns.items() if column}
-        schema = "instruction" if kind == "alpaca" else "conversations"
-        if kind == "alpaca" and columns and "output" not in said:  # for pretraining
-            schema, said = "text", {"text": said.get("instruction", "instruction")}
-        said |= {role: tag for role, tag in ((_TAGS[key], tag) for key, tag in tags.items()) if _is_new(role, tag)}
-        if place == "file_name":
-            data = str(path.parent / str(values.get("file_name")))
-        else:
-            data = _on_hub(values[place], values.get("subset"), values.get("split"))
-        _add(found, entry, data, schema, said)
+        try:
+            entry = _Entry(f"{path}: {name}", entries[name], f"; or name other entries: {path}:NAME,NAME")
+            taken.append((entry, *_of_llama_factory(path, entry)))
+            if not entry.values.get("hf_hub_url"):
+                _add(Declared(), *taken[-1])
+                here.append(name)
+        except ChunkplanError as error:
+            if names:
+                raise
+            refused.append(error)
+    if refused:
+        message = f"{refused[0].message} ({len(refused)} of {len(chosen)} entries cannot be read)"
+        hint = f"name entries; those that can be read, and are here: {shlex.quote(f'{path}:' + ','.join(here))}"
+        raise UsageError(message, hint=hint if here else refused[0].hint)
+    for arguments in taken:
+        _add(found, *arguments)
+
+
+def _of_llama_factory(path: Path, entry: _Entry) -> tuple[str, str, dict[str, str]]:
+    """The data of an entry, their schema, and the key of each role."""
+    entry.only(*_PLACES, "formatting", "columns", "tags", "subset", "split")
+    values = entry.values
+    kind, columns, tags = values.get("formatting", "alpaca"), values.get("columns") or {}, values.get("tags") or {}
+    place = next((key for key in _PLACES if values.get(key)), "file_name")
+    if place not in ("hf_hub_url", "file_name"):
+        entry.refuse(place, values[place])
+    if kind not in ("alpaca", "sharegpt", "openai"):
+        entry.refuse("formatting", kind)
+    roles = {**(_ALPACA if kind == "alpaca" else _SHAREGPT), "kto_tag": "label"}
+    _Entry(f"{entry.place}: columns", columns, entry.rest).only(*roles)
+    _Entry(f"{entry.place}: tags", tags, entry.rest).only(*_TAGS)
+    said = {roles[key]: column for key, column in columns.items() if column}
+    schema = "instruction" if kind == "alpaca" else "conversations"
+    if kind == "alpaca" and columns and "output" not in said:  # for pretraining
+        schema, said = "text", {"text": said.get("instruction", "instruction")}
+    said |= {role: tag for role, tag in ((_TAGS[key], tag) for key, tag in tags.items()) if _is_new(role, tag)}
+    if place == "file_name":
+        return str(path.parent / str(values.get("file_name"))), schema, said
+    return _on_hub(values[place], values.get("subset"), values.get("split")), schema, said
 
 
 def _is_new(role: str, tag: str) -> bool:
@@ -201,13 +236,13 @@ def _add_axolotl(found: Declared, path: Path, config: JsonObject) -> None:
             entry = _Entry(f"{path}: {part}[{number}]", values)
             template = values.get("chat_template") or config.get("chat_template") or "tokenizer_default"
             if not str(template).startswith("tokenizer_default"):
-                hint = "give the template with --chat-template, and leave the key out"
-                _Entry(entry.place, values, hint).refuse("chat_template", template)
+                entry.refuse("chat_template", template)
             for data in _places_of(path, entry):
                 schema, columns = _said_by(entry)
                 suffix = _SUFFIXES.get(str(values.get("ds_type")))
                 _add(found, entry, data, schema, columns, suffix=suffix, paths=paths)
-    also = {"sequence_len": "analyze --max-length {} --overlong drop", "val_set_size": "build --holdout {}"}
+    also = {"sequence_len": "analyze --max-length {} --overlong drop"}
+    also |= {} if found.evaluation else {"val_set_size": "build --holdout {}"}
     flags = [flag.format(config[key]) for key, flag in also.items() if config.get(key)]
     if any(values.get("type") == "alpaca" for values in config["datasets"]):
         found.notes.append(f"{path}: of `type: alpaca` the keys are read; the text around them is the chat template's")

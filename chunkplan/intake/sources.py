@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -184,6 +185,12 @@ def find_sources(
     return sources
 
 
+def named_again(sources: Sequence[SourceFile]) -> list[str]:
+    """The paths by which several sources are one file or URL, each once."""
+    counts = Counter(_place(source) for source in sources if source.kind != LINK)
+    return [*dict.fromkeys(source.path for source in sources if counts[_place(source)] > 1)]
+
+
 def _place(source: SourceFile) -> str:
     return source.path if source.path == STDIN or is_url(source.path) else os.path.realpath(source.path)
 
@@ -211,7 +218,9 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
 def _source(files: Files, path: str, search: _Search) -> SourceFile:
     described = search.describe(path)
     if described is None:
-        raise UsageError(f"{path} has a suffix that is not known", hint=f"known are {KNOWN}; {what_to_do(path)}")
+        is_yaml = path.endswith((".yaml", ".yml")) and not is_url(path)
+        what = "has no list `datasets:`, as axolotl's YAML has" if is_yaml else "has a suffix that is not known"
+        raise UsageError(f"{path} {what}", hint=f"known are {KNOWN}; {what_to_do(path)}")
     num_bytes = files.size(path)
     if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
         described = by_bytes(path, *described)

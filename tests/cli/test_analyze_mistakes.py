@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkplan.planfile.load import load_analysis
 from tests.support.analyze_cases import analyzed, write
 from tests.support.command_line import Run
 from tests.support.places import ROOT
@@ -34,6 +35,9 @@ def run(command: Run) -> Run:
         (("dataset.jsonl", "--tokenizer", "missing/tokenizer.json"), 2, "there is no tokenizer at missing"),
         (("dataset.jsonl", "--tokenizer", "data.xlsx"), 3, "data.xlsx: not JSON"),
         (("dataset.jsonl", "--chat-template", "x.jinja"), 2, "a chat template without a tokenizer"),
+        (("dataset.jsonl", "--text-end", "eos"), 2, "--text-end eos without a tokenizer"),
+        (("dataset.jsonl", "--template-kwargs", "a=1"), 2, "--template-kwargs without a tokenizer"),
+        (("dataset.jsonl", "--text-split", "line"), 2, "--text-split, and no source is a text (.txt)"),
         (("dataset.jsonl", "--format", "chat"), 2, "--format is 'chat', expected one of text, "),
         (("dataset.jsonl", "--format", "messages"), 3, "--format messages expects `messages` or `contents`"),
         (("dataset.jsonl", "--column", "text"), 2, "--column is 'text', expected ROLE=KEY"),
@@ -109,3 +113,12 @@ def test_sources_of_which_every_record_is_bad_are_named_in_the_warning_as_well(c
     assert "data/null.jsonl: 1 record, which is rejected (1 not-an-object)" in ran.err
     assert "read data/blank.jsonl: text, 1 record, 1 rejected" in ran.err
     assert "read data/bin.jsonl" not in ran.err
+
+
+def test_a_file_that_is_given_twice_is_read_twice_and_that_is_said(run: Run) -> None:
+    write("other.jsonl", {"text": "once"})
+    ran = run("analyze", "dataset.jsonl", "./dataset.jsonl", "other.jsonl")
+    [said] = [line for line in ran.err.splitlines() if "read each time that it is given" in line]
+    assert said.endswith(": dataset.jsonl, ./dataset.jsonl")
+    assert len(load_analysis(Path("chunkplan-out/analysis")).num_tokens) == 21
+    assert "each time" not in run("analyze", "dataset.jsonl", "other.jsonl").err

@@ -32,7 +32,7 @@ def _blocks(data: bytes, size: int) -> list[bytes]:
 @given(
     rows=st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=6),
     size=st.integers(1, 40),
-    kind=st.sampled_from([("csv", ","), ("tsv", "\t")]),
+    kind=st.sampled_from([("csv", ","), ("tsv", "\t"), ("csv", ";")]),
 )
 def test_rows_are_what_the_csv_module_wrote(rows: list[tuple[str, str]], size: int, kind: tuple[str, str]) -> None:
     written = io.StringIO()
@@ -58,16 +58,15 @@ def test_texts_are_those_between_separators(texts: list[str], separator: str, si
 
 def test_csv_and_tsv_are_trained_as_json_lines_of_the_same_texts_are(tmp_path: Path) -> None:
     rows = [("Add 1, 2", "3"), ('Say "a"', "a\nb"), ("007", "true")]
-    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")):
         with (tmp_path / name).open("w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([("question", "answer"), *rows])
     lines = [json.dumps({"question": one, "answer": other}) for one, other in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found = [
-        analyze(tmp_path / name, tmp_path / f"of-{name}", tokenizer=TOKENIZER) for name in ("a.csv", "a.tsv", "a.jsonl")
-    ]
+    names = ("a.csv", "a.tsv", "b.csv", "a.jsonl")
+    found = [analyze(tmp_path / name, tmp_path / f"of-{name}", tokenizer=TOKENIZER) for name in names]
     assert len({one.manifest["content_hash"] for one in found}) == 1
-    assert [one.manifest["sources"][0]["format"] for one in found] == ["csv", "tsv", "jsonl"]
+    assert [one.manifest["sources"][0]["format"] for one in found] == ["csv", "tsv", "csv", "jsonl"]
 
 
 def test_a_table_of_lengths_and_labels_of_answers_are_no_texts(tmp_path: Path) -> None:

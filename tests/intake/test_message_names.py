@@ -83,9 +83,25 @@ def test_what_is_not_there_or_there_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no schema has such a role") as raised:
         read(tmp_path, {"messages": USUAL}, {"role.robot": "agent"})
     assert "role.user" in raised.value.hint
-    with pytest.raises(DataError, match='"customer", expected one of') as refused:
-        read(tmp_path, {"messages": [{"role": "customer", "content": "Hi!"}, USUAL[1]]}, {})
-    assert "--column role.user=customer" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("names", "flags"),
+    [
+        (("customer", "assistant"), "--column role.user=customer"),
+        (("customer", "agent"), "--column role.user=customer --column role.assistant=agent"),
+        (("human", "agent"), "--column role.assistant=agent"),
+    ],
+)
+@pytest.mark.parametrize(("key", "content"), [("role", "content"), ("from", "value")])
+def test_the_hint_of_unknown_speakers_names_whose_each_is(
+    command, tmp_path: Path, names: tuple[str, str], flags: str, key: str, content: str
+) -> None:
+    messages = [{key: name, content: text} for name, text in zip(names, ("Hi!", "Hello."), strict=True)]
+    write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    refused = command("analyze", "a.jsonl", "--tokenizer", TOKENIZER)
+    assert (refused.code, f"such as {flags}; or say" in refused.err) == (3, True)
+    assert command("analyze", "a.jsonl", "--tokenizer", TOKENIZER, *flags.split()).code == 0
 
 
 def test_what_is_typed_behind_one_flag_is_for_the_sources_of_the_first() -> None:
@@ -98,13 +114,20 @@ def test_what_is_typed_behind_one_flag_is_for_the_sources_of_the_first() -> None
     assert COLUMNS.read(["text=a,b", "content=x,y"]) == {"text": "a,b", "content": "x,y"}
 
 
-def test_the_line_of_the_hint_reads_the_data(command, tmp_path: Path) -> None:
-    write_lines(
-        tmp_path / "a.jsonl", [{"chat": [{"speaker": "me", "body": "Hi!"}, {"speaker": "bot", "body": "Hello."}]}]
-    )
+@pytest.mark.parametrize(
+    ("asks", "answers", "roles"),
+    [
+        ("me", "bot", "role.user=me"),
+        ("customer", "agent", "role.user=customer,role.assistant=agent"),
+        ("user", "agent", "role.assistant=agent"),
+    ],
+)
+def test_the_line_of_the_hint_reads_the_data(command, tmp_path: Path, asks: str, answers: str, roles: str) -> None:
+    chat = [{"speaker": asks, "body": "Hi!"}, {"speaker": answers, "body": "Hello."}]
+    write_lines(tmp_path / "a.jsonl", [{"chat": chat}])
     refused = command("analyze", "a.jsonl", "--tokenizer", TOKENIZER)
     assert refused.code == 3
-    line = "--column messages=chat --column role=speaker,content=body,role.user=me"
+    line = "--column messages=chat --column role=speaker,content=body," + roles
     assert f"or say so: {line}" in refused.err
     ran = command("analyze", "a.jsonl", "--tokenizer", TOKENIZER, *line.split())
     assert (ran.code, "read a.jsonl: messages, 1 record" in ran.err) == (0, True)

@@ -131,56 +131,93 @@ def test_a_file_of_an_unknown_suffix_is_of_the_kind_that_the_entry_says() -> Non
 
 
 @pytest.mark.parametrize(
-    ("entry", "key"),
+    ("entry", "key", "lost"),
     [
-        ({"ranking": True}, "`ranking` is true"),
-        ({"num_samples": 500}, "`num_samples` is 500"),
-        ({"folder": "x"}, "`folder` is"),
-        ({"formatting": "pairs"}, "`formatting` is"),
-        ({"ms_hub_url": "a/b"}, "`ms_hub_url` is"),
-        ({"columns": {"prompt": "a", "images": "b"}}, "columns: `images` is"),
-        ({"columns": {"prompt": "a", "tools": "b"}}, "columns: `tools` is"),
-        ({"formatting": "sharegpt", "tags": {"robot_tag": "x"}}, "tags: `robot_tag` is"),
+        ({"ranking": True}, "`ranking` is true", "preference pairs are not trained here"),
+        ({"columns": {"chosen": "a", "rejected": "b"}}, "`chosen` is", "preference pairs are not trained here"),
+        ({"num_samples": 500}, "`num_samples` is 500", "all records are read, of which `chunkplan build --mix"),
+        ({"folder": "x"}, "`folder` is", "without the key all records are read"),
+        ({"formatting": "pairs"}, "`formatting` is", "if the same is to be trained without it"),
+        ({"ms_hub_url": "a/b"}, "`ms_hub_url` is", "if the same is to be trained without it"),
+        ({"columns": {"prompt": "a", "images": "b"}}, "columns: `images` is", "the text is trained alone"),
+        ({"columns": {"prompt": "a", "tools": "b"}}, "columns: `tools` is", "the prompts have no tools"),
+        ({"formatting": "sharegpt", "tags": {"robot_tag": "x"}}, "tags: `robot_tag` is", "if the same is"),
     ],
 )
-def test_what_llama_factory_is_asked_for_and_is_not_done_here_is_named(entry: dict[str, Any], key: str) -> None:
+def test_what_llama_factory_is_asked_for_and_is_not_done_here_is_named(
+    entry: dict[str, Any], key: str, lost: str
+) -> None:
     _write_llama_factory(one={"file_name": "a.jsonl", **entry})
     write_lines(Path("data/a.jsonl"), [_ALPACA])
     with pytest.raises(UsageError, match=key) as caught:
         analyze("data/dataset_info.json", "out")
     assert "data/dataset_info.json: one" in caught.value.message
     assert "data/dataset_info.json:NAME,NAME" in caught.value.hint
+    assert lost in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("entry", "more", "key"),
+    ("entry", "more", "key", "lost"),
     [
-        ({"type": "gpteacher"}, {}, "`type` is"),
-        ({"shards": 4}, {}, "`shards` is 4"),
-        ({"split": "train[:10%]"}, {}, "`split` is"),
-        ({"train_on_eos": "all"}, {}, "`train_on_eos` is"),
-        ({"roles_to_train": ["user", "assistant"]}, {}, "`roles_to_train` is"),
-        ({"roles_to_train": []}, {}, "`roles_to_train` is"),
-        ({"type": "chat_template", "message_field_training": "learn"}, {}, "`message_field_training` is"),
+        ({"type": "gpteacher"}, {}, "`type` is", "without the key the layout of the records is detected"),
+        ({"shards": 4}, {}, "`shards` is 4", "without the key all records are read"),
+        ({"split": "train[:10%]"}, {}, "`split` is", "without the key all records are read"),
+        ({"train_on_eos": "all"}, {}, "`train_on_eos` is", "every trained answer counts with its end"),
+        ({"roles_to_train": ["user", "assistant"]}, {}, "`roles_to_train` is", "the assistant alone is trained"),
+        ({"roles_to_train": []}, {}, "`roles_to_train` is", "the assistant alone is trained"),
+        (
+            {"type": "chat_template", "message_field_training": "learn"},
+            {},
+            "`message_field_training` is",
+            '`"loss": true` in a message of the data',
+        ),
         (
             {"type": "chat_template", "message_property_mappings": {"name": "n"}},
             {},
             "message_property_mappings.name` is",
+            "rename the key in the data",
         ),
-        ({"type": "chat_template", "roles": {"user": ["a", "b"]}}, {}, "`roles.user` is"),
-        ({"type": "chat_template", "chat_template": "chatml"}, {}, "`chat_template` is"),
-        ({"type": {"field_instruction": "q", "format": "[{instruction}]"}}, {}, "type: `format` is"),
-        ({}, {"rl": "dpo"}, "`rl` is"),
-        ({}, {"train_on_inputs": True}, "`train_on_inputs` is true"),
+        ({"type": "chat_template", "roles": {"user": ["a", "b"]}}, {}, "`roles.user` is", "if the same is"),
+        ({"type": "chat_template", "chat_template": "chatml"}, {}, "`chat_template` is", "--chat-template FILE"),
+        (
+            {"type": {"field_instruction": "q", "format": "[{instruction}]"}},
+            {},
+            "type: `format` is",
+            "without the key the prompt is the chat template's",
+        ),
+        ({}, {"rl": "dpo"}, "`rl` is", "only supervised training is planned"),
+        ({}, {"train_on_inputs": True}, "`train_on_inputs` is true", "without that the assistant alone is trained"),
+        ({}, {"pretraining_dataset": "b"}, "`pretraining_dataset` is", "without the key it is not trained"),
+        ({}, {"pretraining_dataset": "b", "datasets": None}, "`pretraining_dataset` is", "name it in `datasets`"),
     ],
 )
 def test_what_axolotl_is_asked_for_and_is_not_done_here_is_named(
-    entry: dict[str, Any], more: dict[str, Any], key: str
+    entry: dict[str, Any], more: dict[str, Any], key: str, lost: str
 ) -> None:
     _write_axolotl({"path": "a.jsonl", **entry}, **more)
     write_lines(Path("a.jsonl"), [_ALPACA])
-    with pytest.raises(UsageError, match=key):
+    with pytest.raises(UsageError, match=key) as caught:
         analyze("axolotl.yaml", "out")
+    assert lost in caught.value.hint
+
+
+def test_without_names_entries_that_cannot_be_read_are_no_end_where_others_can_be() -> None:
+    """The hint names those whose files are here, which are read when it is pasted; others are not looked for."""
+    _write_llama_factory(
+        pairs={"file_name": "a.jsonl", "ranking": True},
+        far={"hf_hub_url": "nobody/nothing"},
+        none={"file_name": "none.jsonl"},
+        one={"file_name": "a.jsonl"},
+        two={"file_name": "b.jsonl"},
+        broken=["a.jsonl"],
+    )
+    for name in ("a", "b"):
+        write_lines(Path(f"data/{name}.jsonl"), [_ALPACA])
+    with pytest.raises(UsageError, match=r"pairs: `ranking` is true.*\(3 of 6 entries cannot be read\)") as caught:
+        analyze("data/dataset_info.json", "out")
+    pasted = caught.value.hint.rpartition(": ")[2]
+    assert pasted == "data/dataset_info.json:one,two"
+    assert len(analyze(pasted, "out", tokenizer=TOKENIZER).num_tokens) == 2
 
 
 @pytest.mark.parametrize("entry", ["a.jsonl", {"path": "none.jsonl"}, {}])
@@ -203,6 +240,8 @@ def test_a_name_that_is_not_there_and_a_file_in_two_ways_are_refused() -> None:
 def test_files_of_the_same_names_that_declare_nothing_are_read_as_before() -> None:
     Path("dataset_info.json").write_text(json.dumps({"features": {"a": {"dtype": "int64"}}, "splits": {}}))
     Path("b.yaml").write_text("- text: words\n")
+    with pytest.raises(UsageError, match=r"b\.yaml has no list `datasets:`"):
+        analyze("b.yaml", "out")
     assert declared(["dataset_info.json", "b.yaml", "c.jsonl"]).paths == ["dataset_info.json", "b.yaml", "c.jsonl"]
     Path("dataset_info.json").write_text("{")
     with pytest.raises(DataError, match="not YAML"):
@@ -217,3 +256,5 @@ def test_what_is_not_data_is_said() -> None:
         "only `datasets` and `test_datasets` are read; instead of others: analyze --max-length 4096 --overlong drop, "
         "build --holdout 0.05",
     ]
+    _write_axolotl({"path": "a.jsonl"}, test_datasets=[{"path": "a.jsonl"}], val_set_size=0.05)
+    assert declared(["axolotl.yaml"]).notes == []

@@ -1,7 +1,8 @@
 """Rows of CSV, and texts between separators, as JSON lines: an object for each, all of whose values are texts.
 
 What is a number or a truth value in a table of texts is known by its column alone: lengths are numbers, and labels of
-answers true or false. An empty cell is an empty text.
+answers true or false. An empty cell is an empty text. Semicolons separate the cells of CSV whose first line has some,
+and no comma.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def rows_of_csv(data: Iterator[bytes], file: SourceFile) -> Iterator[bytes]:
     text = io.TextIOWrapper(io.BufferedReader(_Stream(data)), encoding="utf-8-sig", newline="")
     rows = csv.reader(text, delimiter=_DELIMITERS[file.kind], strict=True)
     try:
+        first = text.readline()
+        sign = ";" if file.kind == "csv" and ";" in first and "," not in first else _DELIMITERS[file.kind]
+        rows = csv.reader(chain([first], text), delimiter=sign, strict=True)
         names = next(rows, [])
         if not any(names) or len({*names}) < len(names):
             what = "several columns of the same name" if any(names) else "its first line names no column"

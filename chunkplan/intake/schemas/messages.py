@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -151,7 +151,7 @@ def parse_messages(values: list[Any], path: str, *, is_sharegpt: bool = False) -
         is_call = type(name) is str and name.lower() in _CALL_ROLES
         value = _calls_as_text(value) if is_call else value
         read = _message if "role" in value or not ("from" in value or is_sharegpt) else _turn
-        message = read(value, inside)
+        message = read(value, inside, values)
         messages.append(_with_calls(message, inside) if is_call else message)
     if messages and messages[0].role == "developer" and all(message.role != "system" for message in messages):
         messages[0] = messages[0]._replace(role="system")
@@ -226,9 +226,16 @@ def is_message(record: JsonObject) -> bool:
     return speaks and ("text" in record or "content" in record)
 
 
-def _message(message: JsonObject, path: str) -> Message:
+def new_roles(names: Iterable[Any]) -> dict[str, str]:
+    """The role of the first of those `names` that nobody knows, in the order in which they speak: who begins asks."""
+    said = dict.fromkeys(name for name in names if type(name) is str)
+    free = [f"role.{role}" for role in ("user", "assistant") if role not in {ROLES.get(name.lower()) for name in said}]
+    return dict(zip(free, (shortened(name) for name in said if name.lower() not in ROLES), strict=False))
+
+
+def _message(message: JsonObject, path: str, messages: list[Any]) -> Message:
     loss = _stated_loss(message, path)
-    role = _role_of(field(message, "role", str, path), f"{path}.role", loss)
+    role = _role_of(field(message, "role", str, path), f"{path}.role", loss, messages)
     message = _with_content(message, path)
     # Rows of a table have every key of every row: null says nothing, and neither do no calls.
     fields = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
@@ -255,10 +262,10 @@ def _message(message: JsonObject, path: str) -> Message:
     return Message(role, content, loss, fields)
 
 
-def _turn(message: JsonObject, path: str) -> Message:
+def _turn(message: JsonObject, path: str, messages: list[Any]) -> Message:
     speaker = field(message, "from", str, path)
     loss = _stated_loss(message, path)
-    role = _role_of(speaker, f"{path}.from", loss)
+    role = _role_of(speaker, f"{path}.from", loss, messages)
     value = message.get("value")
     if isinstance(value, (list, dict)) and (role == "tool" or speaker.lower() in _CALL_ROLES):  # of a program
         value = json.dumps(value, ensure_ascii=False)
@@ -269,15 +276,16 @@ def _turn(message: JsonObject, path: str) -> Message:
     return Message(role, value, loss, {key: others[key] for key in REASONING if others.get(key)})
 
 
-def _role_of(name: str, path: str, loss: bool | None) -> str:
+def _role_of(name: str, path: str, loss: bool | None, messages: list[Any]) -> str:
     """The role that a chat template knows for `name`; upper and lower case are the same."""
     role = ROLES.get(name) or ROLES.get(name.lower())
     if role is None and loss is None:
+        names = (one.get("role", one.get("from")) for one in messages if type(one) is dict)
+        said = new_roles(names) or {"role.user": shortened(name)}
         wrong(
             f'`{path}` is "{shortened(name)}", expected one of {", ".join(ROLES)}',
-            hint=f"rename the role, or say whose it is, such as {column_flags({'role.user': shortened(name)})}; or say "
-            "with `loss`, true or false, in each of its messages whether it counts: the chat template then gets it as "
-            "it is",
+            hint=f"rename the role, or say whose it is, such as {column_flags(said)}; or say with `loss`, true or "
+            "false, in each of its messages whether it counts: the chat template then gets it as it is",
         )
     return role or name
 

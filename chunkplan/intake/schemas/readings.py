@@ -16,7 +16,7 @@ from chunkplan.errors import DataError
 from chunkplan.intake.records import Conversation, JsonObject, Message, Record, RecordError
 from chunkplan.intake.schemas.fields import CHOOSE, LayoutError, column_flags, messages_in, quoted, shortened, words_of
 from chunkplan.intake.schemas.keys import holds_content, keys_of_content, words
-from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, parse_messages
+from chunkplan.intake.schemas.messages import ROLES, SPEAKER_KEYS, exchange_of, is_message, new_roles, parse_messages
 from chunkplan.intake.schemas.table import GROUPS, SCHEMAS, RecordLayout, has_all
 from chunkplan.intake.schemas.unread import check_unread, count_unread
 from chunkplan.quantities import counted
@@ -229,14 +229,13 @@ def _conversation_advice(records: Sequence[JsonObject], key: str, messages: list
     if said and speaker and said != speaker and not is_known:
         speakers = dict.fromkeys(str(message.get(speaker)) for message in messages)
         unknown = [name for name in speakers if name.lower() not in ROLES]
+        keys = {"role": speaker, "content": said, **new_roles(speakers)}
         return (
             f"`{key}` is a conversation whose messages have `{shortened(speaker)}` and `{said}`: "
             "name these keys `role` and `content`, and the list `messages`"
             + (f", and {quoted(unknown)} `user` or `assistant`" if unknown else "")
             + f"; or say so: {column_flags({'messages': key})} --column "
-            + shlex.quote(
-                ",".join([f"role={speaker}", f"content={said}", *(f"role.user={name}" for name in unknown[:1])])
-            )
+            + shlex.quote(",".join(map("=".join, keys.items())))
         ), [f"{key}[].{inside}" for inside in keys_of_content(messages) if inside not in (speaker, said)]
     return (_unanswered_advice(records, key) if _are_messages(messages) else ""), []
 
