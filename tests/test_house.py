@@ -18,11 +18,11 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 13_047,
     ("chunkplan/intake/",): 11_010,
-    ("chunkplan/reporting/", "cli/"): 9_885,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 7_035,
+    ("chunkplan/reporting/", "cli/"): 9_982,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 7_050,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_332,
-    ("",): 58_340,
+    ("",): 58_460,
 }
 MOST_FILES = 299
 
