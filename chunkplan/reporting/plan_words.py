@@ -51,8 +51,13 @@ def caveats(data: Mapping[str, Any]) -> list[str]:
 
 def memory_parts(memory: StageMemory) -> str:
     """List what takes memory by name, in GiB, most first."""
+    return ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in part_sizes(memory))
+
+
+def part_sizes(memory: StageMemory) -> list[tuple[str, int]]:
+    """Return names and bytes of what takes memory, most first."""
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    return ", ".join(f"{_PARTS.get(name, name)} {size / 2**30:,.1f}" for name, size in parts if size)
+    return [(_PARTS.get(name, name), size) for name, size in parts if size]
 
 
 def memory_words(memory: PlanMemory | None, longest_sequence: int) -> list[str]:

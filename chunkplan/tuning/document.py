@@ -13,7 +13,14 @@ from chunkplan.domains import find_mismatch
 from chunkplan.errors import DataError, UsageError
 from chunkplan.files.json_file import read_json, write_json
 from chunkplan.tuning.baselines import Baseline
-from chunkplan.tuning.document_entries import EXPECTED, OPTIONAL_ENTRIES, PLAN_ENTRIES, TuningDocument
+from chunkplan.tuning.document_entries import (
+    EXPECTED,
+    OPTIONAL_ENTRIES,
+    PLAN_ENTRIES,
+    BaselineEntry,
+    ChoiceEntry,
+    TuningDocument,
+)
 from chunkplan.tuning.grid import Choice
 from chunkplan.tuning.options import TuneOptions
 from chunkplan.tuning.tune import LayoutEstimate, Tuning
@@ -74,13 +81,13 @@ def tuning_document(tuning: Tuning) -> TuningDocument:
             "token_histogram": {str(length): share for length, share in tuning.token_histogram.items()},
             "positions": None if tuning.positions is None else asdict(tuning.positions),
         },
-        "baselines": [_baseline_entry(row) for row in tuning.baselines],
+        "baselines": [baseline_entry(row) for row in tuning.baselines],
         "layouts": [_layout_entry(estimate) for estimate in tuning.layouts],
-        "choices": [_choice_entry(choice) for choice in tuning.choices],
+        "choices": [choice_entry(choice) for choice in tuning.choices],
         "pareto": list(tuning.pareto),
-        "chosen": _choice_entry(chosen),
+        "chosen": choice_entry(chosen),
         "recommended": tuning.recommended is not None,
-        "fastest": _choice_entry(tuning.chosen),
+        "fastest": choice_entry(tuning.chosen),
         "speedup": tuning.baselines[0].step_ns / chosen.step_ns,
         "speedup_over_best": tuning.gain,
         "speedup_over": None if tuning.best_baseline is None else tuning.best_baseline.name,
@@ -110,9 +117,10 @@ def answers(document: TuningDocument, options: TuneOptions, given: Collection[st
     )
 
 
-def _choice_entry(choice: Choice) -> dict[str, object]:
+def choice_entry(choice: Choice) -> ChoiceEntry:
+    """Return the `ChoiceEntry` of a choice."""
     config, cost = choice.config, choice.cost
-    return {
+    entry = {
         **{name: getattr(config, name) for name in _STATED},
         **{name: getattr(cost, name) for name in ("tp", "checkpointing", "kv_offload", "sharding")},
         "step_seconds": choice.step_ns / 1e9,
@@ -126,6 +134,7 @@ def _choice_entry(choice: Choice) -> dict[str, object]:
         "plan_only": choice.plan_only,
         **{name: getattr(config, name) for name, usual in OPTIONAL_ENTRIES.items() if getattr(config, name) != usual},
     }
+    return cast(ChoiceEntry, entry)
 
 
 def _layout_entry(estimate: LayoutEstimate) -> dict[str, object]:
@@ -135,8 +144,9 @@ def _layout_entry(estimate: LayoutEstimate) -> dict[str, object]:
     }
 
 
-def _baseline_entry(row: Baseline) -> dict[str, object]:
-    return {
+def baseline_entry(row: Baseline) -> BaselineEntry:
+    """Return the `BaselineEntry` of a baseline."""
+    entry = {
         "key": row.key,
         "name": row.name,
         **row.layout._asdict(),
@@ -149,6 +159,7 @@ def _baseline_entry(row: Baseline) -> dict[str, object]:
         "fits": row.fits,
         "lost_tokens": row.lost,
     }
+    return cast(BaselineEntry, entry)
 
 
 def write_tuning(tuning: Tuning, path: Path) -> None:

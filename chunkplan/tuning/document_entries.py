@@ -38,32 +38,36 @@ PLAN_ENTRIES = tuple(PlanEntries.__annotations__)
 OPTIONAL_ENTRIES: Mapping[str, Any] = {"cp": "off", "stage_layers": None, "split": "full", "keep_attention": "off"}
 
 
-@final
-class ChoiceEntry(PlanEntries):
-    """A configuration that was tried. `memory`: bytes by what takes them, and their `total`."""
+class OutcomeEntry(TypedDict):
+    """Prediction of a way to train. `memory`: bytes by what takes them, and their `total`."""
 
     tp: int
     checkpointing: str
-    kv_offload: bool
     sharding: str
     step_seconds: float
+    tokens_per_second: float
+    memory: dict[str, int]
+    fits: bool
+
+
+@final
+class ChoiceEntry(PlanEntries, OutcomeEntry):
+    """A configuration that was tried."""
+
+    kv_offload: bool
     mfu: float
     bubble: float
     recompute_share: float
-    memory: dict[str, int]
-    fits: bool
     plan_only: str | None
 
 
 @final
-class BaselineEntry(TypedDict):
+class BaselineEntry(OutcomeEntry):
     """A baseline, on its best layout. `lost_tokens`: the share of the tokens that it cuts off."""
 
     name: str
-    step_seconds: float
-    checkpointing: str
-    memory: dict[str, int]
-    fits: bool
+    dp: int
+    pp: int
     lost_tokens: float
 
 
@@ -79,6 +83,7 @@ class OptionsEntry(TypedDict):
 class DataEntry(TypedDict):
     """The sequences that were tuned for. `token_histogram`: the share of all tokens by length class."""
 
+    num_sequences: int
     longest_sequence: int
     token_histogram: dict[str, float]
 
@@ -125,6 +130,7 @@ class TuningDocument(TypedDict):
     pareto: list[int]
     chosen: ChoiceEntry
     recommended: bool
+    fewest_gpus: int
     cost_model: CostModelEntry
 
 
@@ -144,7 +150,10 @@ _SECONDS = Domain(lambda value: NUMBER.holds(value) and 1e-9 <= value <= 1e12, "
 
 #: Entries of a choice, and of a baseline.
 _OUTCOME: dict[str, Expected] = {
+    **{name: whole(1) for name in ("dp", "tp", "pp")},
     "step_seconds": _SECONDS,
+    "tokens_per_second": NUMBER,
+    "sharding": one_of(*SHARDINGS),
     "memory": {"total": whole(1)},
     "checkpointing": TEXT,
     "fits": FLAG,
@@ -157,9 +166,7 @@ _CHOICE = {
         if name in PLAN_ENTRIES
     },
     "schedule": TEXT,
-    "tp": whole(1),
     "kv_offload": FLAG,
-    "sharding": one_of(*SHARDINGS),
     "mfu": _RATIO,
     "bubble": _RATIO,
     "recompute_share": _RATIO,
@@ -176,11 +183,12 @@ EXPECTED: Expected = {
         "global_batch": whole(1),
         "seed": whole(),
     },
-    "data": {"longest_sequence": whole(1), "token_histogram": _SHARES},
+    "data": {"num_sequences": whole(1), "longest_sequence": whole(1), "token_histogram": _SHARES},
     "baselines": [{**_OUTCOME, "name": TEXT, "lost_tokens": NUMBER}],
     "choices": [_CHOICE],
     "pareto": [whole()],
     "chosen": _CHOICE,
     "cost_model": {},
     "recommended": FLAG,
+    "fewest_gpus": whole(1),
 }

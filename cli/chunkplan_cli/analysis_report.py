@@ -60,7 +60,7 @@ def print_analysis(analysis: Analysis, *, as_json: bool, replaced: str | None, b
 def print_next(output: Path | None, workspace: Path | None) -> None:
     """Print the command that most would give next, which works as it is, and what to say in it."""
     where = [*([str(output)] if output else []), *(["--workspace", str(workspace)] if workspace else [])]
-    note("next: " + shlex.join(["chunkplan", "tune", *where, "--gpus", "8"]))
+    note("next: " + shlex.join(["chunkplan", "gain", *where, "--gpus", "8"]))
     note(f"{_INDENT}(for Qwen2.5-7B on H100s, unless --model and --hardware name yours)")
 
 

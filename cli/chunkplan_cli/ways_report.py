@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -12,9 +12,8 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.hardware import ERRORS, source_of
-from chunkplan.quantities import ZERO, gibibytes, percent, seconds
+from chunkplan.quantities import gibibytes
 
 if TYPE_CHECKING:
     from chunkplan.tuning.baselines import Baseline
@@ -26,8 +25,6 @@ _WIDTHS = {"step": 9, "tokens/s": 9, "GPU-hours": 10, "lost": 7}
 
 #: Of a bar of progress, which is drawn again below the row.
 _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
-
-_FULL = "full activation checkpointing"
 
 
 def print_way_heads(console: Console, title: str, options: TuneOptions) -> None:
@@ -44,36 +41,19 @@ def print_way_heads(console: Console, title: str, options: TuneOptions) -> None:
 
 def print_way(console: Console, way: Baseline | Choice, options: TuneOptions, num_sequences: int) -> None:
     """Print a way of today, or a choice, in two lines: what it takes, and how it is run or why it does not fit."""
-    name, checkpointing, sharding, lost = _how(way)
-    hours = -(-num_sequences // options.global_batch) * way.step_ns / 3.6e12 * way.layout.gpus
-    if way.fits:
-        cells = (seconds(way.step_ns / 1e3), f"{way.tokens_per_second:,.0f}", f"{hours:,.3g}")
-        notes = [f"{gibibytes(way.memory.total)} a GPU", *checkpointing_words(checkpointing, _FULL)]
-        notes += [ZERO[sharding]] if sharding != "optimizer" and way.layout.dp > 1 else []
-    else:
-        cells = ("no fit", "", "")
-        parts = asdict(way.memory)
-        most = max(parts, key=lambda part: parts[part])
-        what = f"{gibibytes(parts[most])} of it {most.replace('_', ' ').replace('kv', 'KV')}"
-        notes = [f"does not fit: {gibibytes(way.memory.total)} a GPU at least, {what}"]
-    dp, tp, pp = way.layout
-    layout = ", ".join(f"{axis} {size}" for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1)
-    notes = [layout or "one GPU", *notes]
-    row = _row(name, (*cells, percent(lost) if lost else "none"), "" if way.fits else "dim")
+    from chunkplan.reporting.way_row import way_row
+    from chunkplan.tuning.baselines import Baseline
+    from chunkplan.tuning.document import baseline_entry, choice_entry
+
+    entry = baseline_entry(way) if isinstance(way, Baseline) else choice_entry(way)
+    name, *cells, memory, (layout, *how) = way_row(entry, options.global_batch, num_sequences)
+    notes = [layout, memory if way.fits else f"does not fit: {memory}", *how]
+    row = _row(name, cells, "" if way.fits else "dim")
     below = Padding(Text(", ".join(notes), style="dim"), (0, 0, 0, 2), expand=False)
     console.print(Group(*([_ERASE] if console.is_terminal else []), row, below))
 
 
-def _how(way: Baseline | Choice) -> tuple[str, str, str, float]:
-    """Name of a way, its activation checkpointing and sharding, and the share of the tokens that it loses."""
-    from chunkplan.tuning.baselines import Baseline
-
-    if isinstance(way, Baseline):
-        return way.name, way.checkpointing, way.sharding, way.lost
-    return "chunkplan", way.cost.checkpointing, way.cost.sharding, 0.0
-
-
-def _row(name: str, cells: tuple[str, ...], style: str) -> Table:
+def _row(name: str, cells: Sequence[str], style: str) -> Table:
     grid = Table.grid()
     grid.add_column(width=42)
     for width in _WIDTHS.values():

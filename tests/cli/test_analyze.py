@@ -37,7 +37,7 @@ def test_the_tokenizer_of_the_workspace_is_used(run: Run) -> None:
 def test_a_second_run_says_what_it_replaced(run: Run) -> None:
     first = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "replaced" not in first
-    assert "next: chunkplan tune there --gpus 8\n" in first
+    assert "next: chunkplan gain there --gpus 8\n" in first
     second = run("analyze", "dataset.jsonl", "--output", "there").err
     assert "analysis in there (replaced the analysis of dataset.jsonl, 10 sequences)" in second
     Path("there/manifest.json").write_text('{"kind": "analysis", "schem')

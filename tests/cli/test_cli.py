@@ -52,7 +52,7 @@ def test_the_uses_work_as_typed(run: Run, dataset: Path) -> None:
     analyzed = run("analyze", "dataset.jsonl")
     assert analyzed.code == 0
     assert "ESTIMATED" in analyzed.out
-    assert "next: chunkplan tune --gpus 8" in analyzed.err
+    assert "next: chunkplan gain --gpus 8" in analyzed.err
     built = run("build", "--chunk-size", 8192, "--k", 4)
     assert built.code == 0
     assert "ESTIMATED" in built.out

@@ -17,11 +17,12 @@ from jinja2 import Environment, StrictUndefined
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
+from chunkplan.cost.hardware import SHIPPED
 from chunkplan.errors import DataError
 from chunkplan.lengths import LengthReport, length_report
 from chunkplan.planfile.analysis import Analysis
 from chunkplan.planfile.plan import Plan
-from chunkplan.quantities import counted, percent, seconds
+from chunkplan.quantities import counted, gibibytes, k_words, percent, seconds, trained_words
 from chunkplan.reporting.by_source import SourceRow, sources_of
 from chunkplan.reporting.page.candidates import choice_of_plan
 from chunkplan.reporting.page.lengths import holds_all_once, planned_lengths
@@ -31,16 +32,20 @@ from chunkplan.reporting.page.sections import (
     candidates_section,
     examples_section,
     gantt_section,
+    memory_section,
     numbers_section,
     plan_lengths_section,
     steps_section,
     ways_section,
+    what_if_section,
 )
+from chunkplan.reporting.page.ways import time_error
 from chunkplan.reporting.per_step import per_step, plan_chunks
 from chunkplan.reporting.plan_report import PlanReport, report_of
 from chunkplan.reporting.plan_words import caveats, machine_words, overview_rows
 from chunkplan.reporting.tables import Table
 from chunkplan.reporting.token_text import TextSource
+from chunkplan.reporting.way_row import way_row
 from chunkplan.summary import PlanSummary
 from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
 from chunkplan.tuning.plan_only import why_plan_only
@@ -129,7 +134,9 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     is_chosen = summary is None or own == chosen
     todays = f"{seconds(today['step_seconds'] * 1e6)} a step"
     if today["step_seconds"] >= A_GAIN * step:
-        words = f"{today['step_seconds'] / step:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
+        gain, error = today["step_seconds"] / step, time_error(tuning)
+        words = f"{gain:.2f}x as fast as {today['name']} ({todays}), the fastest baseline"
+        words += f"; that is within the {error:.0%} that times may be off by: measure both" if gain < 1 + error else ""
     elif is_chosen:
         words = f"nothing to gain: {today['name']} takes {todays}"
     else:
@@ -139,12 +146,32 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     return [("gain", words)]
 
 
-def no_gain_facts(plan: Plan, *, is_other: bool) -> list[tuple[str, str]]:
-    """Return how to measure a plan's gain: there is no tuning, or it `is_other`, for something else than the plan."""
-    gpus = plan.config.dp * plan.manifest["predictions"]["cost_model"]["tp"] * plan.config.pp
+def tuned_facts(tuning: TuningDocument) -> tuple[str, list[tuple[str, str]]]:
+    """Return a title, the model and GPUs that were tuned for, and what the choice to take is predicted to need."""
+    chosen, options, cost_model = tuning["chosen"], tuning["options"], tuning["cost_model"]
+    gpus, hardware = chosen["dp"] * chosen["tp"] * chosen["pp"], cost_model["hardware"]["name"]
+    setting = f"ChunkSize {chosen['chunk_size']:,}, K {k_words(chosen['k'], chosen['k_by_length'])}"
+    row = way_row(chosen, options["global_batch"], tuning["data"]["num_sequences"])
+    facts = [
+        ("recommended", ", ".join([setting, *row.how])),
+        ("a step", f"{counted(options['global_batch'], 'sequence')}: {row.step}, {row.rate} tokens/s"),
+        ("an epoch", f"{row.hours} GPU-hours"),
+        ("memory", f"{gibibytes(chosen['memory']['total'])} of {gibibytes(options['gpu_memory'])} a GPU"),
+    ]
+    trained = trained_words(cost_model.get("lora_rank", 0), cost_model.get("load_in_4bit", False))
+    return f"{cost_model['shape']['name']}, {trained}, on {gpus:,} x {hardware.upper()}", facts
+
+
+def no_gain_facts(plan: Plan, analysis: Analysis | None, *, is_other: bool) -> list[tuple[str, str]]:
+    """Return the command that finds a plan's gain: there is no tuning, or it `is_other`, for something else."""
+    cost_model = plan.manifest["predictions"]["cost_model"]
+    hardware, gpus = cost_model["hardware"]["name"], plan.config.dp * cost_model["tp"] * plan.config.pp
+    words = ["DATA" if analysis is None else str(analysis.path), "--model", cost_model["shape"]["name"], "--gpus"]
+    words += [f"{gpus}x{hardware}"] if hardware in SHIPPED else [str(gpus), "--hardware", f"{hardware}.toml"]
+    words += ["--global-batch", str(plan.config.global_batch)]
+    words += ["--lora-rank", str(cost_model["lora_rank"])] if cost_model.get("lora_rank") else []
     why = "the tuning is not for this plan; " if is_other else ""
-    command = f"`chunkplan tune ANALYSIS --gpus {gpus} --global-batch {plan.config.global_batch} --output FILE`"
-    return [("gain", f"not known: {why}{command} finds it, with `--model` and `--hardware` of the plan")]
+    return [("gain", f"not known: {why}`{shlex.join(['chunkplan', 'gain', *words])}` finds it")]
 
 
 def source_facts(analysis: Analysis | None) -> list[tuple[str, str]]:
@@ -177,14 +204,11 @@ def plan_facts(plan: Plan, report: PlanReport) -> list[tuple[str, str]]:
 
 def analysis_facts(analysis: Analysis, report: LengthReport) -> list[tuple[str, str]]:
     """List which data an analysis is of, and how much that is."""
-    paths = [source["path"] for source in analysis.manifest.get("sources", ())]
-    several = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
     return [
-        ("source", f"{paths[0]}{several}" if paths else str(analysis.path)),
+        *(source_facts(analysis) or [("source", str(analysis.path))]),
         ("sequences", f"{report.num_sequences:,}"),
         ("tokens", f"{report.num_tokens:,}"),
         ("longest", f"{report.longest:,} tokens"),
-        ("content hash", analysis.content_hash[:16]),
     ]
 
 
@@ -296,8 +320,9 @@ def plan_page(
         *([] if tuning is None else [ways_section(tuning)]),
         plan_lengths_section(lengths, said, chunks.frame, summary.chunk_size),
         *([] if analysis is None else sources_section(sources_of(analysis, chunks.table))),
-        candidates_section(tuning, warnings, plan),
+        *([] if tuning is None else [*what_if_section(tuning), candidates_section(tuning, warnings, plan)]),
         steps_section(steps),
+        memory_section(report),
         gantt_section(plan, steps, report, step, text),
         *(examples_section(text, np.unique(chunks.table.sequence_id)) if text.tokenizer is not None else []),
         numbers_section(plan, report),
@@ -309,21 +334,24 @@ def plan_page(
     if tuning is not None and not warnings:
         gain = gain_facts(tuning, own, summary)
     else:
-        gain = no_gain_facts(plan, is_other=tuning is not None)
+        gain = no_gain_facts(plan, analysis, is_other=tuning is not None)
     facts = [*gain, *source_facts(analysis), *plan_facts(plan, report)]
     return render(title, warned, facts, sections, train_command(plan))
 
 
 def analysis_page(analysis: Analysis, text: TextSource, tuning: TuningDocument | None, warnings: Sequence[str]) -> str:
     """Return the HTML of an analysis, which is that of `text`; `tuning` is as `tuning_document` has it."""
+    found = [] if tuning is None else [*what_if_section(tuning), candidates_section(tuning, warnings, None)]
     sections = [
         *([] if tuning is None else [ways_section(tuning)]),
         analysis_lengths_section(analysis.num_tokens),
         *sources_section(sources_of(analysis)),
+        *found,
         *examples_section(text),
     ]
-    sections += [candidates_section(tuning, warnings, None)] if tuning is not None else []
-    gain = gain_facts(tuning, None, None) if tuning is not None and not warnings else []
-    facts = [*gain, *analysis_facts(analysis, length_report(analysis))]
+    facts = analysis_facts(analysis, length_report(analysis))
     title = f"An analysis of {counted(analysis.num_sequences, 'sequence')}"
+    if tuning is not None and not warnings:
+        title, answer = tuned_facts(tuning)
+        facts = [*gain_facts(tuning, None, None), *answer, *facts]
     return render(title, caveats(analysis.manifest), facts, sections)

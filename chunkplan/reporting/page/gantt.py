@@ -25,8 +25,8 @@ from chunkplan.simulation import simulate_ranks
 #: Stages of ranks of a step; its actions: one rank is there even if it has more, of which the first are drawn.
 _MOST_ROWS, MOST_ACTIONS = 64, 5_000
 
-#: Of so few steps all are drawn.
-_FEW_STEPS = 8
+#: Of so few steps all are drawn; so few ranks have a tick each.
+_FEW_STEPS, _FEW_RANKS = 8, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,3 +304,21 @@ def gantt_table(drawn: list[DrawnStep]) -> Table:
         for stage in range(simulation.pp)
     ]
     return Table("Stages of the steps that are drawn", head, rows)
+
+
+def ranks_figure(step: PlanStep) -> go.Figure:
+    """Draw a bar for each rank of a step: the time until the last of its stages is done."""
+    ends: dict[int, float] = {}
+    for (rank, _), end in sorted(step.schedule_us.items()):
+        ends[rank] = max(ends.get(rank, 0.0), end / 1e6)
+    last = max(ends.values())
+    figure = go.Figure()
+    figure.add_bar(
+        x=list(ends),
+        y=list(ends.values()),
+        marker={"color": [ORANGE if end == last else BLUE for end in ends.values()]},
+        hovertemplate="rank %{x}: done after %{y:.4~f} s<extra></extra>",
+    )
+    x_axis = axis("rank, the last one in orange", dtick=1 if len(ends) <= _FEW_RANKS else None)
+    figure.update_layout(layout(220, xaxis=x_axis, yaxis=axis("seconds", rangemode="tozero"), bargap=0.3))
+    return figure

@@ -1,15 +1,18 @@
-"""Charts over steps: time, fill, balance; of many steps, runs are one point."""
+"""Charts of all steps: time, fill, balance, of which runs are one point where there are many; and of peak memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from chunkplan.quantities import percent, seconds
-from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, PURPLE, axis, layout, narrowest, within
+from chunkplan.quantities import gibibytes, percent, seconds
+from chunkplan.reporting.page.parts import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE, RED, axis, layout, narrowest, within
+from chunkplan.reporting.plan_memory import PlanMemory
+from chunkplan.reporting.plan_words import part_sizes
 from chunkplan.reporting.tables import Table
 
 #: More points cannot be distinguished.
@@ -75,6 +78,27 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
     figure.update_xaxes(axis("", **ends, tickformat=",", dtick=1 if runs.height <= _FEW else None))
     figure.update_xaxes(axis("step"), row=num_panels, col=1)
     figure.update_layout(layout(180 * num_panels + 20, hovermode="x", **narrowest(_num_steps_a_point(runs))))
+    return figure
+
+
+def memory_figure(memory: PlanMemory) -> go.Figure:
+    """Draw one bar of what takes the memory of a GPU at its peak, most first, and a line at what it has."""
+    figure = go.Figure()
+    colors = cycle((BLUE, ORANGE, GREEN, PURPLE, PINK, GREY, RED))
+    for (name, size), color in zip(part_sizes(memory.memory), colors, strict=False):
+        said = f"{name}: {gibibytes(size)}"
+        figure.add_bar(
+            orientation="h",
+            x=[size / 2**30],
+            y=[0],
+            name=said,
+            marker={"color": color},
+            hovertemplate=f"{said}<extra></extra>",
+        )
+    limit = memory.gpu_bytes / 2**30
+    figure.add_vline(x=limit, line={"color": GREY, "width": 1.5, "dash": "dash"})
+    x_axis = axis(f"GiB, of {limit:,.1f}", range=[0, 1.03 * max(limit, memory.memory.total / 2**30)])
+    figure.update_layout(layout(150, barmode="stack", showlegend=True, xaxis=x_axis, yaxis={"visible": False}))
     return figure
 
 

@@ -114,7 +114,9 @@ dark.addEventListener("change", () => {
 });
 
 for (const select of document.querySelectorAll("select[data-chart]")) {
-  select.addEventListener("change", () => draw(select.dataset.chart, select.value));
+  select.addEventListener("change", () => {
+    for (const { id } of select.closest("section").querySelectorAll(".chart")) draw(id, select.value);
+  });
 }
 
 for (const button of document.querySelectorAll("button[data-chart]")) {

@@ -126,7 +126,7 @@ class Drawers:
 @dataclass(frozen=True)
 class Section:
     """A heading, warnings and notes (a paragraph each), charts, drawers of these, texts, then tables: beside charts
-    these open when asked for."""
+    these open when asked for, unless the section `is_open`."""
 
     name: str
     title: str
@@ -136,3 +136,4 @@ class Section:
     tables: Sequence[Table] = ()
     texts: Sequence[MarkedText] = ()
     drawers: Sequence[Drawers] = ()
+    is_open: bool = False

@@ -17,21 +17,36 @@ from chunkplan.quantities import counted, kept_words
 from chunkplan.reporting.chunk_view import SegmentView, segment_text, view_segments
 from chunkplan.reporting.page.candidates import (
     candidates_figure,
-    candidates_tables,
+    candidates_table,
     choice_of_plan,
     limit_words,
-    ways_figure,
 )
-from chunkplan.reporting.page.gantt import MOST_ACTIONS, MOST_HATCHED, DrawnStep, drawn_steps, gantt_figure, gantt_table
+from chunkplan.reporting.page.gantt import (
+    MOST_ACTIONS,
+    MOST_HATCHED,
+    DrawnStep,
+    drawn_steps,
+    gantt_figure,
+    gantt_table,
+    ranks_figure,
+)
 from chunkplan.reporting.page.lengths import histogram, lengths_figure, lengths_table
 from chunkplan.reporting.page.over_steps import (
     has_balance,
+    memory_figure,
     over_steps_figure,
     over_steps_table,
     points,
     points_note,
 )
 from chunkplan.reporting.page.parts import Chart, Drawer, Drawers, MarkedText, Section
+from chunkplan.reporting.page.ways import (
+    best_by_chunk_size,
+    chunk_sizes_figure,
+    time_error,
+    ways_figure,
+    ways_table,
+)
 from chunkplan.reporting.plan_report import PlanReport
 from chunkplan.reporting.plan_words import memory_words, overview_rows
 from chunkplan.reporting.tables import Table, plan_tables
@@ -246,25 +261,43 @@ def plan_lengths_section(
 
 def ways_section(tuning: TuningDocument) -> Section:
     """Show what a step takes with each way of today, and with the choice that the tuning takes."""
-    note = "Each way of today is on the layout that is fastest for it, with the same kernels and the same memory."
+    note = (
+        "Fastest first, chunkplan in green. Each way of today is on the layout that is fastest for it, with the same "
+        f"kernels and the same memory. Times are predictions, within {time_error(tuning):.0%}. GPU-hours are those of "
+        "an epoch."
+    )
     words = "Time of a step with each way to train, in seconds."
-    return Section("ways", "Ways to train", [note], charts=[Chart("ways-chart", words, {"": ways_figure(tuning)})])
+    chart = Chart("ways-chart", words, {"": ways_figure(tuning)})
+    return Section("ways", "Ways to train", [note], charts=[chart], tables=[ways_table(tuning)], is_open=True)
 
 
-def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], plan: Plan | None) -> Section:
-    """Show what a tuning found, with `warnings` of it and the choice of `plan`; or how to get a tuning."""
+def what_if_section(tuning: TuningDocument) -> list[Section]:
+    """Show the best step with each ChunkSize, where the search timed several."""
+    if len(best_by_chunk_size(tuning)) < 2:
+        return []
+    fewest = tuning["fewest_gpus"]
+    note = (
+        "The fastest choice that fits with each ChunkSize that was simulated; the one to take is green. The fewest "
+        f"GPUs on which something fits: {fewest:,}; `--gpus {fewest}` times a step on them."
+    )
+    words = "Time of a step with the fastest choice that fits of each ChunkSize, in seconds."
+    chart = Chart("chunk-sizes-chart", words, {"": chunk_sizes_figure(tuning)})
+    return [Section("what-if", "What if: another ChunkSize, fewer GPUs", [note], charts=[chart])]
+
+
+def candidates_section(tuning: TuningDocument, warnings: Sequence[str], plan: Plan | None) -> Section:
+    """Show what a tuning found, with `warnings` of it and the choice of `plan`."""
     title = "Candidates: time against memory"
-    if tuning is None:
-        how = "`chunkplan tune --output FILE` writes them, `chunkplan inspect --html PAGE --tuning FILE` shows them."
-        return Section("candidates", title, [how])
     shape, hardware = (tuning["cost_model"][name]["name"] for name in ("shape", "hardware"))
     rivals = "choice that the runtime can run" if tuning["recommended"] else "choice that fits"
+    own = None if plan is None else choice_of_plan(tuning, plan)
+    unfit = sum(not row["fits"] for row in (*tuning["choices"], *tuning["baselines"]))
+    left_out = f" {unfit:,} that do not fit are not drawn." if unfit else ""
     notes = [
         f"What `tune` predicts for {shape} on {hardware}, {tuning['options']['global_batch']:,} sequences a step. "
         f"No {rivals} is both faster and smaller than one on the Pareto front. Plan only: the runtime cannot run it.",
-        f"{limit_words(tuning)} Diamonds are baselines; a log scale is named at its axis.",
+        f"{limit_words(tuning, own)}{left_out} Orange are baselines; a log scale is named at its axis.",
     ]
-    own = None if plan is None else choice_of_plan(tuning, plan)
     if own is not None:
         notes.append("The ring is the choice with ChunkSize, K, layout, schedule and ways to save memory of this plan.")
     elif plan is not None:
@@ -276,7 +309,7 @@ def candidates_section(tuning: TuningDocument | None, warnings: Sequence[str], p
         notes,
         warnings,
         [Chart("candidates-chart", words, {"": candidates_figure(tuning, own)})],
-        candidates_tables(tuning, own),
+        [candidates_table(tuning, own)],
     )
 
 
@@ -322,8 +355,13 @@ def gantt_section(
     notes += [words for each in drawn for words in _left_out(each)]
     words = "What every stage does when: a row a stage, a bar an action."
     chart = Chart("gantt-chart", words, {each.label: gantt_figure(each) for each in drawn}, zooms=True)
+    ranks = []
+    if plan.config.dp > 1:
+        notes.append("The first chart has a bar for each rank, until it is done: the others wait for the last.")
+        words = "Time until each rank of a step is done, in seconds."
+        ranks.append(Chart("ranks-chart", words, {each.label: ranks_figure(each.step) for each in drawn}))
     drawers = chunk_drawers(drawn, chart.name, source)
-    return Section("gantt", title, notes, charts=[chart], tables=[gantt_table(drawn)], drawers=drawers)
+    return Section("gantt", title, notes, charts=[*ranks, chart], tables=[gantt_table(drawn)], drawers=drawers)
 
 
 def _left_out(drawn: DrawnStep) -> list[str]:
@@ -340,6 +378,17 @@ def _left_out(drawn: DrawnStep) -> list[str]:
             f"`chunkplan simulate --step {number} --trace FILE` shows them all."
         )
     return said
+
+
+def memory_section(report: PlanReport) -> Section:
+    """Show what takes the memory of the fullest GPU of a plan, and what of it is free."""
+    first, *more = memory_words(report.memory, report.summary.longest_sequence)
+    notes = [". ".join([first.removesuffix("."), *more]) + "."]
+    charts = []
+    if report.memory is not None:
+        words = "Memory of the fullest GPU at its peak, part by part, with the memory that it has."
+        charts.append(Chart("memory-chart", words, {"": memory_figure(report.memory)}))
+    return Section("memory", "Memory of the fullest GPU", notes, charts=charts)
 
 
 def numbers_section(plan: Plan, report: PlanReport) -> Section:
@@ -360,8 +409,6 @@ def numbers_section(plan: Plan, report: PlanReport) -> Section:
             "they wait for that. Each rank's part of a shared sequence counts as a chunk, however few tokens it has: a "
             "low fill is no fault there."
         )
-    first, *more = memory_words(report.memory, report.summary.longest_sequence)
-    notes.append(". ".join([first.removesuffix("."), *more]) + ".")
     rows = overview_rows(report.summary, plan.manifest, report.memory)
     whole = Table("The plan in numbers", ("of the whole plan", "value"), rows, texts=("value",))
     tables = [whole, *plan_tables(report, _MOST_RANKS)]

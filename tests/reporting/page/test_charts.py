@@ -14,17 +14,19 @@ import pytest
 import chunkplan
 from chunkplan.errors import UsageError
 from chunkplan.planfile.plan import Plan
+from chunkplan.quantities import gibibytes
 from chunkplan.reporting.page.candidates import (
-    baseline_labels,
     candidates_figure,
-    candidates_tables,
+    candidates_table,
     choice_of_plan,
     limit_words,
 )
 from chunkplan.reporting.page.gantt import DrawnStep, drawn_steps, gantt_figure
 from chunkplan.reporting.page.lengths import histogram, lengths_figure
 from chunkplan.reporting.page.over_steps import over_steps_table, points, points_note
+from chunkplan.reporting.page.ways import ways_figure, ways_table
 from chunkplan.reporting.per_step import per_step, plan_chunks
+from chunkplan.reporting.plan_memory import plan_memory
 from chunkplan.reporting.slow_steps import step_times
 from chunkplan.tuning.document_entries import PLAN_ENTRIES
 from tests.support.page_cases import build_plan, write_and_read
@@ -195,7 +197,7 @@ def test_what_a_plan_was_built_with_is_marked_if_it_is_a_candidate(
     assert [(*trace.x, *trace.y) for trace in marked] == [
         (fitting["memory"]["total"] / 2**30, fitting["step_seconds"]) for _ in range(changed is None)
     ]
-    notes = [row[-1] for row in candidates_tables(document, own)[1].rows]
+    notes = [row[-1] for row in candidates_table(document, own).rows]
     assert sum("this plan" in words for words in notes) == (changed is None)
 
 
@@ -207,43 +209,53 @@ def test_candidates_fill_their_chart_however_much_memory_there_is(
     document = {**tuning, "options": {**tuning["options"], "gpu_memory": gpu_memory}}
     figure = candidates_figure(document, None)
     assert len(figure.layout.shapes) == is_near
-    assert ("the dashed line" if is_near else "beyond the chart") in limit_words(document)
-    assert f"{gpu_memory / 2**30:,.1f} GiB" in limit_words(document)
+    assert ("the dashed line" if is_near else "beyond the chart") in limit_words(document, None)
+    assert f"{gpu_memory / 2**30:,.1f} GiB" in limit_words(document, None)
     for axis in (figure.layout.xaxis, figure.layout.yaxis):
         low, high = np.power(10, axis.range) if axis.type == "log" else axis.range
         assert axis.tickvals is None or sum(low <= tick <= high for tick in axis.tickvals) >= 3
         assert high < 8 * low
 
 
-def test_baselines_are_numbered_and_named_and_the_chosen_point_hides_nothing(tuning: dict[str, Any]) -> None:
+def test_ways_are_bars_fastest_first_and_those_that_do_not_fit_say_why(tuning: dict[str, Any]) -> None:
+    first, *others = tuning["baselines"]
+    document = {**tuning, "baselines": [{**first, "fits": False}, *({**row, "fits": True} for row in others)]}
+    figure = ways_figure(document)  # type: ignore[arg-type]
+    [bars] = figure.data
+    assert list(bars.x) == sorted([row["step_seconds"] for row in (*others, tuning["chosen"])])
+    labels = [label.text for label in figure.layout.annotations]
+    assert f"{first['name']}: does not fit" in labels
+    assert any(label.startswith(f"{gibibytes(first['memory']['total'])} a GPU at least, ") for label in labels)
+    rows = ways_table(document).rows  # type: ignore[arg-type]
+    assert rows[-1][:4] == (first["name"], "no fit", "-", "-") and "does not fit" in rows[-1][-1]
+
+
+def test_memory_and_ranks_are_drawn(tmp_path: Path, plan: Plan) -> None:
+    charts = write_and_read(tmp_path / "page.html", plan).charts
+    parts = [bar["x"][0] for bar in charts["memory-chart"][""]["data"]]
+    memory = plan_memory(plan, plan_chunks(plan).table)
+    assert memory is not None and sum(parts) == pytest.approx(memory.memory.total / 2**30)
+    for each in drawn_all(plan):
+        [bars] = charts["ranks-chart"][each.label]["data"]
+        assert max(bars["y"]) == pytest.approx(each.step.predicted_us / 1e6, rel=1e-5)
+    one = build_plan(tmp_path, dp=1)
+    charts = write_and_read(tmp_path / "page.html", one).charts
+    assert "memory-chart" in charts and "ranks-chart" not in charts
+
+
+def test_what_fits_is_drawn_each_baseline_by_its_symbol(tuning: dict[str, Any]) -> None:
     """And an axis that is logarithmic says so, one that is not does not."""
-    figure = candidates_figure(tuning, None)
+    beyond = {**tuning["choices"][0], "fits": False, "memory": {"total": 2 * tuning["options"]["gpu_memory"]}}
+    figure = candidates_figure({**tuning, "choices": [*tuning["choices"], beyond]}, None)  # type: ignore[typeddict-item]
     traces = {trace.name: trace for trace in figure.data}
-    said = []
-    for number, row in enumerate(tuning["baselines"], 1):
-        trace = traces[f"{number}: {row['name']}"]
-        assert list(trace.y) == [row["step_seconds"]]
-        assert "text" in trace.mode and row["name"] in trace.hovertext[0]
-        assert (trace.textfont.color == "white") == (trace.textposition == "middle center"), "white in a point alone"
-        said += trace.text.split(", ") if trace.text else []
-    assert sorted(map(int, said)) == list(range(1, len(tuning["baselines"]) + 1)), "every number is there once"
+    fitting = [row for row in tuning["baselines"] if row["fits"]]
+    for row in fitting:
+        assert list(traces[row["name"]].y) == [row["step_seconds"]]
+    assert len({traces[row["name"]].marker.symbol for row in fitting}) == len(fitting) > 0
     assert traces["chosen"].marker.symbol == "star-open"
+    limit = tuning["options"]["gpu_memory"] / 2**30
+    assert max(x for trace in figure.data for x in trace.x) <= limit
     for axis in (figure.layout.xaxis, figure.layout.yaxis):
         assert axis.title.text.endswith(", log scale") == (axis.type == "log")
     counted = histogram(np.array([100, 5000]))
     assert lengths_figure(counted, None, None).layout.xaxis.title.text.endswith(", log scale")
-
-
-def test_numbers_of_baselines_that_hide_each_other_stand_beside_them() -> None:
-    alone, hidden, star = (0.5, 0.5), (0.2, 0.8), (0.8, 0.2)
-    near = (0.22, 0.79)
-    assert baseline_labels([hidden, alone, near], [star]) == [
-        ("1, 3", "middle left"),
-        ("2", "middle center"),
-        ("", "middle center"),
-    ]
-    assert baseline_labels([star], [star]) == [("1", "middle right")]
-    assert baseline_labels([(0.99, 0.5), (1.0, 0.5)], [])[0] == ("1, 2", "middle left"), "it stays within the plot"
-    beside = (0.3, 0.8)
-    assert baseline_labels([hidden, near, beside], [])[0].position != "middle right", "nor is it on another point"
-    assert baseline_labels([], [star]) == []

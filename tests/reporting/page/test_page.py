@@ -84,8 +84,12 @@ def test_names_that_are_markup_stay_text(
     assert [kind for kind, _ in hostile.scripts] == [kind for kind, _ in made.scripts]
     assert hostile.text.count("onerror=") > 5
     assert HOSTILE.replace("`", "") in hostile.text
-    assert HOSTILE in hostile.tables["Baselines"][1][0]
-    [first] = [trace for trace in hostile.charts["candidates-chart"][""]["data"] if trace["name"].startswith("1: ")]
+    assert HOSTILE in "".join(row[0] for row in hostile.tables["Ways to train"])
+    [first] = [
+        trace
+        for trace in hostile.charts["candidates-chart"][""]["data"]
+        if trace["marker"].get("symbol") == "diamond-open"
+    ]
     assert "<" not in first["name"] + "".join(first["hovertext"])
     assert "<" not in next(text for kind, text in hostile.scripts if kind == "application/json")
 
@@ -147,6 +151,13 @@ def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: P
     made = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     layout = [found["chosen"][name] for name in ("dp", "tp", "pp")]
     assert f"{10 * found['speedup_over_best']:.2f}x as fast as " in made.text
+    assert "measure both" not in made.text
+    close = [{**row, "step_seconds": 1.05 * found["chosen"]["step_seconds"]} for row in found["baselines"]]
+    (tmp_path / "close.json").write_text(json.dumps({**found, "baselines": close}), encoding="utf-8")
+    assert command("inspect", "chunkplan-out/analysis", "--html", "a.html", "--tuning", "close.json").code == 0
+    top = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "1.05x as fast as " in top and "within the 10% that times may be off by: measure both" in top
+    assert "<h1>Qwen2.5-7B, all weights trained, on 8 x H200</h1>" in top
     assert f"8: {' x '.join(map(str, layout))}" in made.text
     assert "1 data source" in made.text and "one.jsonl" in made.text
     assert "chunkplan train --plan chunkplan-out/plan --model NAME" in made.text
@@ -155,7 +166,7 @@ def test_the_top_says_the_gain_the_gpus_the_sources_and_how_to_train(tmp_path: P
     assert command("inspect", "elsewhere", "--html", "other.html").code == 0
     other = Page((tmp_path / "other.html").read_text(encoding="utf-8"))
     assert "candidates-chart" not in other.charts, "its analysis is not found, so nobody knows"
-    assert "not known: chunkplan tune ANALYSIS --gpus 8 --global-batch 16 --output FILE finds it" in other.text
+    assert "not known: chunkplan gain DATA --model Qwen2.5-7B --gpus 8xh200 --global-batch 16 finds it" in other.text
     analysis = ("--analysis", "chunkplan-out/analysis")
     assert command("inspect", "elsewhere", *analysis, "--html", "other.html").code == 0
     other = Page((tmp_path / "other.html").read_text(encoding="utf-8"))
