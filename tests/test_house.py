@@ -18,8 +18,8 @@ MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 80, 10
 BUDGETS = {
     ("runtime/",): 13_055,
     ("chunkplan/intake/",): 11_070,
-    ("chunkplan/reporting/", "cli/"): 9_985,
-    ("chunkplan/cost/", "chunkplan/tuning/"): 7_060,
+    ("chunkplan/reporting/", "cli/"): 9_995,
+    ("chunkplan/cost/", "chunkplan/tuning/"): 7_065,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
     ("",): 58_620,
