@@ -218,9 +218,10 @@ def _find(path: str, search: _Search) -> list[SourceFile]:
 def _source(files: Files, path: str, search: _Search) -> SourceFile:
     described = search.describe(path)
     if described is None:
-        is_yaml = path.endswith((".yaml", ".yml")) and not is_url(path)
-        what = "has no list `datasets:`, as axolotl's YAML has" if is_yaml else "has a suffix that is not known"
-        raise UsageError(f"{path} {what}", hint=f"known are {KNOWN}; {what_to_do(path)}")
+        hint = f"known are {KNOWN}; {what_to_do(path)}"
+        if path.endswith((".yaml", ".yml")) and not is_url(path):
+            raise UsageError(f"{path} has no list `datasets:`, as axolotl's YAML has", hint=hint)
+        raise UsageError(f"{path} has a suffix that is not known", hint=hint)
     num_bytes = files.size(path)
     if described[0] in _TEXT_KINDS and num_bytes and not is_url(path):
         described = by_bytes(path, *described)
