@@ -78,7 +78,7 @@ def test_options_of_the_work_are_in_the_file_as_well(run: Run) -> None:
         ("train-turns = ", 2, "a.toml: not TOML", "lines such as"),
         ('format = "text"', 2, "a.toml: unknown entry `format`", "what --format says is schema or formats in a file"),
         ("max-record-mb = 4", 2, "a.toml: unknown entry `max-record-mb`", "is max-record-bytes in a file"),
-        ('colums = "x"', 2, "a.toml: unknown entry `colums`", "it is one of tokenizer, "),
+        ('colums = "x"', 2, "a.toml: unknown entry `colums`", "is columns meant? "),
         ("train-turns = 3", 2, "a.toml: `train-turns` is 3, expected rendered or last or each", "fix this entry"),
         ('schema = "txt"', 2, 'a.toml: `schema` is "txt", expected one of text, messages', "fix this entry"),
         ('max-length = "8Q"', 2, 'a.toml: `max-length` is "8Q", expected a number of tokens from 1, such as', "fix"),

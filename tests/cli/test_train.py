@@ -141,7 +141,7 @@ def test_a_run_that_fails_on_its_processes_ends_with_its_own_exit_code(planned: 
 
 
 #: Each option can have one of these.
-EXAMPLES = ("1", "0.5", "2", "cpu", "torch-cpu", "full", "tensorboard")
+EXAMPLES = ("1", "0.5", "2", "cpu", "torch-cpu", "full", "tensorboard", "user/name")
 
 
 def is_value(one: Option, typed: str) -> bool:
