@@ -226,7 +226,7 @@ def test_what_is_pushed_to_the_hub_is_final(chats, tmp_path):
 
         refused = run("refused", "wrong")
         assert refused.returncode == 2 and "error: --push-to-hub me/mine: " in refused.stderr
-        assert "hint: run `hf auth login`" in refused.stderr and not (tmp_path / "refused").exists()
+        assert "run `hf auth login`" in refused.stderr and not (tmp_path / "refused").exists()
         ran = run("run", "secret")
         assert ran.returncode == 0, ran.stderr
         assert f"uploaded  {server.url}/me/mine/commit/1\n" in ran.stderr
