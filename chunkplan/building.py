@@ -151,6 +151,7 @@ def build_plans(
     configs = {output: config}
     if holds_out and config.part == "train":
         held_out = replace(config, part="eval", mix=None, epochs=1, last_batch="keep")
+        held_out = replace(held_out, micro_batches=None, equal_sequences=False)  # there may be too few for all ranks
         configs[evaluation_folder(output)] = held_out
     built = {}
     with ExitStack() as all_or_nothing, _refusing_replaced(analysis):

@@ -39,6 +39,18 @@ def balance(
     return batches
 
 
+def spread(lengths: Sequence[int], work: Sequence[float], count: int, cap: int) -> list[list[int]]:
+    """The places of the sequences in each of `count` micro-batches of one rank, of work as even as the cap allows.
+
+    None of them where more are needed, or there are fewer sequences.
+    """
+    apart = balance(lengths, work, count, 1, cap)
+    if apart is not None:
+        return [places for (places,) in apart]
+    [together] = balance(lengths, work, 1, count, cap) or [[]]
+    return together
+
+
 def balance_in_fewest(
     lengths: Sequence[int], work: Sequence[float], ranks: int, cap: int, *, least: int = 1, multiple: int = 1
 ) -> list[list[list[int]]] | None:

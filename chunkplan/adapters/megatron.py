@@ -30,6 +30,8 @@ class ChunkplanScheduler(data_schedule.DefaultDynamicCPScheduler):  # type: igno
             AssertionError: as Megatron's: a sequence needs more ranks than there are.
             ValueError: there are too few sequences for micro-batches that are a multiple of those of a virtual stage.
         """
+        if not sample_id_seqlens:
+            return []
         ids = [sample for sample, _ in sample_id_seqlens]
         tokens = np.array([length for _, length in sample_id_seqlens], np.int64)
         ranks, cap = self.dp_size * self.cp_size, self.max_seqlen_per_dp_cp_rank

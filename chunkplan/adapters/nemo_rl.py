@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from nemo_rl.data.packing import algorithms
 
-from chunkplan.adapters.balance import balance
+from chunkplan.adapters.balance import spread
 from chunkplan.packing import pack_lengths
 
 
@@ -23,16 +23,14 @@ class ChunkplanPacker(algorithms.SequencePacker):  # type: ignore[misc]
         if not sequence_lengths:
             return []
         lengths = np.asarray(sequence_lengths, np.int64)
+        if lengths.min() < 1:
+            raise ValueError(f"Sequence length {lengths.min()} is below 1")
         packing = pack_lengths(lengths, self.bin_capacity, certify=False)
         count = max(packing.num_bins, self.min_bin_count or 0)
         count += -count % (self.bin_count_multiple or 1)
         if count > lengths.size:
             raise ValueError(f"Cannot create {count} bins with only {lengths.size} sequences")
-        even = balance(sequence_lengths, sequence_lengths, count, 1, self.bin_capacity)
-        if even is not None:
-            return [each for (each,) in even]
-        (bins,) = balance(sequence_lengths, sequence_lengths, 1, count, self.bin_capacity) or [[]]
-        return bins
+        return spread(sequence_lengths, sequence_lengths, count, self.bin_capacity)
 
 
 def get_packer(algorithm: Any, bin_capacity: int, *args: Any, **kwargs: Any) -> algorithms.SequencePacker:

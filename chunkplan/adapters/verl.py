@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunkplan.adapters.balance import balance, balance_in_fewest
+from chunkplan.adapters.balance import balance, balance_in_fewest, spread
 
 
 def install() -> None:
@@ -82,8 +82,7 @@ def rearrange_micro_batches(
             f"cannot satisfy max_token_len {max_token_len} with the same number of micro-batches on all ranks: "
             f"{count or 'too many'} are needed, and a rank has {fewest_rows} groups of {force_group_size} rows"
         )
-    groups = [group for (group,) in balance(tokens, work, count, 1, max_token_len) or ()]
-    (groups,) = [groups] if groups else balance(tokens, work, 1, count, max_token_len) or [[]]
+    groups = spread(tokens, work, count, max_token_len)
     if use_dynamic_bsz_balance:  # lighter ones at both ends, where the bubbles of a pipeline are
         groups.sort(key=lambda group: (-sum(work[each] for each in group), group[0]))
         groups = groups[::2][::-1] + groups[1::2]

@@ -106,7 +106,8 @@ def _check_counts(tokens: Int64Array, dp: int, cap: int, equal_sequences: bool, 
         raise DataError(
             f"{tokens.size} sequences cannot give each of {dp} ranks {'as many' if equal_sequences else 'one'}",
             where=where,
-            hint=f"use a multiple of {dp} sequences a step" if equal_sequences else f"use {tokens.size} ranks or fewer",
+            hint=f"use a multiple of {dp} sequences a step, or {tokens.size} ranks or fewer; --last-batch drop leaves "
+            "a short last step out",
         )
 
 

@@ -33,6 +33,7 @@ from chunkplan_cli.tune import print_tuned_for, print_verdict
 from chunkplan_cli.ways_report import print_way, print_way_heads
 
 if TYPE_CHECKING:
+    from chunkplan.cost.shape import ModelShape
     from chunkplan.intake.first_look import LengthEstimate
     from chunkplan.planfile.analysis import Analysis
     from chunkplan.tuning.tune import Tuning
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 #: Options of how records are read; `analyze` has more.
 _READING = ("schema", "columns", "turns", "max_length", "long", "on_error")
-_CUTTING = ("max_length", "long")
 _FILES = ("tokenizer", "chat_template", "length_column")
 
 
@@ -81,13 +81,8 @@ def gain(
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"{output.parent} is not a folder", hint=f"make it first: mkdir -p {output.parent}")
     place = Workspace.find(workspace)
-    most = options.shape.max_positions
-    cut = CliValues({"max_length": most, "long": "truncate"} if most and reading.keys().isdisjoint(_CUTTING) else {})
-    analysis, estimate = _lengths(data, place, CliValues(reading | cut), files)
+    analysis, estimate, cutting = _lengths(data, place, reading, files, options.shape)
     warn_of_positions(analysis, options.shape)
-    if cut and (data and not _is_measured(data)) and (num_cut := int((analysis.num_tokens == most).sum())):
-        warn(f"{counted(num_cut, 'sequence')} cut to the {most:,} tokens that {options.shape.name} takes")
-        note("hint: `--overlong drop` leaves them out; a model with more positions, or rope scaling, takes them whole")
     console = stdout()
     if not as_json:
         tokens = analysis.num_tokens
@@ -102,9 +97,8 @@ def gain(
             found=None if as_json else lambda row: print_way(console, row, options, analysis.num_sequences),
         )
     if as_json:
-        sampled = None if estimate is None else asdict(estimate)
-        error = ERRORS[source_of(options.hardware)]
-        print_json(tuning_document(tuning) | {"kind": "gain", "estimated": sampled, "time_error": error})
+        more = {"estimated": estimate and asdict(estimate), "time_error": ERRORS[source_of(options.hardware)]}
+        print_json(tuning_document(tuning) | {"kind": "gain", **more})
     else:
         print_way(console, tuning.best, options, analysis.num_sequences)
         console.print()
@@ -112,20 +106,24 @@ def gain(
     place.root.mkdir(parents=True, exist_ok=True)
     write_tuning(tuning, place.tuning)
     _write_page(output, place, analysis, tuning, opens=opens)
-    _print_next(data, workspace, estimate, files, cut)
+    _print_next(data, workspace, estimate, files, cutting)
 
 
 def _lengths(
-    data: list[str] | None, place: Workspace, reading: CliValues, files: CliValues
-) -> tuple[Analysis, LengthEstimate | None]:
-    """The lengths of what was given, and how they were estimated, if they were."""
+    data: list[str] | None, place: Workspace, reading: CliValues, files: CliValues, model: ModelShape
+) -> tuple[Analysis, LengthEstimate | None, list[str]]:
+    """The lengths of data, how they were estimated, and options that cut what is too long for the model."""
     from chunkplan.intake.first_look import first_look
     from chunkplan.planfile.load import load_analysis
     from chunkplan.workspace import find_tokenizer
 
     if not data or _is_measured(data):
-        return load_analysis(find_analysis(Path(data[0]) if data else None, place)), None
+        return load_analysis(find_analysis(Path(data[0]) if data else None, place)), None, []
     how, reading = with_files(None, place, files, reading)
+    most, cutting = model.max_positions, []
+    if most and reading.keys().isdisjoint(("max_length", "long")):
+        reading = CliValues(reading | {"max_length": most, "long": "truncate"})
+        cutting = ["--max-length", str(most), "--overlong", "truncate"]
     options = AnalyzeOptions(**how)
     options = replace(options, tokenizer=find_tokenizer(options.tokenizer, place))
     with reading_of(data, IntakeOptions(**reading), options, place, []) as request:
@@ -138,7 +136,10 @@ def _lengths(
     elif not analysis.is_exact:
         warn("no tokenizer: the lengths are estimated from bytes; times and memory are, too")
         note("hint: give --tokenizer FILE, or set CHUNKPLAN_TOKENIZER")
-    return analysis, estimate
+    if cutting and (num_cut := int((analysis.num_tokens == most).sum())):
+        warn(f"{counted(num_cut, 'sequence')} cut to the {most:,} tokens that {model.name} takes")
+        note("hint: `--overlong drop` leaves them out; a model with more positions, or rope scaling, takes them whole")
+    return analysis, estimate, cutting
 
 
 def _is_measured(data: list[str]) -> bool:
@@ -174,14 +175,17 @@ def _write_page(output: Path | None, place: Workspace, analysis: Analysis, tunin
 
 
 def _print_next(
-    data: list[str] | None, workspace: Path | None, estimate: LengthEstimate | None, files: CliValues, cut: CliValues
+    data: list[str] | None,
+    workspace: Path | None,
+    estimate: LengthEstimate | None,
+    files: CliValues,
+    cutting: list[str],
 ) -> None:
     """Print the commands that build what is recommended, which work as they are."""
     where = ["--workspace", str(workspace)] if workspace else []
     if estimate is not None and data:
         given = [(f"--{name.replace('_', '-')}", files.typed[name]) for name in _FILES if name in files]
-        given += [("--max-length", str(cut["max_length"])), ("--overlong", cut["long"])] if cut else []
-        note("next: " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *where]))
+        note("next: " + shlex.join(["chunkplan", "analyze", *data, *chain(*given), *cutting, *where]))
     measured = data if data and _is_measured(data) else []
-    first = "next: " if estimate is None else "      "
-    note(first + shlex.join(["chunkplan", "build", *measured, "--auto", *where]))
+    build = shlex.join(["chunkplan", "build", *measured, "--auto", *where])
+    note(f"{'next:' if estimate is None else '     '} {build}")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan.config.plan import PlanConfig
 from chunkplan.errors import ChunkplanError, DataError, UsageError
+from chunkplan.planfile.load import evaluation_folder
 from chunkplan.planning.step import plan_step
 from chunkplan.validation.validate import validate
 from tests.support.plan_rows import tamper
@@ -132,3 +133,11 @@ def test_a_plan_that_breaks_its_counts_is_refused(
     tamper(tmp_path / "plan", lambda rows: None, split="none", **claimed)
     found = [violation.message for violation in validate(tmp_path / "plan").violations]
     assert any(re.search(message, each) for each in found), found
+
+
+def test_held_out_sequences_are_planned_however_few_they_are(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(5, 40))
+    config = PlanConfig(chunk_size=64, k=1, dp=4, global_batch=16, micro_batches=4, holdout=3, last_batch="drop")
+    chunkplan.build(tmp_path / "lengths.npy", tmp_path / "plan", config)
+    for folder in (tmp_path / "plan", evaluation_folder(tmp_path / "plan")):
+        assert validate(folder).ok
