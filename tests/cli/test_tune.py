@@ -233,7 +233,7 @@ def test_what_an_analysis_names_next_works_as_it_is(tmp_path: Path) -> None:
     records = [{"text": "word " * count} for count in (5, 9, 4000, 90_000)] * 9
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
     said = run(tmp_path, "analyze", "data.jsonl", "--workspace", "a place").stderr
-    for command in ("tune", "build", "inspect"):
+    for command in ("gain", "build", "inspect"):
         found = re.search(f"^next: chunkplan ({command} .*)$", said, re.MULTILINE)
         assert found, said
         ran = run(tmp_path, *shlex.split(found[1]))

@@ -48,7 +48,8 @@ OVERLAPS = """() => {
     && Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > slack;
   const found = [];
   for (const chart of document.querySelectorAll(".chart")) {
-    const legend = box(chart.querySelector(".legend .bg"));
+    const frame = chart.querySelector(".legend .bg");  // None where a chart has one series.
+    const legend = frame ? box(frame) : new DOMRect();
     for (const plot of chart.querySelectorAll(".nsewdrag")) {
       if (meet(legend, box(plot))) found.push(`${chart.id}: legend on plot`);
     }

@@ -55,10 +55,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any) -> Open:
-    """`open(file, width, scheme, charts)` -> the page, its charts drawn, and what it complains of or asks of others."""
+    """`open(file, width, scheme)` -> the page, all its charts drawn, and what it complains of or asks of others."""
 
     def open_and_wait(
-        file: Path, width: int = 1280, scheme: str = "light", charts: Sequence[str] = CHARTS
+        file: Path, width: int = 1280, scheme: str = "light"
     ) -> tuple[Any, list[str]]:
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(30_000)
@@ -67,7 +67,8 @@ def open_page(browser: Any) -> Open:
         page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
         page.on("request", lambda request: None if request.url == file.as_uri() else trouble.append(request.url))
         page.goto(file.as_uri())
-        page.wait_for_function("names => names.every(name => document.querySelector(`#${name} .trace`))", arg=charts)
+        drawn = "(chart) => chart.querySelector('.plot-container')"
+        page.wait_for_function(f"[...document.querySelectorAll('.chart')].every({drawn})")
         return page, trouble
 
     return open_and_wait
@@ -128,7 +129,7 @@ def test_examples_of_an_analysis_are_readable(open_page: Open, tmp_path: Path, s
         tmp_path / "chat.jsonl", tmp_path / "analysis", tokenizer=ROOT / "sample_data" / "tokenizer"
     )
     chunkplan.write_report(tmp_path / "page.html", analysis)
-    page, trouble = open_page(tmp_path / "page.html", 390, scheme, ["lengths-chart"])
+    page, trouble = open_page(tmp_path / "page.html", 390, scheme)
     seen = page.evaluate(LOOK_AT_TEXT)
     assert {words: look for words, look in seen.items() if look[0] < SMALLEST or look[1] < CONTRAST} == {}
     assert any(words.startswith("MARK long") for words in seen)
@@ -309,7 +310,7 @@ def open_plan_page(open_page: Open, folder: Path, width: int, **config: Any) -> 
     """The page of a plan of `folder`/lengths.npy, without a tuning."""
     plan = chunkplan.build(folder / "lengths.npy", folder / "plan", chunkplan.PlanConfig(**config), workers=1)
     chunkplan.write_report(folder / "page.html", plan)
-    return open_page(folder / "page.html", width, charts=("lengths-chart", "steps-chart", "gantt-chart"))[0]
+    return open_page(folder / "page.html", width)[0]
 
 
 @pytest.mark.soak
@@ -326,7 +327,7 @@ def test_on_a_phone_nothing_of_a_chart_lies_on_anything_else(
         page.wait_for_function(f"isHigh => ({height} > 170) === isHigh", arg=width < 600)
         assert page.locator("#gantt-chart .legendtext").count() == 5
         assert page.evaluate(OVERLAPS) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.wait_for_function("most => document.documentElement.scrollWidth <= most", arg=width)
     page.close()
 
 
