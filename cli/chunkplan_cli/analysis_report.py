@@ -319,7 +319,7 @@ def _totals(report: LengthReport, analysis: Analysis) -> RichTable:
         table.add_row("target tokens", f"{num_targets:,}", estimated or f"{targets} of the tokens")
     table.add_row("mean length", f"{num_tokens / max(lengths.size, 1):,.0f}", estimated)
     if others:
-        words = f"more sequences to evaluate on, {report.num_tokens - num_tokens:,} tokens; below with the others"
+        words = f"more sequences, {report.num_tokens - num_tokens:,} tokens; the tables have them too"
         table.add_row("evaluation", f"{others:,}", words)
     return table
 

@@ -174,7 +174,7 @@ def choose(
     """
     from chunkplan.tuning.document import read_tuning, tuned
     from chunkplan.tuning.document_entries import PLAN_ENTRIES
-    from chunkplan.tuning.plan_only import why_plan_only
+    from chunkplan.tuning.trial import why_plan_only
     from chunkplan.tuning.tune import tune
 
     if "checkpointing" in machine:
@@ -194,7 +194,7 @@ def choose(
     else:
         tried = {many: (values[one],) for one, many in _TRIED.items() if one in values}
         shared = {name: values[name] for name in _SHARED if name in values}
-        options = tune_options(CliValues(machine | shared | tried))
+        options = tune_options(_with_those_asked(saved, CliValues(machine | shared | tried)))
         with tuning_progress() as report_progress:
             found = tuned(tune(analysis, options, progress=report_progress))
     settings = CliValues({name: getattr(found.config, name) for name in (*PLAN_ENTRIES, "global_batch", "seed")})
@@ -232,6 +232,18 @@ def _is_tuned_for(saved: Path, values: CliValues, machine: CliValues) -> bool:
         return True
     note(f"{saved} was found with other options than these: tuning again")
     return False
+
+
+def _with_those_asked(saved: Path, given: CliValues) -> CliValues:
+    """The options `given`, and for the rest those of the tuning in `saved`, if there is one."""
+    from chunkplan.tuning.document import options_asked, read_tuning_document
+
+    if not saved.is_file():
+        return given
+    replaced = {"gpu_memory"} if "hardware" in given else set[str]()
+    replaced |= set() if given.keys().isdisjoint({"gpus", "dp", "pp"}) else {"gpus", "dp", "pp"}
+    asked = options_asked(read_tuning_document(saved))
+    return CliValues({name: value for name, value in asked.items() if name not in replaced} | given)
 
 
 def _refuse_machine(machine: CliValues) -> None:

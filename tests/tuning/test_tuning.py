@@ -22,9 +22,8 @@ from chunkplan.errors import UsageError
 from chunkplan.tuning.baselines import baselines
 from chunkplan.tuning.document import tuning_document, write_tuning
 from chunkplan.tuning.options import LADDER, GpuLayout
-from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.sampling import sample_steps
-from chunkplan.tuning.trial import try_out
+from chunkplan.tuning.trial import try_out, why_plan_only
 from chunkplan.tuning.tune import Tuning, tune
 from chunkplan_runtime.feed.stream import check_runnable
 from tests.support.places import ROOT

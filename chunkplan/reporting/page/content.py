@@ -47,7 +47,7 @@ from chunkplan.reporting.token_text import TextSource
 from chunkplan.reporting.way_row import way_row
 from chunkplan.summary import PlanSummary
 from chunkplan.tuning.document_entries import ChoiceEntry, TuningDocument
-from chunkplan.tuning.plan_only import why_plan_only
+from chunkplan.tuning.trial import why_plan_only
 from chunkplan.tuning.tune import A_GAIN
 
 # Sections as one HTML file that fetches nothing: styles, scripts and plotly.js are in it.
