@@ -221,11 +221,9 @@ def _by_time(estimate: LayoutEstimate) -> tuple[bool, float]:
 def _as_found(estimate: LayoutEstimate, choices: list[Choice]) -> LayoutEstimate:
     """The estimate of a layout with the times of its fastest choices, where some were tried and fit."""
     own = [choice for choice in choices if choice.fits and choice.layout == estimate.layout]
-    times = [choice.step_ns for choice in own]
+    step_ns = min((choice.step_ns for choice in own), default=estimate.step_ns)
     runnable = [choice.step_ns for choice in own if choice.plan_only is None]
-    return LayoutEstimate(
-        estimate.layout, min(times, default=estimate.step_ns), min(runnable, default=estimate.runnable_ns)
-    )
+    return LayoutEstimate(estimate.layout, step_ns, min(runnable, default=estimate.runnable_ns))
 
 
 def _tried(search: Search, layouts: list[GpuLayout], overall: _Overall) -> list[Choice]:

@@ -127,7 +127,7 @@ def test_what_was_tuned_last_is_what_auto_takes_unless_another_machine_is_given(
         ran = run(tmp_path, "build", lengths, "--auto", *machine, *changed, "--dry-run", columns=200)
         assert "chunkplan-out/tuning.json was found with other options than these: tuning again" in ran.stderr
         assert "chosen: ChunkSize " in ran.stderr
-    for given, layout in (((), "dp 2, tp 1, pp 1"), (("--gpus", "1"), "dp 1, tp 1, pp 1")):
+    for given, layout in (((), ", dp 2, adapters"), (("--gpus", "1"), ", one GPU, adapters")):
         ran = run(tmp_path, "build", lengths, "--auto", "--lora-rank", "8", *given, "--dry-run", columns=200)
         assert layout in ran.stderr and "adapters of rank 8" in ran.stderr
     ran = run(tmp_path, "build", lengths, "--auto", *machine, "--chunk-size", "4096", "--dry-run", columns=200)
