@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,11 @@ from chunkplan.planfile.plan import PlanStep
 from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_weight
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
-from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy
+from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy, entropies
+from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss, step_weights
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
+from chunkplan_runtime.models.parts import without_adapters
 from chunkplan_runtime.models.router_loss import router_loss_scope
 from chunkplan_runtime.training.checkpoint import read_tensors
 from chunkplan_runtime.training.config import TrainConfig
@@ -64,22 +66,44 @@ class StepExecutor:
         """The load-balancing loss of the last step, of this process's chunks; None where there is none."""
         return None if self.ranks.router_loss.scope == "none" else self.ranks.router_loss.value
 
-    def run(self, work: StepWork, timed: Callable[[int], Around] = lambda dp_rank: nullcontext) -> list[RankLoss]:
-        """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank."""
+    def run(
+        self,
+        work: StepWork,
+        timed: Callable[[int], Around] = lambda dp_rank: nullcontext,
+        weights: Sequence[OfChunks | None] = (),
+    ) -> list[RankLoss]:
+        """Add the gradients of a step; `timed` gives what is entered around each action of a data-parallel rank.
+
+        `weights`: those of each rank in another loss than the mean over target tokens, see `weigh`.
+        """
         shards, losses = self._shards, []
         if shards:
             shards.begin_step()
         count = partial(self._run_forwards, work, partial(self.ranks.evaluate, what="counting"))
         self.ranks.router_loss.begin_step(work.step.num_tokens, count, self._job.all_gather_object)
         collectives = shards.collectives_of(work, self._job.layout) if shards else no_collectives
-        for rank in work.ranks:
+        for rank, of_rank in zip(work.ranks, weights or [None] * len(work.ranks), strict=True):
             around, reduce = timed(rank.dp_rank), None
             if shards:
                 around = shards.around(around)
                 reduce = shards.reduce_in_backward if rank is work.last else None
-            losses.append(self.ranks.run(rank, work.step.num_target_tokens, around, reduce, collectives))
+            num_target_tokens = work.step.num_target_tokens
+            losses.append(self.ranks.run(rank, num_target_tokens, around, reduce, collectives, of_rank))
         collectives(None)
         return losses
+
+    def weigh(self, work: StepWork, loss: StepLoss, *, with_reference: bool = False) -> tuple[float, list[OfChunks]]:
+        """The value of a loss of the whole step, and the weights of each rank for `run`; see `step_weights`."""
+        run = partial(self.ranks.token_losses, what="log-probabilities")
+        losses = self._run_forwards(work, partial(run, loss=entropies))
+        if with_reference:
+            with without_adapters(self.ranks.model.model):
+                others = self._run_forwards(work, partial(run, loss=cross_entropy()))
+            losses = [
+                {chunk_id: torch.column_stack([of_rank[chunk_id], of_other[chunk_id]]) for chunk_id in of_rank}
+                for of_rank, of_other in zip(losses, others, strict=True)
+            ]
+        return step_weights(loss, work.ranks, losses, self._job.all_gather_object, self._job.layout.process)
 
     def evaluate(self, work: StepWork) -> list[RankLoss]:
         """The losses of a step by forwards alone."""
