@@ -1,7 +1,7 @@
 """The torch runtime: streams a plan and does its actions, with gradients equal to those of whole sequences.
 
-`ChunkTrainer`, `Executor`, `PlanStream`, `TargetTokens` and `open_plan` are imported when they are asked for: without them this package
-needs no torch, and says what of it is missing, or has to be set before it is there.
+`ChunkTrainer`, `Executor`, `PlanStream`, `TargetTokens` and `open_plan` are imported when they are asked for: without
+them this package needs no torch, and says what of it is missing, or has to be set before it is there.
 """
 
 from __future__ import annotations

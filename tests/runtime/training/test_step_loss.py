@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chunkplan.errors import UsageError
-from chunkplan_runtime import Executor, TargetTokens
+from chunkplan_runtime import Executor
 from chunkplan_runtime.models.parts import evaluate_in_float64
 from tests.support.hf_cases import assert_same_gradients, with_adapters
 from tests.support.mixed_chunks import LENGTHS, MIXED
+from tests.support.step_loss_cases import (
+    clipped_policy,
+    entropies_alone,
+    gradients_of,
+    log_probs_of,
+    on_whole_sequences,
+    preference,
+    with_entropy_bonus,
+)
 
 DEALT = {0: MIXED[:3], 1: [[]], 2: MIXED[3:]}
 
 #: Without parts of one token, which layers that keep a state cannot run.
 OF_STATES = {0: [[(0, 0, 10)], [(0, 10, 23)], [(1, 0, 5), (2, 0, 9)]], 1: [[(4, 0, 30), (3, 0, 3)]], 2: [[(6, 0, 8)]]}
-
-
-def preference(tokens):
-    """DPO of the first sequence over the second, the third over the fourth and so on, against no reference."""
-    sums = tokens.sums(tokens.log_probs - (0 if tokens.reference is None else tokens.reference))
-    pairs = sums[: len(sums) // 2 * 2].view(-1, 2)
-    return -logsigmoid(0.3 * (pairs[:, 0] - pairs[:, 1])).mean()
-
-
-def clipped_policy(tokens):
-    """PPO's clipped ratio to older log-probabilities, with an advantage a sequence, averaged over tokens."""
-    advantages = torch.linspace(-1, 2, len(tokens.sequence_ids), dtype=tokens.log_probs.dtype)[tokens.which]
-    ratio = (tokens.log_probs - tokens.log_probs.detach() + 0.4 * torch.sin(tokens.positions.double())).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-
-
-def with_entropy_bonus(tokens):
-    return clipped_policy(tokens) - 0.1 * tokens.entropies.mean() + tokens.sums(tokens.entropies).square().mean()
-
-
-def entropies_alone(tokens):
-    return -tokens.entropies.sum()
 
 
 #: What the tiny config of a type needs beside the usual.
@@ -77,34 +63,6 @@ def new_plan(handmade_plan, random_sequences):
         return handmade_plan(sequences, list(steps), **{"k": 2, "dp": 3, **how})[0], sequences
 
     return make
-
-
-def log_probs_of(model, sequences):
-    """Log-probabilities and entropies of all target tokens, of sequences that run whole, one after another."""
-    log_probs, entropies, ids, positions = [], [], [], []
-    for number, (tokens, target) in enumerate(sequences):
-        at = torch.from_numpy(target[1:].nonzero()[0])
-        log_softmax = model(torch.from_numpy(tokens).long()[None]).logits[0, :-1][at].log_softmax(1)
-        log_probs.append(log_softmax.gather(1, torch.from_numpy(tokens[1:]).long()[at][:, None])[:, 0])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum(1))
-        ids += [number] * len(at)
-        positions.append(at + 1)
-    return torch.cat(log_probs), torch.cat(entropies), torch.tensor(ids), torch.cat(positions)
-
-
-def on_whole_sequences(model, sequences, loss, reference=None):
-    """The loss of one plain step, and its gradients by name."""
-    log_probs, entropies, ids, positions = log_probs_of(model, sequences)
-    present, which = ids.unique(return_inverse=True)
-    value = loss(TargetTokens(log_probs, entropies, present, which, positions, reference))
-    value.backward()
-    return value.item(), gradients_of(model)
-
-
-def gradients_of(model):
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize(
