@@ -7,9 +7,11 @@ exact, chunk by chunk, as a step of cross-entropy. Only numbers of target tokens
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +103,23 @@ def step_weights(
         weights[rank][chunk_id] = part.new_zeros(len(chunk.labels), *part.shape[1:])
         weights[rank][chunk_id][of_rows.to(device)] = part
     return value.item(), weights
+
+
+def load_loss(named: str) -> StepLoss:
+    """The function NAME of a Python file, from FILE:NAME; raises UsageError: there is none, or the file raises."""
+    path, _, name = named.rpartition(":")
+    hint = "for example own_loss.py:loss, of a file with `def loss(tokens): return -tokens.log_probs.mean()`"
+    if not Path(path).is_file():
+        raise UsageError(f"--loss: there is no file {path or named!r}", hint=f"give FILE:NAME, {hint}")
+    try:
+        found = runpy.run_path(path).get(name)
+    except Exception as error:
+        raise UsageError(
+            f"--loss: {type(error).__name__}: {error}", where=path, hint=f"`python {path}` shows where"
+        ) from error
+    if not callable(found):
+        raise UsageError(f"--loss: there is no function {name!r}", where=path, hint=hint)
+    return cast(StepLoss, found)
 
 
 def _columns(tensors: ChunkTensors, rows: Tensor, losses: Tensor) -> _Columns:

@@ -19,7 +19,7 @@ from chunkplan_runtime.distributed.job import Job, clip, gradient_norm, tied_wei
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import ActionClock, Around, RankExecutor, no_collectives
 from chunkplan_runtime.execution.loss import RankLoss, SequenceLoss, cross_entropy, entropies
-from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss, step_weights
+from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss, load_loss, step_weights
 from chunkplan_runtime.feed.stream import PlanStream, StepWork
 from chunkplan_runtime.models.model import CausalLM
 from chunkplan_runtime.models.parts import without_adapters
@@ -36,9 +36,9 @@ T = TypeVar("T")
 class Gradients:
     """The losses and the norm that come with a step's gradients.
 
-    `loss`: the mean of a target token, without the load-balancing loss of routers, which is `router_loss` with its
-    weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in their order. `times`: of
-    this process, action by action.
+    `loss`: the mean of a target token, or that of `--loss`, without the load-balancing loss of routers, which is
+    `router_loss` with its weight. `norm`: of all gradients, before clipping. `spent`: the seconds of each process, in
+    their order. `times`: of this process, action by action.
     """
 
     loss: float
@@ -146,6 +146,7 @@ class TrainStep:
         # Sharded weights are fp32 master weights themselves.
         self._weights = TrainedWeights(model.model, master_weights=master_weights and shards is None)
         self._tied = tied_weight(self.model, groups)
+        self._loss = load_loss(config.loss) if config.loss else None
         self.optimizer = make_optimizer(self._weights.tensors, config)
 
     def compute_gradients(self, work: StepWork) -> Gradients:
@@ -155,7 +156,10 @@ class TrainStep:
             self.executor.doing = f"{step}, waiting for all processes to begin it"
             job.barrier()
             clock.start(work.step.step)
-            rank_losses = self._steps.run(work, clock.around)
+            value, derivatives = None, list[OfChunks]()
+            if self._loss and work.step.num_target_tokens:
+                value, derivatives = self._steps.weigh(work, self._loss)
+            rank_losses = self._steps.run(work, clock.around, derivatives)
             self.executor.doing = f"{step}, reducing gradients"
             with clock.reducing():
                 if self._shards:
@@ -169,7 +173,7 @@ class TrainStep:
         losses = [rank for ranks, *_ in gathered for rank in ranks]
         router_losses = [value for *_, value in gathered if value is not None]
         return Gradients(
-            loss=sum(rank.loss for rank in losses),
+            loss=sum(rank.loss for rank in losses) if value is None else value,
             norm=norm.item(),
             sequences=add_up([sequence for rank in losses for sequence in rank.sequences]),
             spent=[spent for _, spent, _ in gathered],
