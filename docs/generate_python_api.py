@@ -194,8 +194,8 @@ for work in executor.stream("chunkplan-out/plan"):
 ```
 
 A loss is a function of the log-probabilities of all target tokens of a step, and of their entropies, wherever their
-chunks run: `tokens` is a [`TargetTokens`](#training-loops). A first forward of all chunks, which keeps no activations,
-gives them; gradients are exact for whatever autograd can differentiate. With peft's adapters,
+chunks run; `TargetTokens` is below. A first forward of all chunks, which keeps no activations, gives them; gradients
+are exact for whatever autograd can differentiate. With peft's adapters,
 `executor.step(work, loss, with_reference=True)` gives `tokens.reference` too. On many processes, and pipelines:
 `chunkplan train --loss examples/own_loss.py:mean_of_sequences`.
 
