@@ -22,6 +22,7 @@ from chunkplan.planfile.manifest import config_of
 from chunkplan.planfile.notebook import plan_html
 from chunkplan.planfile.schema import CP_COLUMNS, plan_schemas, to_numpy
 from chunkplan.planfile.tables import conform, open_parquet, read_table
+from chunkplan.quantities import short_repr
 
 # Reads the rows of chunks.parquet or schedule.parquet step by step, a row group at a time.
 #
@@ -167,6 +168,8 @@ class Chunk:
     cp_tokens: int = 0
     kept_attention: str = ""
 
+    __repr__ = short_repr
+
     @property
     def kind(self) -> str:
         """The kind of the chunk: one of `KINDS`."""
@@ -212,6 +215,8 @@ class PlanStep:
     actions: dict[tuple[int, int], list[Action]] = field(repr=False)
     schedule_us: dict[tuple[int, int], float] = field(repr=False)
     slots: dict[tuple[int, int], list[int]] = field(repr=False)
+
+    __repr__ = short_repr
 
     def sequences(self, rank: int) -> list[list[int]]:
         """The ids of the sequences in each chunk of a data-parallel rank; those of a zero-loss chunk are none."""
