@@ -22,9 +22,9 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_065,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
-    ("",): 58_620,
+    ("",): 58_850,
 }
-MOST_FILES = 299
+MOST_FILES = 301
 
 #: Of `dict[str, Any]` there are no more than now: it is for JSON of any shape and for keyword arguments.
 MOST_UNTYPED_DICTS = 51
