@@ -165,6 +165,25 @@ FORMATS: dict[str, Callable[[Path, Iterable[RowBatch], str], list[str]]] = {
     "jsonl": write_jsonl,
 }
 
+#: Of frameworks that take no files of ours, by name: what makes them call the planner, in every process.
+DOORS = {
+    name: f"from chunkplan.adapters import {name.replace('-', '_')} as door; door.install()"
+    for name in ("megatron", "ms-swift", "nemo-rl", "prime-rl", "slime", "verl")
+} | {
+    "axolotl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
+    "torchtitan": "from chunkplan.adapters.torchtitan import ChunkplanRowsConfig",
+    "transformers": "from chunkplan_runtime.adapters.transformers import with_plan",
+    "trl": "from chunkplan_runtime.adapters.transformers import with_plan_step",
+}
+
+
+def refuse_door(name: str) -> None:
+    """Raise UsageError, with the way on, where `name` is a framework that takes no files."""
+    if line := DOORS.get(name.lower()):
+        hint = f"`{line}` in every process; docs/integrations.md has the rest"
+        raise UsageError(f"{name} reads no files, it calls the planner", hint=hint)
+
+
 #: Called with the tokens written and those there are.
 Progress = Callable[[int, int], None]
 
@@ -228,6 +247,7 @@ def export(
         DataError: a file is damaged or was changed, or the analysis is not the plan's.
     """
     output = Path(output)
+    refuse_door(to)
     if to not in FORMATS:
         raise UsageError(
             f"there is no format {to!r}",

@@ -89,8 +89,8 @@ def _open(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 def _packed(batch: RowBatch) -> pa.RecordBatch:
     starts = batch.segment_tokens[:-1]
     row_starts = np.repeat(batch.row_tokens[:-1], np.diff(batch.row_segments))
-    per_token = {"input_ids": batch.input_ids, "loss_mask": batch.predicts.astype(np.int8)}
-    return batch.to_arrow(per_token, {"seq_start_id": starts - row_starts})
+    loss_mask = batch.predicts.astype(np.int8)
+    return batch.to_arrow({"input_ids": batch.input_ids, "loss_mask": loss_mask}, {"seq_start_id": starts - row_starts})
 
 
 #: A file is ended after so many bytes, counted before any compression.

@@ -50,7 +50,8 @@ def plan_step(
     counted = tokens - 1 if targets is None else whole_numbers(targets, "targets", 0)
     if counted.size != tokens.size:
         raise UsageError(f"{counted.size} targets of {tokens.size} lengths", hint="give one number for each sequence")
-    ranks, chunk_size = (each.item() if isinstance(each, np.integer) else each for each in (dp, cap))
+    asked: tuple[Any, Any] = (dp, cap)
+    ranks, chunk_size = (each.item() if isinstance(each, np.integer) else each for each in asked)
     config = PlanConfig(chunk_size=chunk_size, dp=ranks, global_batch=tokens.size, **{"k": 1, **options})
     if config.split == "none" and tokens.max() > cap:
         first = int(np.argmax(tokens > cap))

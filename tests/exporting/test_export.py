@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import datasets
 import numpy as np
@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 import chunkplan
 from chunkplan.errors import DataError, UsageError
 from chunkplan.exporting.batches import read_batches
-from chunkplan.exporting.export import FORMATS, open_rows
+from chunkplan.exporting.export import DOORS, FORMATS, open_rows
 from chunkplan.exporting.formats import write_shards
 from chunkplan.exporting.rows import ExportRows
 from chunkplan.exporting.torch_pipelining import TORCH_PIPELINING
 from chunkplan.planfile.analysis import Analysis
-from chunkplan_cli.export import Format
+from chunkplan_cli.export import Target
 from tests.support.analyses import LENGTHS, write_analysis
 from tests.support.plan_rows import tamper
 
@@ -102,7 +102,17 @@ def rows_of_plan(folder: Path, *, whole_only: bool) -> list[Row]:
 
 
 def test_every_format_has_a_reader_here_and_a_name_on_the_command_line() -> None:
-    assert READERS.keys() == FORMATS.keys() == {to.value for to in Format} - {TORCH_PIPELINING}
+    assert READERS.keys() == FORMATS.keys() == {*get_args(Target)} - {TORCH_PIPELINING} - DOORS.keys()
+
+
+def test_help_leads_from_the_name_of_a_framework_to_the_line_that_it_needs(command) -> None:
+    shown = " ".join(command("export", "--help", width=120).out.split())
+    for name, line in DOORS.items():
+        assert name in shown
+        refused = command("export", "--to", name)
+        assert refused.code == 2 and f"`{line}` in every process" in " ".join(refused.err.split())
+        with pytest.raises(UsageError, match="reads no files"):
+            chunkplan.export("plan", "out", name)
 
 
 @pytest.mark.parametrize("to", READERS)
