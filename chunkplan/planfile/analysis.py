@@ -226,6 +226,10 @@ class TokenReader:
         self._target = [memoryview(b"")] * len(self._place)
         self._first_bit = np.zeros(len(self._place), np.int64)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Worker processes map the files anew."""
+        return TokenReader, (self._folder, self._token_files, np.diff(self._token_offsets))
+
     def __call__(self, sequence_id: int) -> tuple[Int32Array, BoolArray]:
         """Token ids int32 [num_tokens] and target mask bool [num_tokens] of one sequence; raises as `gather` does."""
         length = self._token_offsets[sequence_id + 1] - self._token_offsets[sequence_id]

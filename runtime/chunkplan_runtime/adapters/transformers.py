@@ -63,8 +63,8 @@ class StepSampler(BatchSampler, _TakenAsItIs):  # type: ignore[misc]
 def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path | None = None) -> type[Any]:
     """A subclass of a `Trainer` class that trains the steps of a plan of `chunkplan build --micro-batches N`.
 
-    `analysis`: where the plan's analysis is, if it has moved. Raises UsageError: there is no such plan; DataError: it is
-    damaged. When training begins, settings that are not the plan's are a UsageError, and rows a DataError.
+    `analysis`: where the plan's analysis is, if it has moved. Raises UsageError of no plan, DataError of a damaged one;
+    and when training begins, of settings that are not the plan's, and of rows.
     """
     opened = load_plan(plan)
     found = load_same_analysis(opened, analysis, option="analysis=")
