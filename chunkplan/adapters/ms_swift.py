@@ -20,7 +20,7 @@ def install() -> None:
 def calculate_matched_group(
     sequences: list[Any], packing_length: int, is_finished: bool = True, strategy: str = "binpack"
 ) -> tuple[list[list[Any]], list[Any]]:
-    """As few rows as hold `sequences`, pairs of anything and a length, the fullest first; the last one waits for more.
+    """Few rows that hold `sequences`, pairs of anything and a length, the fullest first; the last one waits for more.
 
     Raises:
         UsageError: a sequence has no tokens, or more than `packing_length`.

@@ -18,7 +18,6 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainingArguments, trainer_pt_utils
-from transformers.trainer_utils import TrainOutput
 
 from chunkplan.arrays import Int64Array
 from chunkplan.cost.model import CostModel
@@ -152,7 +151,7 @@ class _StepTrainer(Trainer):
             raise UsageError(f"{type(self).__name__} does not take planned batches", hint=hint)
         return loader
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the trainer does; raises UsageError where the checkpoint is of another plan."""
         if resume_from_checkpoint and self._plan is not None:
             how: Any = {"has_own_rates": self.lr_scheduler is not None and not self._created_lr_scheduler}
@@ -198,13 +197,12 @@ def _check_rows(lengths: Int64Array, cap: int, batch: int, tail: int, groups: in
     for row in np.flatnonzero((lengths < 1) | (lengths > cap))[:1].tolist():
         told, hint = f"{lengths[row]:,} tokens, expected 1 to {cap:,}", "leave such rows out, or cut them; or use a cap"
         raise DataError(told, where=f"row {row} of the dataset", hint=f"{hint} of {max(lengths.max(), 1)}")
-    fewest = tail or (batch if lengths.size >= batch else 0)
-    if fewest < groups:
+    if (fewest := tail or lengths.size // batch * batch) < groups:
         told = f"the last step of an epoch has {fewest} of {lengths.size:,} rows, all processes {groups} micro-batches"
         raise UsageError(told, hint="change per_device_train_batch_size or dataloader_drop_last")
 
 
-def _of_first(is_first: bool, make: Callable[[], list[list[list[int]]]]) -> list[list[list[int]]]:
+def _of_first(is_first: bool, make: Callable[[], Any]) -> Any:
     """The result of `make()` of the first process, on all of them; all raise what it raises."""
     made: list[Any] = [None]
     if is_first:
@@ -215,5 +213,4 @@ def _of_first(is_first: bool, make: Callable[[], list[list[list[int]]]]) -> list
     broadcast_object_list(made)
     if isinstance(made[0], ChunkplanError):
         raise made[0]
-    found: list[list[list[int]]] = made[0]
-    return found
+    return made[0]
