@@ -203,14 +203,14 @@ class PlanStep:
     num_tokens: int
     num_target_tokens: int
     num_chunks: int
-    chunks_lower_bound: int
-    packing_lower_bound: int
-    optimal: bool
-    exceeds_share: bool
-    peak_retained_tokens: int
-    recompute_us: float
+    chunks_lower_bound: int = field(repr=False)
+    packing_lower_bound: int = field(repr=False)
+    optimal: bool = field(repr=False)
+    exceeds_share: bool = field(repr=False)
+    peak_retained_tokens: int = field(repr=False)
+    recompute_us: float = field(repr=False)
     predicted_us: float
-    lower_bound_us: float
+    lower_bound_us: float = field(repr=False)
     chunks: dict[int, list[Chunk]] = field(repr=False)
     actions: dict[tuple[int, int], list[Action]] = field(repr=False)
     schedule_us: dict[tuple[int, int], float] = field(repr=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
 
 import plotly.graph_objects as go
 import polars as pl
@@ -23,6 +22,9 @@ _MOST_POINTS = 1000
 _MARKED, _FEW = 60, 12
 #: Of the heaviest rank over the mean: less is not worth a look, and none has ticks.
 _LEAST_RANGE = 0.01
+
+#: Of what takes memory, most first.
+_MEMORY_COLORS = (BLUE, ORANGE, GREEN, PURPLE, PINK, GREY, RED)
 
 _VALUES = ("predicted_us", "lower_bound_us", "fill", "heaviest_over_mean", "recompute_share")
 
@@ -86,7 +88,7 @@ def over_steps_figure(runs: pl.DataFrame) -> go.Figure:
 def memory_figure(memory: PlanMemory) -> go.Figure:
     """Draw one bar of what takes the memory of a GPU at its peak, most first, and a line at what it has."""
     figure = go.Figure()
-    for (name, size), color in zip(part_sizes(memory.memory), _memory_colors(), strict=False):
+    for (name, size), color in zip(part_sizes(memory.memory), _MEMORY_COLORS * 2, strict=False):
         said = f"{name}: {gibibytes(size)}"
         figure.add_bar(
             orientation="h",
@@ -106,7 +108,9 @@ def memory_figure(memory: PlanMemory) -> go.Figure:
 def memory_over_step_figure(memory: PlanMemory, times: Float64Array, held: Sequence[StageMemory]) -> go.Figure:
     """Draw what takes the memory of a GPU from each of `times` on, seconds of a step, what changes least lowest."""
     figure = go.Figure()
-    colors = dict(zip((*(name for name, _ in part_sizes(memory.memory)[:6]), "other"), _memory_colors(), strict=False))
+    colors = dict(
+        zip((*(name for name, _ in part_sizes(memory.memory)[:6]), "other"), _MEMORY_COLORS * 2, strict=False)
+    )
     moments = [dict(part_sizes(each)) for each in held]
     for moment, each in zip(moments, held, strict=True):
         moment["other"] = each.total - sum(moment.get(name, 0) for name in colors)
@@ -128,10 +132,6 @@ def memory_over_step_figure(memory: PlanMemory, times: Float64Array, held: Seque
     x_axis = axis("seconds of the step", **within(0.0, float(times[-1])))
     figure.update_layout(layout(300, hovermode="x", xaxis=x_axis, yaxis=y_axis))
     return figure
-
-
-def _memory_colors() -> Iterator[str]:
-    return cycle((BLUE, ORANGE, GREEN, PURPLE, PINK, GREY, RED))
 
 
 def has_balance(runs: pl.DataFrame) -> bool:
