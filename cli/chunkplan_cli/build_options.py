@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkplan.config.plan import PlanConfig
-from chunkplan.cost.checkpointing import checkpointing_words
 from chunkplan.cost.fused import fused_words
 from chunkplan.cost.model import CostModel
 from chunkplan.domains import FLAG, or_word, path, whole
 from chunkplan.errors import ChunkplanError, UsageError
 from chunkplan.options import Advanced, Options, in_words, option, options_of, read_entries, read_settings, same
-from chunkplan.quantities import ZERO, counted, gibibytes, k_words, percent, trained_words
+from chunkplan.quantities import counted, gibibytes, k_words, layout_words, percent, trained_words
+from chunkplan.reporting.way_row import how_words
 from chunkplan.tuning.options import TuneOptions
 from chunkplan_cli.declared import OPTIONS, CliValues, tune_options
 from chunkplan_cli.progress import tuning_progress
@@ -204,15 +204,11 @@ def choose(
         del settings["stage_layers"]  # of other stages than these
     settings |= values
     words = [f"ChunkSize {settings['chunk_size']:,}", f"K {k_words(settings['k'], settings.get('k_by_length'))}"]
-    words += [f"dp {settings['dp']}, tp {found.cost.tp}, pp {settings['pp']}", settings["schedule"]]
-    words += [] if found.config.cp == "off" else [f"cp {found.config.cp}"]
-    words += [] if found.config.split == "full" or "split" in values else [f"split {found.config.split}"]
+    words += [layout_words(settings["dp"], found.cost.tp, settings["pp"])]
     words += [trained_words(rank, found.cost.load_in_4bit)] if (rank := found.cost.lora_rank) else []
     words += [found.cost.optimizer] if found.cost.optimizer != "adamw" else []
     words += fused_words(found.cost.fused_kernels, found.cost.compile)
-    words += checkpointing_words(found.cost.checkpointing, "full checkpointing")
-    words += ["KV offload"] if found.cost.kv_offload else []
-    words += [ZERO[found.cost.sharding]] if found.cost.sharding != "optimizer" else []
+    words += how_words(found.cost.to_dict() | settings)
     note(f"chosen{f' as in {file}' if file else ''}: {', '.join(words)}")
     config = plan_config(settings)
     config.check_layers(found.cost.shape.num_layers, found.cost.shape.name)
