@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from chunkplan_runtime.attention.interface import ATTENTION, register_attention
 from chunkplan_runtime.distributed.job import Job, refuse_differences
 from chunkplan_runtime.distributed.sharding import Shards
 from chunkplan_runtime.execution.executor import RankExecutor
-from chunkplan_runtime.execution.loss import RankLoss
+from chunkplan_runtime.execution.step_loss import OfChunks, StepLoss
 from chunkplan_runtime.feed.stream import PlanStream, StepWork, open_plan
 from chunkplan_runtime.models.checks import check_config, check_plan, max_positions, plan_stream
 from chunkplan_runtime.models.model import CausalLM, for_chunks
@@ -111,12 +111,13 @@ class Executor:
         pin_memory = self._model.device.type == "cuda"
         return plan_stream(self._model.config, *open_plan(plan, analysis), pin_memory=pin_memory)
 
-    def step(self, work: StepWork) -> float:
+    def step(self, work: StepWork, loss: StepLoss | None = None, *, with_reference: bool = False) -> float:
         """Run a step forward and backward, all ranks in `work`; adds to `.grad` and returns the loss.
 
-        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, and the
-        load-balancing loss of routers where there is one. A step without targets teaches nothing: it adds no gradients,
-        and its loss is 0.
+        That is the mean cross-entropy of the step's target tokens, of those ranks the sum of their shares, or in its
+        place `loss` of all target tokens of the step, `with_reference` also of their log-probabilities without the
+        adapters of peft; and the load-balancing loss of routers where there is one. A step without targets teaches
+        nothing: it adds no gradients, and its loss is 0.
 
         Raises:
             UsageError: the step is not one for this model, or there would be no gradients, or none to trust. If it
@@ -132,11 +133,17 @@ class Executor:
         if not work.step.num_target_tokens:
             return 0.0
         with self._at_work():
-            losses = self._steps.run(work)
+            value, weights = None, list[OfChunks]()
+            if loss is not None:
+                value, weights = self._steps.weigh(work, loss, with_reference=with_reference)
+            losses = self._steps.run(work, weights=weights)
             if self._shards:
                 self._steps.ranks.doing = f"step {work.step.step}, reducing gradients"
                 self._shards.reduce_gradients()
-        return self._sum(losses, self._steps.router_loss or 0.0)
+        if value is None:
+            value = self._sum(rank.loss for rank in losses)
+        of_routers = self._steps.router_loss
+        return value if of_routers is None else value + self._sum([of_routers])
 
     def evaluate(self, work: StepWork) -> float:
         """The mean cross-entropy of a step's target tokens by forwards alone; `model.eval()` turns dropout off.
@@ -149,12 +156,11 @@ class Executor:
             losses = self._steps.evaluate(work)
             if self._shards:
                 self._shards.free()
-        return self._sum(losses, 0.0)
+        return self._sum(rank.loss for rank in losses)
 
-    def _sum(self, losses: Sequence[RankLoss], of_routers: float) -> float:
-        """The losses of all ranks of all processes in order, after those of routers."""
-        gathered = self.job.all_gather_object(([rank.loss for rank in losses], of_routers))
-        return sum((loss for own, _ in gathered for loss in own), sum(more for _, more in gathered))
+    def _sum(self, losses: Iterable[float]) -> float:
+        """The sum of losses of all processes, in their order."""
+        return sum((each for own in self.job.all_gather_object([*losses]) for each in own), 0.0)
 
     def _check(self, work: object) -> None:
         """Refuse what is no step or is of a stream that was made for another model, and a model that was changed."""
