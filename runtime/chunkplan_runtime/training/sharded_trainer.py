@@ -65,8 +65,7 @@ class ShardedTrainer(Trainer):
         if job.groups is None or job.watchdog is not None or not is_main_thread:
             yield
             return
-        resume = "resume_from_checkpoint=True goes on from the last checkpoint"
-        with watched(resume=resume, stops=(signal.SIGINT,)) as watchdog:  # SIGTERM is what the script makes of it
+        with watched(resume="`trainer.train(resume_from_checkpoint=True)` goes on", stops=(signal.SIGINT,)) as watchdog:
             self._executor.job = replace(job, watchdog=watchdog)
             yield
         self._executor.job = job
@@ -107,7 +106,7 @@ class ShardedTrainer(Trainer):
         """Save whole states, which all processes gather."""
         optimizer, is_kept = cast(Any, self.optimizer).optimizer, self.args.should_save
 
-        def gather(_: object, found: dict[str, Any]) -> None:
+        def gather(_: object, found: Any) -> None:
             for number, state in found["state"].items():
                 found["state"][number] = {name: _whole(each, kept=is_kept) for name, each in state.items()}
 
@@ -144,7 +143,7 @@ def _whole_weights(model: Any, *, kept: bool) -> dict[str, Tensor]:
     return {name: gathered[weight] for name, weight in weights.items()}
 
 
-def _take_rows(module: nn.Module, weights: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_rows(module: nn.Module, weights: Any, prefix: str, *_: object) -> None:
     """Before a model loads whole weights, put the rows that this process has of them in their place."""
     for name, own in module.named_parameters(remove_duplicate=False):
         if (given := weights.get(prefix + name)) is not None:
