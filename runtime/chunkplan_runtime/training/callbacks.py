@@ -87,7 +87,7 @@ def _named(tracker: str | None) -> Iterator[None]:
 
 
 def agree(control: TrainerControl, job: Job) -> None:
-    """Have all processes do what the callbacks of one of them ask for."""
+    """Give all processes the requests of the callbacks of each."""
     wanted = job.all_gather_object({name: getattr(control, name) for name in _REQUESTS})
     for name in _REQUESTS:
         setattr(control, name, any(each[name] for each in wanted))

@@ -54,7 +54,7 @@ class Executor:
         self.join(Job())
 
     def join(self, job: Job, sharding: Sharding = "optimizer") -> None:
-        """Do steps with the other processes of `job` from now on, over which the model is sharded.
+        """Share steps with the other processes of `job` from now on, over which the model is sharded.
 
         Gradients are then those of the rows that each has. Raises UsageError: weights differ, or see `Shards`.
         """
