@@ -136,7 +136,8 @@ class Analysis:
             DataError: the rows are not the sequences.
         """
         hint = (
-            "plan the trainer's own: `np.save('lengths.npy', row_lengths(dataset))` and `chunkplan build lengths.npy`"
+            "plan the dataset's own: `from chunkplan.lengths import row_lengths`, "
+            "`np.save('lengths.npy', row_lengths(dataset))`, then `chunkplan build lengths.npy`"
         )
         is_whole = lengths.size == self.num_sequences
         rows = np.arange(lengths.size) if is_whole else self.record

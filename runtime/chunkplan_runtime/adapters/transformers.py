@@ -71,7 +71,7 @@ def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path 
 
     def sampler(trained: Trainer, lengths: Int64Array) -> StepSampler:
         _check_plan(trained.args, opened)
-        rows = found.rows_in(lengths).tolist()
+        rows = found.rows_in(lengths)
         rank, count = trained.args.process_index, trained.args.gradient_accumulation_steps
         trained.remove_callback(PlanIdentity)
         trained.add_callback(PlanIdentity(samples_of(opened.manifest)))
@@ -81,7 +81,7 @@ def with_plan(trainer: type[Trainer], plan: str | Path, *, analysis: str | Path 
                 own = step.sequences(rank)
                 if len(own) != count:
                     raise broken_plan(f"{len(own)} micro-batches, expected {count}", f"{opened.path}, step {step.step}")
-                yield [[rows[sequence] for sequence in sequences] for sequences in own]
+                yield [rows[sequences].tolist() for sequences in own]
 
         return StepSampler(steps, num_steps, count, lambda: trained.state.global_step)
 
@@ -147,7 +147,7 @@ class _StepTrainer(Trainer):
             sampler.num_processes, sampler.process_index = 1, 0  # each process has its own already
             sampler = sampler.batch_sampler
         if not isinstance(sampler, StepSampler) or isinstance(loader, DataLoaderDispatcher):
-            hint = "leave dispatch_batches of accelerator_config out, or take the Trainer class of transformers >= 5.17"
+            hint = "give a train_dataset with a length, no dispatch_batches, and have transformers 5.17 or newer"
             raise UsageError(f"{type(self).__name__} does not take planned batches", hint=hint)
         return loader
 
@@ -164,7 +164,7 @@ def _check_settings(trainer: Trainer) -> None:
     args, parallel = trainer.args, trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     averaged = args.average_tokens_across_devices or args.world_size == 1
     refused = {
-        "padding_free=False": (getattr(trainer, "padding_free", True), "set it: padding goes beyond the cap"),
+        "padding_free=False": (getattr(trainer, "padding_free", True), "set it to True: padding goes beyond the cap"),
         "average_tokens_across_devices=False": (averaged, "leave it out: processes have different numbers of targets"),
         "ignore_data_skip=True": (not args.ignore_data_skip, "leave it out: a resumed run goes on at its next step"),
         "parallelism_config": (parallel == 1, "leave tp, cp and sp out: every process has rows of its own"),
@@ -179,14 +179,14 @@ def _check_plan(args: TrainingArguments, plan: Plan) -> None:
     config, epochs, num_steps = plan.config, plan.manifest["epochs"], plan.manifest["totals"]["num_steps"]
     count, told = args.gradient_accumulation_steps, ""
     if (config.dp, config.pp) != (args.world_size, 1):
-        told = f"the plan is for {config.dp} ranks of {config.pp} stages, there are {args.world_size} processes"
+        told = f"the plan is for dp {config.dp} and pp {config.pp}, processes: {args.world_size}"
         hint = f"`{how_to_build_like(plan, args.world_size, 1)}` builds one of the same steps"
     elif config.micro_batches != count:
         told = f"gradient_accumulation_steps={count}, the plan has micro-batches: {config.micro_batches}"
         hint = f"build the plan with `--micro-batches {count}`, or set gradient_accumulation_steps to what it has"
     elif args.max_steps > num_steps or (args.max_steps <= 0 and args.num_train_epochs != epochs):
         asked = f"max_steps={args.max_steps:,}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
-        told = f"{asked}, the plan has {num_steps:,} steps in {epochs} of them"
+        told = f"{asked}, the plan has {num_steps:,} steps, epochs: {epochs}"
         hint = f"set num_train_epochs={epochs}, or build the plan with more --epochs; max_steps may stop earlier"
     if told:
         raise UsageError(told, where=str(plan.path), hint=hint)
@@ -195,8 +195,8 @@ def _check_plan(args: TrainingArguments, plan: Plan) -> None:
 def _check_rows(lengths: Int64Array, cap: int, batch: int, tail: int, groups: int) -> None:
     """Refuse rows of which a step of `batch`, or the last of `tail` unless 0, has too few or none for some group."""
     for row in np.flatnonzero((lengths < 1) | (lengths > cap))[:1].tolist():
-        told, hint = f"{lengths[row]:,} tokens, expected 1 to {cap:,}", "leave such rows out, or cut them; or use a cap"
-        raise DataError(told, where=f"row {row} of the dataset", hint=f"{hint} of {max(lengths.max(), 1)}")
+        hint = f"leave it out, cut it, or use cap={lengths.max()}" if lengths[row] else "leave such rows out"
+        raise DataError(f"{lengths[row]:,} tokens, expected 1 to {cap:,}", where=f"row {row} of the dataset", hint=hint)
     if (fewest := tail or lengths.size // batch * batch) < groups:
         told = f"the last step of an epoch has {fewest} of {lengths.size:,} rows, all processes {groups} micro-batches"
         raise UsageError(told, hint="change per_device_train_batch_size or dataloader_drop_last")

@@ -53,16 +53,16 @@ StepLoss = Callable[[TargetTokens], Tensor]
 #: By chunk_id losses of tokens, or their weights: [num_tokens], or [num_tokens, n].
 OfChunks = dict[int, Tensor]
 
-#: Of target tokens the sequences [n], the positions [n] and the losses [n, 2 or 3].
-_Columns = tuple[Int64Array, Int64Array, npt.NDArray[np.floating[Any]]]
-_NONE: _Columns = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 2), np.float32)
+#: Of target tokens the sequences [n], the positions [n] and the losses [n] or [n, 2 or 3].
+Columns = tuple[Int64Array, Int64Array, npt.NDArray[np.floating[Any]]]
+_NONE: Columns = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 2), np.float32)
 
 
 def step_weights(
     loss: StepLoss,
     works: Sequence[RankWork],
     losses: Sequence[OfChunks],
-    gather: Callable[[_Columns], list[_Columns]],
+    gather: Callable[[Columns], list[Columns]],
     process: int = 0,
 ) -> tuple[float, list[OfChunks]]:
     """The value of a loss in a step, and its derivatives by the losses of tokens, for each of `works`.
@@ -79,11 +79,11 @@ def step_weights(
     """
     chunks = [(rank, chunk_id) for rank, found in enumerate(losses) for chunk_id in found]
     tensors = [works[rank].tensors[chunk_id] for rank, chunk_id in chunks]
-    rows = [torch.nonzero(each.labels != NO_TARGET).flatten() for each in tensors]  # on the CPU
-    own = _joined([_columns(*each) for each in zip(tensors, rows, (losses[r][c] for r, c in chunks), strict=True)])
+    rows = [_target_rows(each) for each in tensors]
+    own = target_columns(works, losses)
     everyone = gather(own)
     before = sum(len(ids) for ids, *_ in everyone[:process])
-    order, is_first, columns = _by_sequence(*_joined(everyone))
+    order, is_first, columns = by_sequence(everyone)
     device = losses[chunks[0][0]][chunks[0][1]].device if chunks else torch.device("cpu")
     ids, positions, values = (torch.from_numpy(column).to(device) for column in columns)
     firsts = torch.from_numpy(is_first).to(device)
@@ -122,23 +122,34 @@ def load_loss(named: str) -> StepLoss:
     return cast(StepLoss, found)
 
 
-def _columns(tensors: ChunkTensors, rows: Tensor, losses: Tensor) -> _Columns:
-    """Sequences, positions and losses of the target tokens that positions `rows` of a chunk predict."""
+def target_columns(works: Sequence[RankWork], losses: Sequence[OfChunks]) -> Columns:
+    """The target tokens of ranks, of which `losses` has some by chunk, in the order of ranks and chunks there."""
+    pairs = zip(works, losses, strict=True)
+    return _joined([_columns(work.tensors[chunk_id], found[chunk_id]) for work, found in pairs for chunk_id in found])
+
+
+def _target_rows(tensors: ChunkTensors) -> Tensor:
+    return torch.nonzero(tensors.labels != NO_TARGET).flatten()  # on the CPU
+
+
+def _columns(tensors: ChunkTensors, losses: Tensor) -> Columns:
+    rows = _target_rows(tensors)
     ids = np.repeat([span.sequence_id for span in tensors.spans], [span.stop - span.start for span in tensors.spans])
     positions = tensors.position_ids[0, rows].numpy().astype(np.int64) + 1
     return ids[rows.numpy()], positions, losses[rows.to(losses.device)].cpu().numpy()
 
 
-def _joined(parts: Sequence[_Columns]) -> _Columns:
+def _joined(parts: Sequence[Columns]) -> Columns:
     ids, positions, losses = zip(*([each for each in parts if len(each[0])] or [_NONE]), strict=True)
     return np.concatenate(ids), np.concatenate(positions), np.concatenate(losses)
 
 
-def _by_sequence(ids: Int64Array, positions: Int64Array, losses: Any) -> tuple[Int64Array, BoolArray, _Columns]:
+def by_sequence(everyone: Sequence[Columns]) -> tuple[Int64Array, BoolArray, Columns]:
     """The order of target tokens by sequence and position, which of them begin a sequence, and the columns in order.
 
     Of a sequence that is there twice, tokens of one position belong to the first and to the second one.
     """
+    ids, positions, losses = _joined(everyone)
     order = np.lexsort((positions, ids))
     numbers = np.arange(len(order))
     same = np.r_[False, (np.diff(ids[order]) == 0) & (np.diff(positions[order]) == 0)]

@@ -303,6 +303,13 @@ class TrainConfig(Options):
         return self.early_stopping is not None if self.keep_best is None else self.keep_best
 
 
+#: Options of a run that scores data, and trains nothing.
+SCORING = (
+    *("plan", "analysis", "output", "model", "device", "attention", "kv_offload", "precision", "stage_layers"),
+    *("sharding",),
+)
+
+
 def fixed_options(config: TrainConfig) -> dict[str, Any]:
     """The options that have to stay the same when a run is resumed, by flag."""
     declared = options_of(TrainConfig).items()

@@ -92,6 +92,15 @@ class StepExecutor:
         collectives(None)
         return losses
 
+    def score(self, work: StepWork) -> list[OfChunks]:
+        """The cross-entropies of tokens by forwards alone, by rank and chunk; none before the last stage."""
+        return self._run_forwards(work, partial(self.ranks.token_losses, loss=cross_entropy(), what="scores"))
+
+    def free(self) -> None:
+        """Give back what evaluations hold of weights that are shared."""
+        if self._shards:
+            self._shards.free()
+
     def weigh(self, work: StepWork, loss: StepLoss, *, with_reference: bool = False) -> tuple[float, list[OfChunks]]:
         """The value of a loss of the whole step, and the weights of each rank for `run`; see `step_weights`."""
         run = partial(self.ranks.token_losses, what="log-probabilities")
@@ -122,30 +131,41 @@ class StepExecutor:
         return found
 
 
+def make_executor(
+    model: CausalLM, config: TrainConfig, job: Job, *, master_weights: bool = False, router_loss: str = "none"
+) -> tuple[StepExecutor, Shards | None]:
+    """An executor of this process's part of a model, whose `model` it runs, and what is shared of its weights."""
+    groups, shards = job.groups, None
+    if groups and groups.replicas:
+        sharding = cast(Sharding, config.sharding or "optimizer")
+        shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
+        model = shards.model
+    ranks = RankExecutor(
+        model,
+        seed=config.seed,
+        kv_offload=bool(config.kv_offload),
+        links=groups.links(model.config.hidden_size, model.dtype) if groups else None,
+        exchanges=groups.exchanges if groups else None,
+        router_loss=router_loss,
+        loss=cross_entropy(config.label_smoothing),
+    )
+    return StepExecutor(ranks, shards, job), shards
+
+
 class TrainStep:
     """An optimizer step of a model, or of this process's stage of it; on several processes all do the same calls."""
 
     def __init__(self, model: CausalLM, config: TrainConfig, num_steps: int, job: Job) -> None:
-        groups, master_weights, shards = job.groups, config.precision == "bf16", None
-        sharding = cast(Sharding, config.sharding or "optimizer")
-        if groups and groups.replicas:
-            shards = Shards(model, groups.replicas, master_weights=master_weights, sharding=sharding)
-        self.model = shards.model if shards else model
-        self.executor = RankExecutor(
-            self.model,
-            seed=config.seed,
-            kv_offload=bool(config.kv_offload),
-            links=groups.links(model.config.hidden_size, self.model.dtype) if groups else None,
-            exchanges=groups.exchanges if groups else None,
-            router_loss=router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config)),
-            loss=cross_entropy(config.label_smoothing),
-        )
-        self._steps = StepExecutor(self.executor, shards, job)
+        master_weights = config.precision == "bf16"
+        scope = router_loss_scope(model.config, config.router_loss, str(config.model or config.model_config))
+        self._steps, shards = make_executor(model, config, job, master_weights=master_weights, router_loss=scope)
+        self.executor = self._steps.ranks
+        self.model = self.executor.model
         self._shards, self._job, self._config, self._num_steps = shards, job, config, num_steps
         self._clock = ActionClock(self.model.device)
         # Sharded weights are fp32 master weights themselves.
         self._weights = TrainedWeights(model.model, master_weights=master_weights and shards is None)
-        self._tied = tied_weight(self.model, groups)
+        self._tied = tied_weight(self.model, job.groups)
         self._loss = load_loss(config.loss) if config.loss else None
         self.optimizer = make_optimizer(self._weights.tensors, config)
 
@@ -203,8 +223,7 @@ class TrainStep:
                     losses += [loss for rank in self._steps.evaluate(work) for loss in rank.sequences]
         finally:
             self.model.model.train()
-        if self._shards:
-            self._shards.free()
+        self._steps.free()
         return [loss for gathered in self._job.all_gather_object(losses) for loss in gathered]
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -188,7 +188,7 @@ def refused(trainer, kind: type[Exception], words: str) -> None:
     ("settings", "words"),
     [
         ({"gradient_accumulation_steps": 3}, "steps=3, the plan has micro-batches: 2"),
-        ({"num_train_epochs": 3}, "num_train_epochs=3, the plan has 8 steps in 2"),
+        ({"num_train_epochs": 3}, "num_train_epochs=3, the plan has 8 steps, epochs: 2"),
         ({"max_steps": 9}, "max_steps=9, the plan has 8 steps"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True does not go"),
         ({"accelerator_config": {"dispatch_batches": True}}, "does not take planned batches"),
@@ -200,7 +200,7 @@ def test_settings_that_are_not_the_plans_are_refused(folder, settings: dict, wor
 
 def test_a_plan_for_other_ranks_is_refused_with_the_command_for_these(folder) -> None:
     trainer = new_trainer(with_plan(Trainer, folder / "plan"), folder)
-    refused(trainer, UsageError, "for 2 ranks of 1 stages, there are 1 processes")
+    refused(trainer, UsageError, "the plan is for dp 2 and pp 1, processes: 1")
 
 
 def test_padding_is_refused(folder) -> None:
@@ -241,7 +241,20 @@ def test_rows_that_no_step_can_have_are_refused_before_training(folder, lengths,
     assert trainer.state.global_step == 0
 
 
-def test_a_dataset_that_cannot_be_measured_is_refused(folder) -> None:
+class Endless(IterableDataset):
+    """Rows that nobody can count."""
+
+    def __iter__(self):
+        return iter([{"input_ids": [1], "labels": [1]}])
+
+
+def test_a_dataset_without_a_length_is_refused(folder) -> None:
+    trainer = new_trainer(online(Trainer), folder, max_steps=3)
+    trainer.train_dataset = Endless()
+    refused(trainer, UsageError, "does not take planned batches")
+
+
+def test_a_dataset_that_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="the rows of a list cannot be measured"):
         row_lengths([{"text": "a"}])
     assert row_lengths([{"input_ids": [1, 2]}, {"input_ids": [3]}]).tolist() == [2, 1]
