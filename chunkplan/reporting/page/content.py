@@ -123,7 +123,7 @@ def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSum
     if today is None:
         return [("gain", "nothing to compare with: no way of today, or not the one that was named, fits")]
     whole = [row["step_seconds"] for row in tuning["baselines"] if row["fits"] and not row["lost_tokens"]]
-    is_fastest = not today["lost_tokens"] and today["step_seconds"] == min(whole)
+    is_fastest = not today["lost_tokens"] and today["step_seconds"] == min(whole, default=0.0)
     chosen = tuning["chosen"]
     if summary is None or own is not None:
         step = (own or chosen)["step_seconds"]
