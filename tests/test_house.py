@@ -22,7 +22,7 @@ BUDGETS = {
     ("chunkplan/cost/", "chunkplan/tuning/"): 7_065,
     ("chunkplan/schedule/", "chunkplan/validation/", "chunkplan/simulation.py"): 5_760,
     ("chunkplan/config/", "chunkplan/options.py", "chunkplan/domains.py"): 1_336,
-    ("",): 58_620,
+    ("",): 58_660,
 }
 MOST_FILES = 299
 
