@@ -18,14 +18,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def short_repr(result: Any) -> str:
-    """The `repr` of a dataclass: its numbers, names and paths; of what holds several the number, of others the type."""
+    """The `repr` of a dataclass without what is as by default: numbers, names and paths; of other values the size or
+    type."""
 
     def shown(value: Any) -> str:
         if value is None or isinstance(value, (bool, int, float, str, Path)):
             return repr(str(value) if isinstance(value, Path) else value)
         return f"<{len(value)}>" if hasattr(value, "__len__") else f"<{type(value).__name__}>"
 
-    entries = (f"{one.name}={shown(getattr(result, one.name))}" for one in fields(result) if one.repr)
+    values = ((one, getattr(result, one.name)) for one in fields(result) if one.repr)
+    entries = (f"{one.name}={shown(value)}" for one, value in values if one.default is not value)
     return f"{type(result).__name__}({', '.join(entries)})"
 
 
@@ -106,6 +108,11 @@ def k_words(k: int, k_by_length: Iterable[Iterable[int]] | None) -> str:
     return ", ".join([str(k), *(f"{longer} over {tokens:,}" for tokens, longer in k_by_length or ())])
 
 
+def layout_words(dp: int, tp: int, pp: int) -> str:
+    """Name the kinds of parallelism, and over how many GPUs each goes."""
+    return ", ".join(f"{axis} {size}" for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1) or "one GPU"
+
+
 #: What data-parallel ranks share, by `CostModel.sharding`, as it is called in short and said in full.
 ZERO = {"none": "no sharding", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "weights": "ZeRO-3"}
 _SHARDED = {"optimizer": "optimizer states", "gradients": "gradients and optimizer states"}
@@ -141,14 +148,14 @@ def power_of_two(tokens: int) -> str:
 
 
 def selection_words(config: PlanConfig, *, num_held_out: int, num_sequences: int) -> list[tuple[str, str]]:
-    """List what the plan holds of the data, by name, where that is not every sequence once an epoch.
+    """List what of the data is held out, and how often an epoch takes its sources where that is not once.
 
     The data have `num_sequences`, of which `num_held_out` are held out.
     """
-    rows = []
+    rows = [("eval", "none (build with --holdout 0.01)")]
     if num_held_out:
-        held_out = f"{num_held_out:,} of {num_sequences:,} sequences"
-        rows.append(("held out", held_out + (": these" if config.part == "eval" else "")))
+        held_out = f"{num_held_out:,} of {num_sequences:,} sequences held out"
+        rows = [("eval", held_out + (": these" if config.part == "eval" else ""))]
     if config.mix:
         rows.append(("mix", ", ".join(f"{source} x {weight:g}" for source, weight in config.mix.items())))
     return rows

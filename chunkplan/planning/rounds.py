@@ -59,18 +59,20 @@ def plan_rounds(
     sizes = group_sizes(ranks, least_size)
     times = work // sizes[:, None] if work.ndim == 1 else work  # [num_sizes, n]
     order = np.argsort(-times[0], kind="stable")
-    times = times[:, order]
+    times, tokens = times[:, order], tokens[order]
     fewest = max(-(-int(tokens.sum()) // (ranks * cap)), 1)
     first = -(-fewest // multiple) * multiple
     limit = most_sequences or tokens.size
     found = None
-    share = int(times[0].sum()) * int(sizes[0]) // ranks
-    enough = (share + first * round_time) * (_ENOUGH + 1) // _ENOUGH if stages == 1 else 0
+    share = times[0] * sizes[0] // ranks
+    enough = (int(share.sum()) + first * round_time) * (_ENOUGH + 1) // _ENOUGH if stages == 1 else 0
     for tried, rounds in enumerate(range(first, first + _MOST_TRIED * multiple, multiple)):
         for part in _SHARES:
             if found is not None and (found[0] <= enough or tried >= _TRIED):
                 break
-            trial = _try_rounds(tokens[order], times, ranks, sizes, cap, rounds, part, limit)
+            too_small = (sizes[:, None] * cap < tokens) | (times > part * even_rounds(share.sum(), share, rounds))
+            too_small[-1] = False
+            trial = _try_rounds(tokens, times, ranks, sizes, cap, rounds, too_small.argmin(axis=0), limit)
             value = int(trial[0].sum() + (stages - 1) * trial[0].max()) + (rounds + stages - 1) * round_time
             if trial[0][0] > 0 and (found is None or value < found[0]):
                 found = value, trial
@@ -108,11 +110,12 @@ def _try_rounds(
     sizes: Int64Array,
     cap: int,
     rounds: int,
-    share: float,
+    wanted: Int64Array,
     most_sequences: int,
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
     """Rounds of sequences that descend by work [n]: (time of each, 0 without room; group of each [n]; of each group its
-    round, its first rank and its size [groups]). `times`: of each sequence on each of `sizes`, int64 [num_sizes, n]."""
+    round, its first rank and its size [groups]). `times`: of each sequence on each of `sizes`, int64 [num_sizes, n];
+    `wanted`: the place in `sizes` of those that have a group of their own, 0 of others [n]."""
     n = tokens.size
     group_of = np.full(n, -1, np.int64)
     most = ranks * rounds
@@ -121,9 +124,6 @@ def _try_rounds(
     count, load = np.zeros(most, np.int64), np.zeros(most, np.int64)
     none = np.zeros(1, np.int64), group_of, rounds_of, first_rank, size
 
-    work = times[0] * sizes[0]
-    longest = max(int(share * even_rounds(work.sum() // ranks, work // ranks, rounds)), 1)
-    wanted = _sizes_wanted(tokens, times, sizes, cap, longest)
     used = np.zeros(rounds, np.int64)
     num_groups = 0
     for index in range(sizes.size - 1, -1, -1):
@@ -156,7 +156,7 @@ def _try_rounds(
     until = np.zeros(rounds, np.int64)  # how long each round is wanted to last
     for group in range(num_groups):
         until[rounds_of[group]] = max(until[rounds_of[group]], load[group])
-    total = (load * size).sum() + (work * (group_of < 0)).sum()
+    total = (load * size).sum() + (times[0] * sizes[0] * (group_of < 0)).sum()
     until = np.maximum(until, even_rounds(total // ranks, -np.sort(-until), rounds))
     for sequence in range(n):
         if group_of[sequence] >= 0:
@@ -183,7 +183,7 @@ def _try_rounds(
     return until, group_of, rounds_of, first_rank, size
 
 
-@compiled_part
+@compiled
 def even_rounds(total: int, longest: Int64Array, rounds: int) -> int:
     """The time of each round, of `total`, beside those that last longer than that: `longest`, which descends."""
     for each in longest:
@@ -192,18 +192,6 @@ def even_rounds(total: int, longest: Int64Array, rounds: int) -> int:
         total = max(total - each, 0)
         rounds -= 1
     return total // rounds
-
-
-@compiled_part
-def _sizes_wanted(tokens: Int64Array, times: Int64Array, sizes: Int64Array, cap: int, longest: int) -> Int64Array:
-    """The index in `sizes` of the fewest ranks that have room for each sequence [n] and are done within `longest`."""
-    wanted = np.empty(tokens.size, np.int64)
-    for sequence in range(tokens.size):
-        index = 0
-        while index < sizes.size - 1 and (sizes[index] * cap < tokens[sequence] or times[index, sequence] > longest):
-            index += 1
-        wanted[sequence] = index
-    return wanted
 
 
 @compiled_part

@@ -104,10 +104,9 @@ def assign_step(
     as many. `stages`: of the pipeline of a rank.
     """
     # A rank gets less beside a sequence that outlasts an even micro-batch and so keeps all further stages waiting.
-    longest = work[:dp]
-    waiting = np.zeros_like(work)
-    waiting[:dp] = (stages - 1) * np.maximum(longest - max(work.sum() // (dp * count), longest[-1]), 0)
-    rank_of = _ranks(tokens, work + waiting, dp, cap, count, tokens.size // dp if equal_sequences else 0)
+    seen = work.copy()
+    seen[:dp] += (stages - 1) * np.maximum(work[:dp] - max(work.sum() // (dp * count), work[dp - 1]), 0)
+    rank_of = _ranks(tokens, seen, dp, cap, count, tokens.size // dp if equal_sequences else 0)
     if rank_of[0] >= 0:
         return rank_of, _micro_batches(tokens, work, rank_of, dp, cap, count, stages)
     return None if equal_sequences else _assign_packed(tokens, work, dp, cap, count)
@@ -215,10 +214,9 @@ def _micro_batches(
 ) -> Int64Array:
     """The micro-batch of each sequence on its rank, int64 [n], the heaviest first.
 
-    The micro-batches that ranks do at a time are alike, which counts where they wait for each other after each: those
-    with the longest sequences come first on all ranks. Several shapes are tried, beside one of even micro-batches; the
-    best is done first, waiting after each round and waiting at the end taken together: a pipeline takes the sum of its
-    micro-batches, and the heaviest once more for each further stage.
+    Those that ranks do at a time are alike, which counts where they wait for each other after each. Several shapes are
+    tried. The best is done first, waiting after each round and at the end taken together: a pipeline takes the sum of
+    its micro-batches, and the heaviest once more for each further stage.
     """
     bin_of, best = np.empty(tokens.size, np.int64), np.int64(-1)
     first = work[: dp * count : dp]  # [count]
@@ -229,9 +227,7 @@ def _micro_batches(
             own = np.flatnonzero(rank_of == rank)
             found, sums = _fill(tokens[own], work[own], cap, wanted)
             order = np.argsort(-sums, kind="mergesort")
-            place = np.empty(count, np.int64)
-            place[order] = np.arange(count)
-            bins[own] = place[found]
+            bins[own] = np.argsort(order)[found]
             longest = np.maximum(longest, sums[order])
             slowest = max(slowest, sums.sum() + (stages - 1) * sums.max())
         value = longest.sum() + (stages - 1) * longest[0] + slowest

@@ -21,14 +21,14 @@ from chunkplan.cost.durations import balance_layers
 from chunkplan.cost.memory import StageMemory
 from chunkplan.cost.model import CostModel, Sharding
 from chunkplan.layers import split_layers
+from chunkplan.quantities import short_repr
 from chunkplan.tuning.bound import fewest_bytes
 from chunkplan.tuning.mixing import fitted, mixed
 from chunkplan.tuning.options import LADDER, GpuLayout, MemorySaving, TuneOptions
-from chunkplan.tuning.plan_only import why_plan_only
 from chunkplan.tuning.program import Candidate, choose
 from chunkplan.tuning.sampling import Sample
 from chunkplan.tuning.search import CLOSE, Search
-from chunkplan.tuning.trial import Outcome
+from chunkplan.tuning.trial import Outcome, why_plan_only
 
 #: Winners of the integer program that are simulated; and choices that are tried with parts of equal time.
 _WINNERS = 4
@@ -61,6 +61,8 @@ class Choice:
     host_bytes: int
     fits: bool
     plan_only: str | None
+
+    __repr__ = short_repr
 
     @property
     def layout(self) -> GpuLayout:

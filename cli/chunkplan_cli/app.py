@@ -30,7 +30,7 @@ from chunkplan_cli.merge import merge
 from chunkplan_cli.parity import parity
 from chunkplan_cli.simulate import simulate
 from chunkplan_cli.terminal import note, print_error
-from chunkplan_cli.train import train
+from chunkplan_cli.train import score, train
 from chunkplan_cli.tune import tune
 from chunkplan_cli.validate import validate
 
@@ -101,7 +101,8 @@ def _register(command: Callable[..., None]) -> None:
     app.command(cls=_Command, help="\n\n".join(paragraphs), epilog=example)(command)
 
 
-_COMMANDS = (gain, analyze, merge, tune, build, inspect, train, diff, simulate, validate, export, parity, calibrate)
+_FIRST = (gain, analyze, merge, tune, build, inspect, train, score)
+_COMMANDS = (*_FIRST, diff, simulate, validate, export, parity, calibrate)
 for command in _COMMANDS:
     _register(command)
 
