@@ -113,8 +113,7 @@ _NAMED = 3
 
 
 def gain_facts(tuning: TuningDocument, own: ChoiceEntry | None, summary: PlanSummary | None) -> list[tuple[str, str]]:
-    """Return the speedup of a step over the baseline that the tuning compares with: the fastest that fits and loses no
-    token, or the one that was named.
+    """Return the speedup of a step over the baseline that the tuning compares with: the fastest, or the one named.
 
     The step is that of `own`, the choice of a plan; without one, the mean step of `summary`, for a plan that is none of
     the choices; without a plan, that of the chosen one. For a plan with other settings the chosen step is added.
