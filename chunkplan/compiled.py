@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy.typing as npt
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.environment import lookup_environment
+from numba.core.registry import cpu_target
 from numba.core.types import unliteral
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -25,23 +33,41 @@ def compiled(function: Function) -> Function:
     return _compiled(function)
 
 
-def compiled_part(function: Function) -> Function:
-    """Compile a function that only compiled functions call; called from Python it ends the process.
-
-    The wrapper that Python calls unpacks its arguments, in code that for a table of columns is longer than a loop.
-    """
-    return _compiled(function, no_cpython_wrapper=True)
-
-
 def compiled_in_place(function: Function) -> Function:
-    """Compile like `compiled_part`, without reference counts, a function that creates no arrays, only views.
+    """Compile like `compiled`, without reference counts, a function that creates no arrays, only views.
 
     Counting takes most of the time of a loop that has many arrays and does little with each.
     """
-    return _compiled(function, no_cpython_wrapper=True, _nrt=False)
+    return _compiled(function, _nrt=False)
 
 
 def _compiled(function: Function, **options: Any) -> Function:
+    """Compile `function` once for Python and once, as a part without a wrapper, for the compiled functions it is in.
+
+    The wrapper that Python calls unpacks arguments, in code that for a table of columns is longer than a loop.
+    """
+    if numba.config.DISABLE_JIT:  # for debugging
+        return function
+    of_python = _dispatcher(function)
+    compile_for_call = of_python._compile_for_args
+
+    @cache
+    def part() -> Any:
+        code = function.__code__.replace(co_qualname=f"{function.__qualname__}_part")  # it is kept under this name
+        return _dispatcher(FunctionType(code, function.__globals__), no_cpython_wrapper=True, **options)
+
+    def template(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        # Or a constant would be a type of its own, and what is called with it be compiled once more.
+        plain: Callable[[Any], Any] = unliteral
+        return part().get_call_template(tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()})
+
+    of_python.get_call_template = template
+    of_python.get_overload = lambda signature: part().get_overload(signature)
+    of_python._compile_for_args = lambda *args, **kws: _compile(compile_for_call, args, kws)
+    return cast(Function, of_python)
+
+
+def _dispatcher(function: Callable[..., object], **options: Any) -> Any:
     options |= {"nogil": True, "no_cfunc_wrapper": True}
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
@@ -50,15 +76,77 @@ def _compiled(function: Function, **options: Any) -> Function:
     if cache_file := getattr(getattr(dispatcher, "_cache", None), "_cache_file", None):
         # Compared before the rest of an index is read, which fails where an earlier source had other classes.
         cache_file._version = f"{cache_file._version} {cache_file._source_stamp}"
-    if hasattr(dispatcher, "stats"):  # NUMBA_DISABLE_JIT=1, for debugging, leaves functions as they are
-        of_types = dispatcher.get_call_template
-        plain: Callable[[Any], Any] = unliteral
-        # Or a constant would be a type of its own, and what is called with it be compiled once more.
-        dispatcher.get_call_template = lambda args, kws: of_types(
-            tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()}
-        )
-        _dispatchers.append(dispatcher)
-    return cast(Function, dispatcher)
+    _dispatchers.append(dispatcher)
+    return dispatcher
+
+
+class _Library(JITCodeLibrary):
+    """Code of a function that is optimised and made machine code when Python asks for its address.
+
+    numba does both with each function and once more with all that it calls. Here a part is only linked into what
+    calls it, and kept on disk as it is.
+    """
+
+    _is_machine_code = False
+
+    def _optimize_final_module(self) -> None:
+        """Wait for `get_pointer_to_function`."""
+
+    def _finalize_final_module(self) -> None:
+        if self._object_caching_enabled and self._compiled_object:  # read from disk
+            self._is_machine_code = True
+            super()._finalize_final_module()
+        else:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> Any:
+        """Implements `JITCodeLibrary.get_pointer_to_function`."""
+        self._ensure_finalized()
+        if not self._is_machine_code:
+            if name not in {function.name for function in self.get_defined_functions()}:
+                return 0
+            self._is_machine_code = True
+            super()._optimize_final_module()
+            super()._finalize_final_module()
+            for variable in self._final_module.global_variables:
+                if (environment := lookup_environment(variable.name)) is not None:
+                    self.codegen.set_env(variable.name, environment)
+        return super().get_pointer_to_function(name)
+
+    def serialize_using_object_code(self) -> Any:
+        """Implements `CPUCodeLibrary.serialize_using_object_code`."""
+        return super().serialize_using_object_code() if self._is_machine_code else self.serialize_using_bitcode()
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile by `_Library` in the block, and rarely look for garbage, of which compiling makes little."""
+    with global_compiler_lock:
+        codegen, thresholds = cpu_target.target_context.codegen(), gc.get_threshold()
+        set_env = codegen.set_env
+
+        def set_env_of_machine_code(name: str, environment: Any) -> None:
+            if codegen._engine.is_symbol_defined(name):
+                set_env(name, environment)
+
+        codegen._library_class, codegen.set_env = _Library, set_env_of_machine_code
+        gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
+        try:
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
+            del codegen._library_class, codegen.set_env
+
+
+def _compile(function: Callable[..., object], args: tuple[Any, ...], kws: dict[str, Any]) -> object:
+    with _compiling():
+        return function(*args, **kws)
+
+
+# A frame of 1 MiB: those of the compiler find room behind it. In blocks of 16 KiB, which Python gets and gives back as
+# calls cross their end, they took a tenth of the time.
+_compile.__code__ = _compile.__code__.replace(co_stacksize=1 << 17)
 
 
 def inlined(function: Function) -> Function:

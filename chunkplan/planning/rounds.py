@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from chunkplan.arrays import Int64Array
-from chunkplan.compiled import compiled, compiled_part
+from chunkplan.compiled import compiled
 
 #: How long a round may be, in parts of what it would be were all ranks busy all of the time; each is tried.
 _SHARES = (1.0, 1.01, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.45, 1.6, 2.0)
@@ -144,7 +144,7 @@ def _try_rounds(
     return max(int(longest.sum()), 1), group_of, rounds_of, first_rank, size
 
 
-@compiled_part
+@compiled
 def _share_of_round(work: Int64Array, ranks: int, rounds: int) -> int:
     """Work of each rank in a round, besides sequences that outlast one on all ranks and have a round to themselves."""
     left, others = work.sum(), rounds
@@ -156,7 +156,7 @@ def _share_of_round(work: Int64Array, ranks: int, rounds: int) -> int:
     return int(left) // ranks // others
 
 
-@compiled_part
+@compiled
 def _sizes_wanted(tokens: Int64Array, work: Int64Array, sizes: Int64Array, cap: int, longest: int) -> Int64Array:
     """The index in `sizes` of the fewest ranks that have room for each sequence [n] and are done within `longest`."""
     wanted = np.empty(tokens.size, np.int64)
@@ -170,7 +170,7 @@ def _sizes_wanted(tokens: Int64Array, work: Int64Array, sizes: Int64Array, cap: 
     return wanted
 
 
-@compiled_part
+@compiled
 def _widen(
     ranks: int,
     num_groups: int,
