@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -49,7 +48,7 @@ def _compiled(function: Function, **options: Any) -> Function:
     if numba.config.DISABLE_JIT:  # for debugging
         return function
     of_python = _dispatcher(function)
-    compile_for_call = of_python._compile_for_args
+    compile_for_args = of_python._compile_for_args
 
     @cache
     def part() -> Any:
@@ -58,12 +57,11 @@ def _compiled(function: Function, **options: Any) -> Function:
 
     def template(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
         # Or a constant would be a type of its own, and what is called with it be compiled once more.
-        plain: Callable[[Any], Any] = unliteral
-        return part().get_call_template(tuple(map(plain, args)), {name: plain(kind) for name, kind in kws.items()})
+        return part().get_call_template(tuple(map(unliteral, args)), {name: unliteral(kws[name]) for name in kws})
 
     of_python.get_call_template = template
     of_python.get_overload = lambda signature: part().get_overload(signature)
-    of_python._compile_for_args = lambda *args, **kws: _compile(compile_for_call, args, kws)
+    of_python._compile_for_args = lambda *args, **kws: _compile(compile_for_args, args, kws)
     return cast(Function, of_python)
 
 
@@ -119,29 +117,19 @@ class _Library(JITCodeLibrary):
         return super().serialize_using_object_code() if self._is_machine_code else self.serialize_using_bitcode()
 
 
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Compile by `_Library` in the block, and rarely look for garbage, of which compiling makes little."""
+def _compile(function: Callable[..., object], args: tuple[Any, ...], kws: dict[str, Any]) -> object:
+    """Call `function`, which compiles, with `_Library`, and rarely look for garbage, which is little."""
     with global_compiler_lock:
         codegen, thresholds = cpu_target.target_context.codegen(), gc.get_threshold()
         set_env = codegen.set_env
-
-        def set_env_of_machine_code(name: str, environment: Any) -> None:
-            if codegen._engine.is_symbol_defined(name):
-                set_env(name, environment)
-
-        codegen._library_class, codegen.set_env = _Library, set_env_of_machine_code
+        codegen.set_env = lambda name, env: set_env(name, env) if codegen._engine.is_symbol_defined(name) else None
+        codegen._library_class = _Library
         gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
         try:
-            yield
+            return function(*args, **kws)
         finally:
             gc.set_threshold(*thresholds)
             del codegen._library_class, codegen.set_env
-
-
-def _compile(function: Callable[..., object], args: tuple[Any, ...], kws: dict[str, Any]) -> object:
-    with _compiling():
-        return function(*args, **kws)
 
 
 # A frame of 1 MiB: those of the compiler find room behind it. In blocks of 16 KiB, which Python gets and gives back as

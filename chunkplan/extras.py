@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, requires
 
 from chunkplan.errors import UsageError
 
@@ -17,6 +16,8 @@ def pip_install(extra: str) -> str:
     Raises:
         ValueError: there is no such extra.
     """
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import
+
     try:
         requirements = requires("chunkplan") or []
     except PackageNotFoundError:
@@ -36,6 +37,8 @@ def not_installed(error: Exception) -> UsageError | None:
     """
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import
+
     try:
         requirements = requires("chunkplan") or []
     except PackageNotFoundError:
